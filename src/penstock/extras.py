@@ -14,19 +14,19 @@ EXTRAS: Final = {
     "tokenizers": ("tokenizers", "tokenizers"),
     "transformers": ("transformers 5", "transformers"),
 }
-"""Module: the package's name, and the extra of pyproject.toml. wandb, which is large, is no part of `dev`."""
+"""By module, the package's name and the extra of pyproject.toml. wandb, which is large, is not in `dev`."""
 
 
 def is_there(module: str) -> bool:
-    """Whether a package is installed; it is not loaded."""
+    """Return whether a package is installed, without loading it."""
     return find_spec(module) is not None
 
 
 def needs(module: str) -> str:
-    """`needs the package matplotlib`: the end of a sentence about what does."""
+    """Return `needs the package matplotlib`, the end of a sentence about what needs the package."""
     return f"needs the package {EXTRAS[module][0]}"
 
 
 def install(module: str) -> str:
-    """What to do about it, as a sentence."""
+    """Return the instruction to install the package of `module`, as a sentence."""
     return f"Install it: pip install 'penstock[{EXTRAS[module][1]}]'."

@@ -28,11 +28,11 @@ Seconds = npt.NDArray[np.float64]
 class Group:
     """The kinds of groups that Penstock's own tasks meet in.
 
-    EXPERT: the ranks that share a layer's experts. NODE: those of them in one node. RAIL: those with the same
-    place in their nodes. EXPERT_REPLICAS: the replicas of an expert. SHARDS: the ranks that share every one
-    of their experts. EXPERT_SHARDS: all that hold a part of some expert of a layer. TENSOR: the ranks that
-    share attention and see the same samples. DATA: those with the same part of attention and other samples.
-    WORLD: all ranks.
+    EXPERT: the ranks that share a layer's experts. NODE: those of an EXPERT group that are in one node. RAIL:
+    those of an EXPERT group that have the same place in their nodes. EXPERT_REPLICAS: the replicas of an
+    expert. SHARDS: the ranks that share every one of their experts. EXPERT_SHARDS: all ranks that hold a part
+    of some expert of a layer. TENSOR: the ranks that share attention and see the same samples. DATA: the
+    ranks with the same part of attention and other samples. WORLD: all ranks.
     """
 
     ALONE: Final[Axes] = ()
@@ -57,11 +57,11 @@ class Group:
         "mp": TENSOR,
         "dp": DATA,
     }
-    """What cluster files and messages call them."""
+    """The names of the groups in cluster files and messages."""
 
     @classmethod
     def name(cls, axes: Axes) -> str:
-        """What people call a kind of group; its axes where it has no other name."""
+        """Return the name of a kind of group for people; its axes where it has no other name."""
         return next((name for name, own in cls.NAMES.items() if own == axes), " x ".join(axes))
 
 
@@ -69,16 +69,17 @@ INSIDE = frozenset({"ep_local", "mp", "esp"})
 """Axes along which all ranks are in one node."""
 VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
 JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}
-"""Axes that stand for several of a view."""
+"""Axes that stand for several axes of a view."""
 
 
 class MeshError(ValueError):
-    """Axes that no view has together, or sizes that do not fill the world."""
+    """Axes that do not belong to one view, or sizes that do not fill the world."""
 
 
 @cache
 def resolve(axes: Axes) -> tuple[str, Axes]:
-    """The view of some axes and its own axes among them. Raises MeshError for axes of different views."""
+    """Return the view to which `axes` belong and the view's own axes among them. Raises MeshError for unknown
+    or repeated axes, and for axes of different views."""
     single = [each for axis in axes for each in JOINED.get(axis, (axis,))]
     if len(set(single)) < len(single):
         raise MeshError(f"axes {', '.join(axes)}: an axis stands twice")
@@ -95,7 +96,7 @@ def resolve(axes: Axes) -> tuple[str, Axes]:
 
 
 def stays_inside(axes: Axes) -> bool:
-    """Whether groups along `axes` never leave a node, however ranks are laid out."""
+    """Return whether groups along `axes` never leave a node, however ranks are laid out."""
     return INSIDE.issuperset(resolve(axes)[1])
 
 
@@ -104,37 +105,37 @@ def _described() -> str:
 
 
 def node_of(rank: int, node_size: int) -> int:
-    """The node of a rank: ranks of a node are consecutive."""
+    """Return the node of a rank: ranks of a node are consecutive."""
     return rank // node_size
 
 
 def place_in_node(rank: int, node_size: int) -> int:
-    """The place of a rank among those of its node."""
+    """Return the place of a rank among the ranks of its node."""
     return rank % node_size
 
 
 def num_nodes(ranks: int, node_size: int) -> int:
-    """Nodes that consecutive ranks fill; 1 where the size of a node is not known (0)."""
+    """Return how many nodes consecutive ranks fill; 1 where the size of a node is not known (0)."""
     return ranks // node_size if node_size else 1
 
 
 def ranks_per_node(ranks: int, node_size: int) -> int:
-    """Ranks of a group of consecutive ones in one node: all of them unless it fills several whole nodes."""
+    """Return how many of consecutive `ranks` share a node: all unless they fill several whole nodes."""
     return node_size if 0 < node_size < ranks and ranks % node_size == 0 else ranks
 
 
 def holders(ranks: int, shards: int) -> int:
-    """Ranks, or groups of `shards` ranks that share every expert, that can hold different experts."""
+    """Return how many ranks, or groups of `shards` ranks with the same experts, can hold different ones."""
     return ranks // shards
 
 
 def neighbour(rank: int, steps: int, ranks: int) -> int:
-    """The rank a number of steps further on in a ring of all."""
+    """Return the rank that is `steps` further on in a ring of all `ranks`."""
     return (rank + steps) % ranks
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """The sizes of groups into which ranks can be divided, ascending."""
+    """Return the sizes of groups into which ranks can be divided, ascending."""
     return [size for size in range(1, ranks + 1) if ranks % size == 0]
 
 
@@ -142,9 +143,9 @@ def group_sizes(ranks: int) -> list[int]:
 class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
 
-    world_size: ranks. ep_size: ranks among which the experts of a layer are spread. ep_local_size: those of
-    them in one node; 0 = all. mp_size, esp_size: ranks that share attention, and that share every expert.
-    node_size: consecutive ranks in one node; 0 = one node, or not known.
+    world_size: ranks. ep_size: ranks among which the experts of a layer are spread. ep_local_size: ranks of
+    such a group in one node; 0 = all. mp_size: ranks that share attention. esp_size: ranks that share every
+    expert. node_size: consecutive ranks in one node; 0 = one node, or not known.
     """
 
     world_size: int = 1
@@ -179,15 +180,15 @@ class Mesh:
         }
 
     def size(self, axes: Axes) -> int:
-        """Ranks in every group along `axes`."""
+        """Return the number of ranks in every group along `axes`."""
         return prod(self.sizes[axis] for axis in resolve(axes)[1])
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where a rank stands along one axis, joined axes included."""
+        """Return the coordinate of a rank along one axis; joined axes are allowed."""
         return self.place(rank, (axis,))
 
     def place(self, rank: int, axes: Axes) -> int:
-        """Which member of its group along `axes` a rank is."""
+        """Return the place of a rank within its group along `axes`."""
         view, own = resolve(axes)
         found = 0
         left, step = rank, self.world_size
@@ -199,16 +200,16 @@ class Mesh:
         return found
 
     def group(self, rank: int, axes: Axes) -> int:
-        """Which of the groups along `axes` a rank is in, counted as `groups` lists them."""
+        """Return which of the groups along `axes` a rank is in, counted as `groups` lists them."""
         view, own = resolve(axes)
         return self.place(rank, tuple(axis for axis in VIEWS[view] if axis not in own))
 
     def members(self, rank: int, axes: Axes) -> tuple[int, ...]:
-        """The ranks of a rank's group along `axes`, in the order of their places."""
+        """Return the ranks of a rank's group along `axes`, in the order of their places."""
         return self.groups(axes)[self.group(rank, axes)]
 
     def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`, each in the order of its places."""
+        """Return all groups along `axes`, each in the order of its places."""
         known = self._groups.get(axes)
         if known is None:
             view, own = resolve(axes)
@@ -220,17 +221,17 @@ class Mesh:
         return known
 
     def crosses_nodes(self, axes: Axes) -> bool:
-        """Whether some group along `axes` has ranks in several nodes."""
+        """Return whether some group along `axes` has ranks in several nodes."""
         return self.nodes_of(axes) > 1
 
     def nodes_of(self, axes: Axes) -> int:
-        """Nodes that a group along `axes` has ranks in; of the group that spans most."""
+        """Return in how many nodes a group along `axes` has ranks: the largest number of any group."""
         if not self.node_size:
             return 1
         return max(len({node_of(rank, self.node_size) for rank in group}) for group in self.groups(axes))
 
     def latest(self, times: Seconds, axes: Axes) -> Seconds:
-        """For every rank the latest time within its group along `axes`. times: [ranks]."""
+        """Return for every rank the latest time within its group along `axes`. times: [ranks]."""
         if not axes or self.size(axes) == 1:
             return times
         view, own = resolve(axes)
@@ -241,7 +242,7 @@ class Mesh:
 
     @property
     def silent(self) -> frozenset[Axes]:
-        """The kinds of groups that have one rank only: nothing is sent in them."""
+        """The kinds of groups that have one rank only, so that nothing is sent in them."""
         return frozenset(axes for axes in Group.NAMES.values() if self.size(axes) == 1)
 
     def _shape(self, view: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The short way into a training loop of one's own: join, build, and in the end leave.
+"""Sessions for a training loop of one's own: join the processes, build the model, and leave at the end.
 
 `penstock train` does the same with a loop of its own (`penstock.train.trainer`).
 """
@@ -34,12 +34,12 @@ MakeLayer = Callable[[int, int, int], MoELayer]
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a loop needs to know.
+    """Everything that a training loop needs.
 
     model: an ordinary module whose steps are scheduled: `model(tokens, labels)` is the loss of the batch of
-    all ranks, and when its `backward` returns every gradient is summed over them. config: as it runs, with
-    the plan's choices. layout: which ranks share what; ranks with the same `layout.dp_rank` work on the same
-    samples, those of part `dp_rank` of `dp_size`.
+    all ranks, and when its `backward` returns every gradient is summed over them. config: the configuration
+    that runs, with the plan's choices. layout: which ranks share what; ranks with the same `layout.dp_rank`
+    work on the same samples, those of part `dp_rank` of `dp_size`.
     """
 
     model: PipelinedStack
@@ -59,7 +59,7 @@ class Session:
 
 
 class _Open:
-    """What this process has entered and not left."""
+    """The number of sessions that this process has entered and not left."""
 
     sessions = 0
 
@@ -71,17 +71,17 @@ def session(
     """Join the processes that torchrun or Slurm has started, or run alone, and build the model of `config`.
 
     config: sections in Python, or a TOML file; None = the defaults. settings: `section.key=value`, as on the
-    command line, over what the file says. make_moe: gives the MoE layer of a block, in place of the one that
+    command line; they override the file. make_moe: makes the MoE layer of a block, in place of the one that
     section [moe] describes, from the block's number, the number of ranks among which experts are spread, and
     this rank's place among them; its sizes must be those of the configuration.
 
     With plan.source = "auto" the cluster is measured and a plan searched for before the body runs; unlike
-    `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together,
-    and leave together: leaving closes the model, and the process group unless it was there before, also
-    where the body raises; exchanges that have begun on GPUs are aborted then. The other ranks are told why,
-    by the outermost session: inside another one an error may be caught, and is not the end.
+    `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together
+    and leave together. Leaving closes the model, and the process group unless it existed before, even where
+    the body raises; exchanges that have begun on GPUs are then aborted. The outermost session tells the other
+    ranks why: inside an inner one an error may be caught, and need not end the run.
 
-    Raises ConfigError for a setting that cannot be used or is not the same on all ranks, ValueError for
+    Raises ConfigError for a setting that cannot be used or that differs between ranks, ValueError for
     settings beside a RunConfig.
     """
     read = _read(config, settings)
@@ -98,15 +98,15 @@ def session(
         if not outer:
             give_up(f"{type(error).__name__}: {reason(error)}")
         if run is not None:
-            run.model.machinery.transports.abort()  # who waits for this rank waits no longer
-        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that come no more
+            run.model.machinery.transports.abort()  # ranks that wait for this one wait no longer
+        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that are gone
         raise
     _close(run, leaves=joins, aborts=False)
 
 
 @contextmanager
 def _counted() -> Iterator[int]:
-    """How many sessions this one is in."""
+    """Count this session as open, and yield the number of sessions around it."""
     outer = _Open.sessions
     _Open.sessions += 1
     try:
@@ -134,7 +134,7 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
 
 
 def _built(config: RunConfig, info: ProcessInfo, device: torch.device, make_moe: MakeLayer | None) -> Session:
-    """The model with its first plan, as `penstock train` makes them."""
+    """Build the model with its first plan, as `penstock train` does."""
     control = Control(info.rank, info.world_size)
     check_alike(config, control)
     config = on_device(config.resolved(info.world_size), device)

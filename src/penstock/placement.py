@@ -16,14 +16,14 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 SPLIT = 4096
-"""Parts into which the rows of an expert that start on one rank are cut, where positions share them."""
+"""Parts into which an expert's rows that start on one rank are cut, where several positions share them."""
 
 EMPTY = -1
-"""What stands in a guest slot without an expert."""
+"""The value of a guest slot that holds no expert."""
 
 
 class PlacementError(ValueError):
-    """A placement that contradicts itself, or that ranks do not have alike."""
+    """A placement that contradicts itself, or that differs between ranks."""
 
 
 class Host(NamedTuple):
@@ -34,23 +34,24 @@ class Host(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A position to which rows of an expert go, and how many of their SPLIT parts."""
+    """A position to which rows of an expert go, and how many of the SPLIT parts of those rows it receives."""
 
     position: int
     parts: int
 
 
 Splits = tuple[tuple[tuple[Part, ...], ...], ...]
-"""By rank and expert where rows go."""
+"""By rank and expert, the positions to which rows go."""
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
     """The hosts of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
 
-    ranks: of the expert group. slots: of every rank, all of them used. hosts: by expert number; more than one
-    host means replicas, whose gradients are summed at the owner. owners: the rank of the expert group that
-    keeps an expert's optimiser state and saves it. Raises PlacementError naming expert, rank and slot.
+    ranks: ranks of the expert group. slots: slots of every rank, all of them used. hosts: by expert number;
+    more than one host means replicas, whose gradients are summed at the owner. owners: by expert, the rank of
+    the expert group that keeps its optimiser state and saves it. Raises PlacementError naming expert, rank
+    and slot.
     """
 
     ranks: int
@@ -65,7 +66,7 @@ class ExpertPlacement:
     @staticmethod
     @cache
     def even(num_experts: int, ranks: int) -> ExpertPlacement:
-        """Consecutive experts on every rank. Raises PlacementError if ranks cannot have equally many."""
+        """Place consecutive experts on every rank. Raises PlacementError where the shares are unequal."""
         if num_experts % ranks:
             raise PlacementError(
                 f"num_experts = {num_experts} cannot be shared evenly by ep_size = {ranks} ranks; "
@@ -76,7 +77,7 @@ class ExpertPlacement:
 
     @staticmethod
     def of(held: Sequence[Sequence[int]], owners: Sequence[int] | None = None) -> ExpertPlacement:
-        """The placement in which rank r holds expert `held[r][s]` in slot s.
+        """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
         owners: by expert; without it an expert's owner is its first host.
         """
@@ -118,15 +119,16 @@ class ExpertPlacement:
         return tuple(found[position] for position in range(self.ranks * self.slots))
 
     def position(self, host: Host) -> int:
-        """The number of a slot in the whole expert group."""
+        """Return the number of a slot within the whole expert group."""
         return host.rank * self.slots + host.slot
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The experts of a rank, by slot."""
+        """Return the experts of a rank, by slot."""
         return self.by_position[rank * self.slots : (rank + 1) * self.slots]
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """For every expert the position to which a rank sends its rows: its own host, else the owner's."""
+        """Return by expert the position to which `rank` sends rows: its own if it hosts one, or the
+        owner's."""
         return tuple(
             self.position(next((host for host in hosts if host.rank == rank), self._owning(expert)))
             for expert, hosts in enumerate(self.hosts)
@@ -134,7 +136,7 @@ class ExpertPlacement:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all of it, for ranks to compare."""
+        """A hash of the whole placement, for ranks to compare."""
         return _digest((self.ranks, self.slots, self.hosts, self.owners))
 
     def _owning(self, expert: int) -> Host:
@@ -145,13 +147,13 @@ class ExpertPlacement:
 class Hosting:
     """Which experts ranks host as guests for a while, and who computes whose rows. Equal on all ranks.
 
-    Owners stay where `placement` says. Every rank has `guest_slots` slots beside its own `placement.slots`;
-    a position is `rank * (placement.slots + guest_slots) + slot`, guests after own experts. guests: by rank
-    and guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start
-    on the rank, with parts that sum to SPLIT. limit: with one, rows of experts with several hosts are split
-    by the loads of the step that runs, so that no rank computes more than `limit` SPLITths of the mean where
-    hosts allow it; a layer that must know before goes by `splits` all the same, which planners then leave as
-    `local` has them. Raises PlacementError naming rank, slot and expert.
+    Owners stay where `placement` says. Every rank has `guest_slots` slots beside its own `placement.slots`; a
+    position is `rank * (placement.slots + guest_slots) + slot`, guests after own experts. guests: by rank and
+    guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start on
+    the rank, with parts that sum to SPLIT. limit: if given, rows of experts with several hosts are split by
+    the loads of the step that runs, so that no rank computes more than `limit` SPLITths of the mean where
+    hosts allow it; a layer that must know beforehand still goes by `splits`, which planners then leave as
+    `local` makes them. Raises PlacementError naming rank, slot and expert.
     """
 
     placement: ExpertPlacement
@@ -171,20 +173,20 @@ class Hosting:
     @staticmethod
     @cache
     def none(placement: ExpertPlacement, guest_slots: int) -> Hosting:
-        """No guests: every row goes where `placement` alone sends it."""
+        """Return a hosting without guests: every row goes where `placement` alone sends it."""
         return Hosting.local(placement, ((EMPTY,) * guest_slots,) * placement.ranks)
 
     @staticmethod
     def local(
         placement: ExpertPlacement, guests: Sequence[Sequence[int]], limit: int | None = None
     ) -> Hosting:
-        """Guests for rows of their own ranks only; other ranks send theirs as without guests."""
+        """Return a hosting whose guests compute rows of their own ranks only; other rows pass them by."""
         splits = local_splits(placement, guests)
         return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits, limit)
 
     @property
     def slots(self) -> int:
-        """Slots of a rank: of its own experts and of guests."""
+        """Slots of a rank: those of its own experts and those of guests."""
         return self.placement.slots + self.guest_slots
 
     @property
@@ -207,28 +209,28 @@ class Hosting:
         return all(expert == EMPTY for guests in self.guests for expert in guests)
 
     def own(self, host: Host) -> int:
-        """The position of a slot of `placement`."""
+        """Return the position of a slot of `placement`."""
         return host.rank * self.slots + host.slot
 
     def guest(self, rank: int, slot: int) -> int:
-        """The position of a rank's guest slot."""
+        """Return the position of a rank's guest slot."""
         return rank * self.slots + self.placement.slots + slot
 
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
-        """By rank and expert the splits that are not those of guests for their own ranks' rows."""
+        """The splits that differ from those of `local_splits`, each with its rank and expert."""
         pairs = zip(self.splits, local_splits(self.placement, self.guests), strict=True)
         return tuple(
             (rank, expert, parts)
             for rank, (splits, usual) in enumerate(pairs)
-            if splits != usual  # of all experts at once: most ranks have no others
+            if splits != usual  # all experts at once: most ranks differ in none
             for expert, parts in enumerate(splits)
             if parts != usual[expert]
         )
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all of it, for ranks to compare."""
+        """A hash of the whole hosting, for ranks to compare."""
         return _digest((self.placement.digest, self.guest_slots, self.guests, self.own_splits, self.limit))
 
 
@@ -249,22 +251,22 @@ class SamplePlacement:
     @staticmethod
     @cache
     def even(samples: int, ranks: int) -> SamplePlacement:
-        """Consecutive samples on every rank, the first ranks with one more where they do not divide."""
+        """Place consecutive samples on every rank; where they do not divide, the first ranks get one more."""
         least, more = divmod(samples, ranks)
         return SamplePlacement(ranks, tuple(r for r in range(ranks) for _ in range(least + (r < more))))
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """Places in the batch of a rank's samples, ascending."""
+        """Return the places in the batch of a rank's samples, ascending."""
         return tuple(sample for sample, home in enumerate(self.homes) if home == rank)
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all of it, for ranks to compare."""
+        """A hash of the whole placement, for ranks to compare."""
         return _digest((self.ranks, self.homes))
 
 
 def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Splits:
-    """Of guests for rows of their own ranks only; other rows go as without guests."""
+    """Return the splits of guests that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(guests[0])
     found = list(_splits_without(placement, len(guests[0])))
     for rank, held in enumerate(guests):
@@ -277,7 +279,7 @@ def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) ->
 
 @cache
 def _splits_without(placement: ExpertPlacement, guest_slots: int) -> Splits:
-    """Of rows that go where `placement` alone sends them. Kept: most splits of a hosting are these."""
+    """Return the splits of rows that follow `placement` alone. Cached: most splits of a hosting are these."""
     slots = placement.slots + guest_slots
     return tuple(
         tuple(
@@ -327,7 +329,7 @@ def _check_slots(placement: ExpertPlacement) -> None:
 
 
 def _filled(placement: ExpertPlacement, used: dict[Host, int]) -> list[int]:
-    """How many slots of every rank hold an expert."""
+    """Return, by rank, how many slots hold an expert."""
     counts = [0] * placement.ranks
     for host in used:
         counts[host.rank] += 1

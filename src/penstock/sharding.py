@@ -1,7 +1,7 @@
 """Which part of a whole parameter a rank holds, where ranks share it. Marks stay with the parameter.
 
 A whole parameter has the name and shape that it has on one process: checkpoints, initial weights and exports
-know nothing else. A rank's part is cut from it by `Sharding.part` and put back by `Sharding.join`.
+know no other form. A rank's part is cut from it by `Sharding.part` and put back by `Sharding.join`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ MARK = "penstock_sharding"
 class Sharding:
     """One of `count` equal parts of a whole tensor.
 
-    axes: of the mesh, along which the parts are spread; part i is at place i. shape: of the whole. view: the
-    whole, reshaped so that `dim` is the dimension that is cut: a fused matrix of queries, keys and values
-    [3 A K, M] is cut as [3, A K, M] along 1, so that every part has heads of all three. index: this rank's.
-    Of experts it describes one expert's tensor, without the dimension that counts experts.
+    axes: the axes of the mesh along which the parts are spread; part i is at place i. shape: the shape of the
+    whole tensor. view: the shape to which the whole is reshaped so that `dim` is the dimension that is cut: a
+    fused matrix of queries, keys and values [3 A K, M] is cut as [3, A K, M] along 1, so that every part has
+    heads of all three. index: this rank's part. For experts, a Sharding describes one expert's tensor,
+    without the dimension that counts experts.
     """
 
     axes: Axes
@@ -46,7 +47,7 @@ class Sharding:
     def along(
         dim: int, shape: Sequence[int], axes: Axes, index: int, count: int, view: Sequence[int] = ()
     ) -> Sharding:
-        """A tensor that is cut along one dimension of `view`; without one, of its own."""
+        """Describe a tensor that is cut along dimension `dim` of `view`; without a view, of its own shape."""
         return Sharding(
             axes=axes,
             shape=tuple(shape),
@@ -58,64 +59,64 @@ class Sharding:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of a part: the whole one's, with the smallest possible change to its dimensions."""
+        """The shape of a part: that of the whole, with as few of its dimensions changed as possible."""
         if self.view == self.shape:
             return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
         return (self.shape[0] // self.count, *self.shape[1:])
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor of `shape`; a copy unless it lies in one piece."""
+        """Return this rank's part of a whole tensor of `shape`; a copy unless it lies in one piece."""
         return self.part_of(whole, self.index)
 
     def part_of(self, whole: Tensor, index: int) -> Tensor:
-        """The part at another place."""
+        """Return the part at place `index` of a whole tensor of `shape`."""
         width = self.view[self.dim] // self.count
         return whole.view(self.view).narrow(self.dim, index * width, width).reshape(self.part_shape)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of all parts, in the order of their places."""
+        """Return the whole tensor, joined from all parts in the order of their places."""
         width = self.view[self.dim] // self.count
         shape = (*self.view[: self.dim], width, *self.view[self.dim + 1 :])
         return torch.cat([part.reshape(shape) for part in parts], dim=self.dim).reshape(self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        """Itself: a copy of a parameter is the same part."""
+        """Return this very object: a copy of a parameter is the same part."""
         del memo
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What a marked parameter carries."""
+    """The mark that is set on a parameter."""
 
     sharding: Sharding
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """In a file nothing is left of it but an empty mark, of a type that torch.load always accepts."""
+        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
         return OrderedDict, ()
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which of `size` ranks this is that share parameters; a subclass says along which axes they stand."""
+    """Which of `size` ranks that share parameters this is; a subclass says along which axes they stand."""
 
     rank: int = 0
     size: int = 1
     axes: ClassVar[Axes]
 
     def cut(self, dim: int, shape: Sequence[int], view: Sequence[int] = ()) -> Sharding:
-        """This rank's part of a matrix, cut along `dim` of `view` (the matrix itself without one)."""
+        """Return this rank's part of a matrix, cut along `dim` of `view` (without one, of the matrix)."""
         return Sharding.along(dim, shape, self.axes, self.rank, self.size, view)
 
     def among(self, found: dict[str, Sharding]) -> dict[str, Sharding]:
-        """What a module says of its parameters; nothing where they are whole."""
+        """Return the shardings that a module declares for its parameters; none where they are whole."""
         return found if self.size > 1 else {}
 
 
 def shardings_of(model: nn.Module) -> dict[str, Sharding]:
-    """Every parameter that is a part of a larger one, by its name in `model`.
+    """Return the sharding of every parameter that is a part of a larger one, by its name in `model`.
 
-    A module says so of its own parameters in an attribute `shardings`, by their names in it.
+    A module declares them for its own parameters in an attribute `shardings`, by their names in the module.
     """
     found: dict[str, Sharding] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -125,9 +126,10 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
 
 
 def mark_shards(model: nn.Module) -> None:
-    """Put a mark on these parameters, for code that meets them without their module.
+    """Mark every parameter of `model` that is a part of a larger one, for code that meets it without its
+    module.
 
-    Raises ValueError for one that is there no more, or is of another shape than its part.
+    Raises ValueError for a parameter that no longer exists, or whose shape is not that of its part.
     """
     for name, sharding in shardings_of(model).items():
         setattr(_part_called(name, sharding, model), MARK, _Mark(sharding))
@@ -147,6 +149,6 @@ def _part_called(name: str, sharding: Sharding, model: nn.Module) -> nn.Paramete
 
 
 def sharding_of(parameter: Tensor) -> Sharding | None:
-    """Which part of a larger parameter this is; None for a whole one, and for one that was never marked."""
+    """Return which part of a larger parameter this is; None for a whole one or one that was never marked."""
     mark = getattr(parameter, MARK, None)
     return mark.sharding if isinstance(mark, _Mark) else None

@@ -1,4 +1,4 @@
-"""Simulate a schedule: the longest path with one time per rank, and what no schedule can beat."""
+"""Simulation of schedules: the longest path with one time per rank, and a bound that no schedule can beat."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Timeline:
         return max(float(interval.end.max()) for interval in self.times.values())
 
     def stretched(self, factor: float) -> Timeline:
-        """The same with every moment `factor` times as late."""
+        """Return this timeline with every moment `factor` times as late."""
         times = {task: Interval(factor * span.start, factor * span.end) for task, span in self.times.items()}
         return Timeline(times, self.mesh)
 
     def records(self) -> list[TaskRecord]:
-        """The same records that a measured run emits."""
+        """Return the records that a measured run of this timeline would emit."""
         return [
             TaskRecord(task, rank, float(interval.start[rank]), float(interval.end[rank]))
             for task, interval in self.times.items()
@@ -46,7 +46,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class _RankClock:
-    """Times are arrays [ranks]; a collective ends for its whole group at once."""
+    """A clock whose times are arrays [ranks]; a collective ends for its whole group at once."""
 
     cost: RankCost
     mesh: Mesh
@@ -63,7 +63,7 @@ class _RankClock:
 
 @dataclass(frozen=True)
 class _AlikeClock:
-    """All ranks take the same time for every task, so one number stands for all of them."""
+    """A clock for ranks that all take the same time for every task, so that one number stands for all."""
 
     seconds: Mapping[Task, float]
 
@@ -78,7 +78,7 @@ class _AlikeClock:
 
 
 def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> Timeline:
-    """When every task runs. A task starts when its inputs and the task before it on its lane are done."""
+    """Return when every task runs. A task starts once its inputs and the task before it on its lane end."""
     mesh = mesh or Mesh()
     needs = graph.needs.__getitem__
     seconds = {task: cost(task) for order in schedule.lanes.values() for task in order}
@@ -91,7 +91,7 @@ def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None
 
 
 def iteration_s(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> float:
-    """Seconds of a simulated iteration: those of `simulate`, quicker where its timeline is not wanted."""
+    """Return the seconds of a simulated iteration, as `simulate` would; faster, as no timeline is made."""
     seconds = [cost(task) for task in graph.tasks]
     if any(isinstance(each, np.ndarray) for each in seconds):
         known = dict(zip(graph.tasks, seconds, strict=True))
@@ -112,13 +112,13 @@ class LowerBound:
         return max(self.busiest_lane_s, self.critical_path_s)
 
     def times(self, factor: float) -> LowerBound:
-        """The bound if every task takes `factor` times as long."""
+        """Return the bound if every task takes `factor` times as long."""
         lane_s, path_s = factor * self.busiest_lane_s, factor * self.critical_path_s
         return replace(self, busiest_lane_s=lane_s, critical_path_s=path_s)
 
 
 def lower_bound(graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> LowerBound:
-    """The bound for every schedule of this graph; each lane's work is that of its slowest rank."""
+    """Return the bound for every schedule of this graph; each lane's work is that of its slowest rank."""
     seconds = {task: cost(task) for task in graph.tasks}
     uneven = any(isinstance(each, np.ndarray) for each in seconds.values())
     busy = lane_work(seconds)
@@ -131,7 +131,7 @@ def lower_bound(graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> Lower
 
 
 def chain_ends(graph: Graph, seconds: Sequence[float]) -> list[float]:
-    """When every task ends, by its position, if every lane could run everything at once."""
+    """Return when every task ends, by its position, if every lane could run everything at once."""
     ends: list[float] = []
     for needs, each in zip(graph.links, seconds, strict=True):
         ends.append(max([0.0, *[ends[need] for need in needs]]) + each)
@@ -139,7 +139,7 @@ def chain_ends(graph: Graph, seconds: Sequence[float]) -> list[float]:
 
 
 def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
-    """Seconds of work on every lane, on the rank that has most of it."""
+    """Return the seconds of work on every lane, on the rank that has most work there."""
     work: dict[Lane, Any] = {}
     for task, each in seconds.items():
         lane = task.lane
@@ -148,7 +148,7 @@ def lane_work(seconds: Mapping[Task, Any]) -> dict[Lane, float]:
 
 
 def _critical_path(graph: Graph, clock: Clock[T]) -> float:
-    """The longest chain of dependencies, where ranks take different times."""
+    """Return the length of the longest chain of dependencies, where ranks take different times."""
     ends: dict[Task, T] = {}
     for task in graph.tasks:
         start = clock.zero()
@@ -159,5 +159,5 @@ def _critical_path(graph: Graph, clock: Clock[T]) -> float:
 
 
 def overlap_efficiency(bound: LowerBound, iteration_s: float) -> float:
-    """Lower bound over iteration time: 1.0 is a schedule that cannot be improved."""
+    """Return the lower bound divided by the iteration time: 1.0 is a schedule that cannot be improved."""
     return bound.seconds / iteration_s if iteration_s > 0 else 1.0

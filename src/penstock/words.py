@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
-"""Columns: lines are never wrapped to fewer, nor made longer; without a terminal they have UNKNOWN."""
+"""Columns: lines are never wrapped to fewer than NARROWEST nor made longer than WIDEST; UNKNOWN is the width
+where there is no terminal."""
 
 LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
+"""What lanes are called for people. "network" is that between ranks, where there is one node."""
 BETWEEN_NODES = "network between nodes"
 
 HELD = "\N{NO-BREAK SPACE}%"
@@ -20,37 +22,41 @@ LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
 def lane_words(lane: str, *, nodes: bool) -> str:
-    """What a lane is, for people. nodes: whether there are several, and not ranks alone."""
+    """Return what a lane is called for people. nodes: whether there are several."""
     return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
-    """`1 chunk`, `2 chunks`."""
+    """Return a number with its noun in the singular or plural: `1 chunk`, `2 chunks`."""
     return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def mib(size_bytes: float) -> str:
-    """Bytes in MiB, or in KiB where there is less than one MiB."""
-    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"
+    """Format bytes in MiB, in KiB below one MiB, or as bytes where they round to no KiB."""
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    kib = f"{size_bytes / 2**10:.0f} KiB"
+    return kib if kib != "0 KiB" else counted(round(size_bytes), "byte")
 
 
 def gib(size_bytes: float) -> str:
-    """Bytes in GiB, or in MiB where there is less than one GiB."""
+    """Format bytes in GiB, in MiB below one GiB, or in smaller units where they round to no MiB."""
     size = size_bytes / 2**30
     if size < 1:
-        return f"{1024 * size:.0f} MiB"
+        whole = f"{1024 * size:.0f} MiB"
+        return whole if whole != "0 MiB" or size <= 0 else mib(size_bytes)
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as milliseconds, with at least four digits."""
+    """Format seconds as milliseconds, with at least four digits."""
     value = 1000 * seconds
     places = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3
     return f"{value:.{places}f} ms"
 
 
 def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
-    """Seconds as milliseconds, with the interval in which they are expected: `812.0 ms (780 to 845)`."""
+    """Format seconds as milliseconds, with the interval that is expected: `812.0 ms (780 to 845)`."""
     if interval_s is None:
         return milliseconds(seconds)
     low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
@@ -58,20 +64,20 @@ def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
 
 
 def percent(share: float) -> str:
-    """`62 %`."""
+    """Format a share of 1: `62 %`."""
     return f"{100 * share:.0f} %"
 
 
 def change(seconds: float, base_s: float) -> str:
-    """The change from `base_s` to `seconds`: `+3.2 %`, `-31 %`."""
+    """Format the relative change from `base_s` to `seconds`: `+3.2 %`, `-31 %`."""
     percent = 100 * (seconds / base_s - 1)
     return f"{percent:+.0f} %" if abs(percent) >= 10 else f"{percent:+.1f} %"
 
 
 def terminal_width(stream: TextIO | None = None) -> int:
-    """Columns of the terminal behind `stream` (standard output), within NARROWEST and WIDEST.
+    """Return the columns of the terminal behind `stream` (standard output), within NARROWEST and WIDEST.
 
-    The variable COLUMNS overrides it.
+    The variable COLUMNS overrides the terminal's width.
     """
     columns = shutil.get_terminal_size((UNKNOWN, 24)).columns
     if stream is not None and "COLUMNS" not in os.environ:
@@ -80,9 +86,9 @@ def terminal_width(stream: TextIO | None = None) -> int:
 
 
 def folded(text: str, width: int) -> str:
-    """`text` with each line that is longer than `width` wrapped, and continued under its last column.
+    """Return `text` with each line that is longer than `width` wrapped, and continued under its last column.
 
-    Columns are separated by two spaces or more. A word, such as a path, is never broken, nor `26 %`.
+    Columns are separated by two spaces or more. A word, such as a path, is never broken, nor is `26 %`.
     """
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
@@ -101,9 +107,9 @@ def _folded_line(line: str, width: int) -> str:
 
 
 def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iterator[list[list[str]]]:
-    """The table in parts that are at most `width` wide in Markdown, each with the first `keep` columns.
+    """Yield the table in parts that are at most `width` wide in Markdown, each with the first `keep` columns.
 
-    rows: the first is the head. A part has at least one further column, however wide that is.
+    rows: the first is the header. A part has at least one further column, however wide that is.
     """
     columns = [list(column) for column in zip(*rows, strict=True)]
     head, part = columns[:keep], list[list[str]]()
@@ -116,5 +122,5 @@ def stacked(rows: Sequence[Sequence[str]], width: int, *, keep: int = 1) -> Iter
 
 
 def markdown_width(columns: Sequence[Sequence[str]]) -> int:
-    """Columns of the terminal that a Markdown table with these columns of cells takes."""
+    """Return how many columns of the terminal a Markdown table with these columns of cells takes."""
     return 1 + sum(3 + max(map(len, column)) for column in columns)

@@ -158,12 +158,13 @@ def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]
 def test_an_edited_plan_file(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:
     folder, _ = planned
     edited = json.loads((folder / "run" / "plan.json").read_text())
-    edited |= {"schedule": None}
+    edited |= {"schedule": None, "cluster": "this cluster"}
     edited["choice"] |= {"schedule": "moe_pipeline", "chunks": 3, "backward_chunks": 2}
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     again = folder_of(tmp_path, "again", RANKS)
     told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "train.steps=3")
     assert told[0].summary is not None and told[0].summary.schedule == "moe_pipeline"
+    assert "made for the cluster that its run measured" in " ".join(told[0].said.split())
     assert losses(again) == pytest.approx(losses(folder)[:3], rel=1e-5)
 
 

@@ -174,7 +174,7 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         "0.01",
     ]
     text = run(words, capsys)
-    assert "tiny.toml on flowmoe-cluster-2" in text and "1 layers (1 MoE)" in text
+    assert "tiny.toml on flowmoe-cluster-2" in text and "1 layer (1 MoE)" in text
 
 
 @pytest.mark.parametrize(
@@ -187,6 +187,7 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--batch", "0"], "--batch = 0"),
         ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
         ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),
+        ([*SMALL, "--memory-gib", "0.0000001"], 'memory per rank = "107 bytes"'),
         ([*SMALL, "--memory-gib", "inf"], "--memory-gib = inf: must be positive and finite"),
         ([*SMALL, "--memory-gib", "nan"], "--memory-gib = nan: must be positive and finite"),
         ([*SMALL, "--memory-gib", "1e300"], "must be positive and finite"),

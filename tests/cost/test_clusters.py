@@ -41,7 +41,7 @@ MEASURED = ClusterFile(
             beta_s_per_byte=1e-8,
             in_steps=1.1,
             beside=1.3,
-            fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (4096.0, 2e-3))),
+            fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (2048.0, 1.4e-3), (4096.0, 2e-3))),
         ),
     ),
     tasks=(TaskModel(op="AT", phase="F", alpha_s=1e-4, scale=1.5, beside=1.1),),
@@ -252,6 +252,20 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, key: str, value: float) -
     caught = refusal(tmp_path, change)
     assert caught.key.endswith("bad.json." + key)
     assert "must be" in caught.why and caught.hint
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"transfers_beside_compute": 0.5},
+        {"links": [LINK | {"beside": 0.9}]},
+        {"tasks": [TASK | {"beside": 0.0}]},
+    ],
+)
+def test_other_work_makes_no_task_shorter(tmp_path: Path, change: dict[str, object]) -> None:
+    """Bounds are of tasks that run alone: they would be above the times of plans that overlap more."""
+    caught = refusal(tmp_path, change)
+    assert "never makes a task shorter" in caught.why and caught.hint
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

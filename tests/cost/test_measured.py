@@ -5,10 +5,20 @@ from __future__ import annotations
 import random
 from statistics import median
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import MeasuredCost
+from penstock.decision import Decision
+from penstock.graph import Lane, Task
+from penstock.mesh import Mesh, Seconds
+from penstock.ops import Op
+from penstock.schedule import SCHEDULES
+from penstock.schedule.freeze import slowest
+from penstock.simulate import lower_bound, simulate
+from penstock.step import StepShape, build_graph
 from penstock.trace import TaskRecord
 from tests.steps import lone_task
 
@@ -65,3 +75,22 @@ def test_a_piece_that_never_ran_costs_what_its_kind_does() -> None:
 def test_a_kind_that_never_ran_costs_what_the_fallback_says() -> None:
     cost = MeasuredCost.from_records([record("L0.AT.m0.F", 0, 1.0)], lambda task: float(task.layer))
     assert cost(lone_task("L3.AT.m0.F")) == 3.0
+
+
+def test_ranks_that_are_slow_in_different_layers_do_not_lengthen_the_bound() -> None:
+    """What no order of the tasks beats, of a step's own records, is not above that step."""
+    shape = StepShape(moe_layers=(True,) * 4, microbatches=4)
+    graph = build_graph(shape)
+    uneven = {0: np.array([0.2, 1.8]), 1: np.array([1.8, 0.2])}
+    mesh = Mesh(world_size=2, ep_size=2)
+
+    def cost(task: Task) -> float | Seconds:
+        return uneven[task.layer % 2] if task.op == Op.EXPERTS else 0.1
+
+    order = SCHEDULES["flowmoe"].order(graph, cost, Decision(schedule="flowmoe", microbatches=4))
+    timeline = simulate(order, graph, cost, mesh)
+    found = MeasuredCost.from_records(timeline.records(), lambda task: -1.0)
+    busiest_s = sum(slowest(found(task)) for task in graph.tasks if task.lane is Lane.COMPUTE)
+    least_s = lower_bound(graph, found.on_ranks, mesh).seconds
+    assert least_s == pytest.approx(lower_bound(graph, cost, mesh).seconds)
+    assert least_s <= timeline.iteration_s < busiest_s

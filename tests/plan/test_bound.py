@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig
 from penstock.decision import Decision
-from penstock.plan import Problem, evaluate
+from penstock.plan import Problem, evaluate, find_plan
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
 from penstock.step.shape import TokenLayout
@@ -41,6 +41,36 @@ def test_the_same_where_ranks_share_attention_and_experts(each: Problem, sharing
         found = evaluate(each, choice)
         quick_s = bounds.seconds(choice)
         assert found.bound.busiest_lane_s * (1 - 1e-9) <= quick_s <= found.predicted_s * (1 + 1e-9)
+
+
+@draws(30)
+@given(
+    problems(layers=3),
+    st.lists(st.floats(1, 4), min_size=8, max_size=8),
+    st.floats(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_no_bound_is_above_a_step_of_ranks_of_which_some_are_slow_and_others_busy(
+    each: Problem, slowness: list[float], ratio: float, rng: Any
+) -> None:
+    """The slow ones are not the busy ones: no rank has all of the slowest tasks."""
+    each = replace(each, slowness=tuple(slowness[: each.workload.world_size])).with_imbalance(ratio)
+    choices = list(space(each))
+    bounds = QuickBounds(each)
+    for choice in rng.sample(choices, min(4, len(choices))):
+        found = evaluate(each, choice)
+        simulated_s = each.simulate(choice, found.plan).iteration_s
+        assert found.bound.seconds <= simulated_s * (1 + 1e-9)
+        assert bounds.seconds(choice) <= simulated_s * (1 + 1e-9)
+
+
+def test_a_slow_rank_beside_a_busy_one_does_not_rule_out_what_is_faster() -> None:
+    """Every cut of one schedule, simulated: none is faster than the plan that was found."""
+    each = replace(problem(batch=4), slowness=(1.0, 1.0, 1.0, 3.0)).with_imbalance(3.5)
+    found = find_plan(each)
+    cuts = [choice for choice in space(each) if choice.schedule == "flowmoe"]
+    assert cuts and found.best.predicted_s <= min(evaluate(each, choice).predicted_s for choice in cuts)
+    assert found.lower_bound_s <= found.best.bound_s <= found.best.predicted_s
 
 
 @pytest.mark.parametrize("tokens", ["split", "replicated"])

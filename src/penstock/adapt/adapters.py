@@ -1,7 +1,7 @@
 """Adapters of peft on experts: LoRA of their stacked weights (`target_parameters`).
 
-peft puts a `ParamWrapper` around the module of experts for every weight that it adapts, one in another. A
-rank has the adapters of its own experts. They multiply rows, and no weight of their size is made:
+peft puts a `ParamWrapper` around the module of experts for every weight that it adapts, one inside another. A
+rank has the adapters of its own experts. They multiply rows, and no weight of their size is computed:
 rows (W + s * left right) = rows W + s * (rows left) right.
 Shapes: R rows, E experts (of this rank), r rank of an adapter, M and H widths of a weight.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 WRAPPER = "ParamWrapper"
-"""As peft itself recognises its class, which is not imported: peft may be missing."""
+"""Name of the class, by which peft itself recognises it; it is not imported, as peft may be missing."""
 
 USE = (
     "adapters of experts are those of LoRA on their stacked weights: LoraConfig(target_parameters="
@@ -26,23 +26,23 @@ USE = (
 
 
 class ExpertAxis(Protocol):
-    """How experts lie in a tensor."""
+    """The way in which experts lie in a tensor."""
 
     def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
-        """Of all experts those of the rank with this place among so many."""
+        """Return the experts of the rank at `place` among `ranks`, from those of all ranks."""
         ...
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """The experts of all ranks, in the order of the ranks."""
+        """Join the experts of all ranks, in the order of the ranks."""
         ...
 
     def whole_shape(self, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-        """Of what parts of this shape are joined to."""
+        """Return the shape of the tensor to which parts of this shape are joined."""
         ...
 
 
 class AlongRows:
-    """One after the other: rows of a stacked weight, or of LoRA's A, [E * r, M]."""
+    """Experts one after the other: rows of a stacked weight, or of LoRA's A, [E * r, M]."""
 
     def part(self, whole: Tensor, place: int, ranks: int) -> Tensor:
         part: Tensor = whole.unflatten(0, (ranks, -1))[place]
@@ -57,7 +57,7 @@ class AlongRows:
 
 @dataclass(frozen=True)
 class InTurn:
-    """LoRA's B, [H, r * E]: in a row of it come the first columns of all experts, then the second."""
+    """Experts in turn in LoRA's B, [H, r * E]: in a row the first columns of all experts, then the second."""
 
     rank: int
 
@@ -76,17 +76,17 @@ ALONG_ROWS = AlongRows()
 
 
 def core_of(experts: Any) -> Any:
-    """The experts themselves, inside of what peft has put around them."""
+    """Return the module of experts inside peft's wrappers."""
     return wrappers(experts)[-1].base_layer if is_wrapper(experts) else experts
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether it is peft's, around a module of which it adapts a parameter."""
+    """Return whether a module is peft's wrapper around a module of which it adapts a parameter."""
     return type(module).__name__ == WRAPPER and hasattr(module, "parameter_name")
 
 
 def wrappers(experts: Any) -> list[Any]:
-    """Those of peft around experts, the outermost first."""
+    """Return peft's wrappers around experts, the outermost first."""
     found: list[Any] = []
     while is_wrapper(experts):
         found.append(experts)
@@ -95,12 +95,12 @@ def wrappers(experts: Any) -> list[Any]:
 
 
 def around(experts: Any) -> list[Any]:
-    """The experts themselves, and every module that peft has put around them."""
+    """Return peft's wrappers around the experts, and the module of experts itself."""
     return [*wrappers(experts), core_of(experts)]
 
 
 def axes_of(experts: Any) -> dict[nn.Parameter, ExpertAxis]:
-    """How experts lie in every parameter of theirs and of their adapters."""
+    """Return how experts lie in every parameter of theirs and of their adapters."""
     axes: dict[nn.Parameter, ExpertAxis] = dict.fromkeys(experts.parameters(), ALONG_ROWS)
     for wrapper in wrappers(experts):
         for adapter, layer in wrapper.lora_B.items():
@@ -109,7 +109,7 @@ def axes_of(experts: Any) -> dict[nn.Parameter, ExpertAxis]:
 
 
 def check_adapters(experts: Any, where: str) -> None:
-    """Raise ValueError for adapters of experts that ranks could not have a part of."""
+    """Raise ValueError for adapters of experts that cannot be split over ranks."""
     for wrapper in wrappers(experts):
         weight = wrapper.get_param()
         if weight.dim() != 3:
@@ -126,7 +126,7 @@ def check_adapters(experts: Any, where: str) -> None:
 
 
 def settle(experts: Any) -> None:
-    """Let adapters of a single expert be merged, too: peft takes its weight for one of two dimensions."""
+    """Make adapters of a single expert mergeable, too: peft takes its weight for one of two dimensions."""
     for wrapper in wrappers(experts):
         if wrapper.num_experts == 1:
             wrapper.get_delta_weight = MethodType(_delta_weight, wrapper)
@@ -139,10 +139,10 @@ def _delta_weight(wrapper: Any, adapter: str) -> Tensor:
 
 
 def active(wrapper: Any) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """left [E, M, r], right [E, r, H] and the scale of every adapter that is to be added to a weight now."""
+    """Yield left [E, M, r], right [E, r, H] and the scale of every adapter that is to be added now."""
     if wrapper.disable_adapters:
         if wrapper.merged:
-            wrapper.unmerge()  # as the wrapper itself does
+            wrapper.unmerge()  # as the wrapper itself does it
         return
     for adapter in () if wrapper.merged else wrapper.active_adapters:
         if adapter in wrapper.lora_A:

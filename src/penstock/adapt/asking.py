@@ -1,4 +1,4 @@
-"""Trained models on one process: opened from wherever they were saved, asked to go on, and judged on text.
+"""Trained models on one process: opened from any place, to continue a text or to be judged on one.
 
 Shapes: B windows, L tokens of a window, V vocabulary.
 """
@@ -22,16 +22,16 @@ from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.storage.record import RECORD, Record
 
 MOST_NATS = 700
-"""Loss up to which a perplexity is a number."""
+"""Largest loss whose perplexity is a finite number."""
 
 AT_ONCE = 8
-"""Windows that are judged together, at most."""
+"""Most windows that are judged together."""
 
 LOGITS_AT_ONCE = 1 << 25
-"""Numbers that are held for them; those of one window may be more."""
+"""Most logits that are held for these windows; a single window may have more."""
 
 TOKENS_AT_ONCE = 512
-"""Tokens whose losses are computed together, which takes their logits twice more."""
+"""Tokens whose losses are computed together, which needs memory for two more copies of their logits."""
 
 CHECKPOINTS = "checkpoints"
 
@@ -46,7 +46,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen. temperature: 0 takes the likeliest. top_k, top_p: of which one is drawn."""
+    """Choice of the next token. temperature: 0 takes the likeliest. top_k, top_p: candidates of a draw."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -55,7 +55,7 @@ class Sampling:
 
     @property
     def options(self) -> dict[str, Any]:
-        """As `generate` of transformers takes them."""
+        """Arguments for `generate` of transformers."""
         if self.temperature == 0:
             return {"do_sample": False}
         drawn = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -64,7 +64,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """loss: mean over tokens, in nats. tokens: those that were predicted."""
+    """The loss of a model on a text. loss: mean over tokens, in nats. tokens: number of predicted tokens."""
 
     loss: float
     tokens: int
@@ -99,13 +99,13 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
 
 
 def _data_of(checkpoint: Path) -> Mapping[str, Any]:
-    """Section [data] of the run that has written a checkpoint; one that was made of a folder has none."""
+    """Return section [data] of the run that wrote a checkpoint; empty for one made from a folder."""
     found = (Record.read(checkpoint).settings or {}).get("data", {})
     return found if isinstance(found, Mapping) else {}
 
 
 def read_whole(folder: Path) -> Any:
-    """The model in a folder of transformers, Penstock's own kind included.
+    """Read the model in a folder of transformers, Penstock's own kind included.
 
     Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
     """
@@ -115,7 +115,7 @@ def read_whole(folder: Path) -> Any:
 
     config = read_config(folder)
     empty_model(folder, config)
-    stored_tensors(folder)  # transformers would not say which file is damaged
+    stored_tensors(folder)  # names a damaged file, which transformers would not
     with quiet():
         model, told = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -129,8 +129,10 @@ def read_whole(folder: Path) -> Any:
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path stands for: itself, or the newest of a run, or of the folder in which a run
-    keeps them; None if it is none of these."""
+    """Find the checkpoint that a path stands for; None if there is none.
+
+    The path is a checkpoint, a run's output folder or a run's folder of checkpoints (the newest is taken).
+    """
     if (path / RECORD).is_file():
         return path
     if not path.is_dir():
@@ -140,9 +142,9 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 class Telling:
-    """Says text while a model writes it; a character whose bytes have not all come waits for the rest.
+    """A streamer for `generate` of transformers: says text while a model writes it.
 
-    What `generate` of transformers asks of a streamer.
+    A character whose bytes have not all come waits for the rest.
     """
 
     def __init__(self, words: Words, prompt: str, say: Callable[[str], None]) -> None:
@@ -151,18 +153,18 @@ class Telling:
         self._said = 0
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt first [1, L], then every new token [1]."""
+        """Take the prompt first [1, L], then every new token [1]."""
         first = not self._tokens
         self._tokens += value.flatten().tolist()
         if first:
-            # A tokenizer may begin a text without its first space, so new text is what the whole has more.
+            # A tokenizer may drop the first space of a text, so new text is found as the growth of the whole.
             self._said = len(self._words.decode(self._tokens))
             self._say(self._prompt)
         else:
             self._tell(self._words.decode(self._tokens).rstrip("\ufffd"))
 
     def end(self) -> None:
-        """Says what still waits."""
+        """Say the text that still waits."""
         self._tell(self._words.decode(self._tokens))
 
     def _tell(self, text: str) -> None:
@@ -174,19 +176,20 @@ class Telling:
 def generate(
     opened: Opened, prompt: str, most: int, sampling: Sampling, say: Callable[[str], None] = lambda text: None
 ) -> str:
-    """The text that follows a prompt, of at most so many tokens. Raises ValueError for an empty prompt.
+    """Return the text that follows a prompt, `most` tokens at most. Raises ValueError for an empty prompt.
 
-    say: told the prompt, then every piece of the text as soon as it is written; all at once by beam search.
+    say: called with the prompt, then with every piece of the text as soon as it is written; with beam search
+    once with all of it.
     """
     tokens = opened.words.begin(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: give the model a beginning")
     torch.manual_seed(sampling.seed)
     prompt_1L = torch.tensor([tokens], device=opened.model.device)
-    beams = opened.model.generation_config.num_beams or 1  # of several, none is the text before the end
+    beams = opened.model.generation_config.num_beams or 1  # among several, the text is known at the end
     telling = Telling(opened.words, prompt, say) if beams == 1 else None
     out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, streamer=telling, **sampling.options)
-    whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may begin a text without its first space
+    whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may drop the first space of a text
     text = whole[len(opened.words.decode(tokens)) :]
     if telling is None:
         say(prompt + text)
@@ -200,10 +203,11 @@ def judge(
     name: str = "the text",
     say: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """How well a model predicts a text: every token but the first once, from those before it in its window.
+    """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
-    length: tokens of a window; None = as many as the model has positions for, 2048 at most. name: of the
-    text. say: hears after every batch how far it is. Raises ValueError for a text of less than two tokens.
+    length: tokens of a window; None = the number of positions that the model has, 2048 at most. name: of the
+    text. say: called after every batch with the progress. Raises ValueError for a text of fewer than two
+    tokens.
     """
     config = opened.model.config.get_text_config()
     most = int(getattr(config, "max_position_embeddings", 2048))
@@ -228,7 +232,7 @@ def judge(
 
 
 def _windows(tokens: Tensor, length: int, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of windows and of the tokens after each of theirs, [B, L]; what is left over comes last."""
+    """Yield batches of windows and of the tokens that follow theirs, [B, L]; the remainder comes last."""
     whole = (len(tokens) - 1) // length * length
     given, wanted = tokens[:-1], tokens[1:]
     if whole:

@@ -1,4 +1,4 @@
-"""The balance loss of transformers: judged over all MoE layers together, and not by layer.
+"""The balance loss of transformers: judged over all MoE layers together, not by layer.
 
 aux = E * sum_e f_e * P_e, where f_e is the number of choices of expert e per token and layer, and P_e its
 mean probability, both over the tokens of all MoE layers that the attention mask shows
@@ -14,16 +14,17 @@ from penstock.moe.balance import GlobalBalance
 
 
 class BalanceOverLayers(GlobalBalance):
-    """As in transformers: over the batch of all ranks, and over all layers at once.
+    """Balance judged as in transformers: over the batch of all ranks, and over all layers at once.
 
-    top_k: choices of a token, by which tokens are counted: padding may have a label, and go to experts.
+    top_k: choices of a token, from which the number of tokens follows: padding may have a label, and go to
+    experts.
     """
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
 
     def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        """Every layer's part of the one loss of all, [Y]."""
+        """Return every layer's part of the single loss of all layers, [Y]."""
         del pieces_Y, tokens
         products_Y = (chosen_YE.sum(0) * probability_YE).sum(dim=1)
         return chosen_YE.shape[-1] * products_Y / self._rows(chosen_YE) ** 2
@@ -34,5 +35,5 @@ class BalanceOverLayers(GlobalBalance):
         return factors_E.expand(chosen_BE.shape)
 
     def _rows(self, chosen_YE: Tensor) -> Tensor:
-        """Tokens of all MoE layers together."""
+        """Return the number of tokens of all MoE layers together."""
         return (chosen_YE.sum() / self._top_k).clamp(min=1)

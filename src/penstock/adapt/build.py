@@ -51,25 +51,19 @@ def parallelize(
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
-    Returns the model, in training mode.
-
-    model: a causal language model of transformers 5, whole and the same on every rank; of a family that is
-    not known, if it can be taken to pieces that compute the same; or a model of peft around one. It stays
-    what it is: its class, its modules, the names of its parameters; of experts this rank's share is kept. All
-    ranks call this, and every forward pass later, together; each has samples of its own.
-
-    In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all ranks, and its
-    `backward` every gradient, summed over them: DistributedDataParallel is not needed, and refused. All else
-    works as before: logits in evaluation (`model.eval()`), `generate`, `save_pretrained`, which all ranks
-    call together.
-
-    ep_size: over how many ranks experts are spread; None = all. plan: "auto" measures the cluster at the
-    first step and searches; else the name of a schedule, or a decision. ep_plan: which modules hold experts,
-    as transformers writes it; None = as the family or the model's configuration says. ranks_per_node,
-    timeout_s: see ParallelConfig. Processes that torchrun or Slurm has started are joined, unless they are
-    already.
-    Raises ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit;
-    the model is then what it was.
+    Returns the model, in training mode. model: a causal language model of transformers 5, whole and equal on
+    every rank; one of an unknown family is taken if it can be cut into pieces that compute the same; or a
+    model of peft around one. It keeps its class, its modules and the names of its parameters; of the experts
+    it keeps this rank's share. All ranks call this function, and later every forward pass, together; each has
+    samples of its own. In training mode `model(input_ids=..., labels=...)` gives the loss of the batch of all
+    ranks, and its `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and
+    refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
+    `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
+    all. plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
+    decision. ep_plan: which modules hold experts, as transformers writes it; None = as the family or the
+    model's configuration says. ranks_per_node, timeout_s: see ParallelConfig. Processes that torchrun or
+    Slurm has started are joined, unless they are joined already. Raises ValueError for a model that cannot be
+    scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
     if tp_size != 1:
         why = "attention stays the model's own, and how ranks could share it is not known"
@@ -105,14 +99,14 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
     """Let a schedule run the training steps of a model that has its share of experts; returns the model."""
     model, engine = found.model, _engine(found, machinery, parallel, plan)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        model.gradient_checkpointing_disable()  # layers by themselves would recompute what they send
+        model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
     schedule(model, engine)
     return model
 
 
 def _found(model: Any, ep_plan: EpPlan | None) -> Found:
-    """The parts of a model; of a family that is not known, if what they compute is what the model does."""
+    """Return the parts of a model; of an unknown family, if they compute what the model does."""
     if ep_plan is not None:
         check_ep_plan(ep_plan)
     family = family_of(model)
@@ -135,8 +129,10 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
 
 @contextmanager
 def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.device) -> Iterator[Machinery]:
-    """What runs steps on the ranks that a launcher started, which are joined; it is closed where what is
-    done with it fails. All ranks enter it.
+    """Join the ranks that a launcher started, and yield what runs steps on them.
+
+    All ranks enter this context.
+    The machinery is closed where the work inside fails.
     """
     info, node_size = joined(parallel.timeout_s, device), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
@@ -181,7 +177,7 @@ def _undo(cuts: Mapping[int, Cut]) -> None:
 
 
 def _cuts(found: Found) -> dict[int, Cut]:
-    """Where the layers with experts are cut, by their numbers."""
+    """Return the cuts of the layers with experts, by the layers' numbers."""
     return {
         number: Cut(block, found.family, shared=found.shared_of(block), top_k=found.top_k)
         for number, block in enumerate(found.blocks)
@@ -196,7 +192,7 @@ def _layers(
     ep_size: int = 1,
     ep_rank: int = 0,
 ) -> Layers:
-    """The layers as the engine runs them; of experts this rank has its share."""
+    """Return the layers as the engine runs them; of the experts this rank has its share."""
     layers: list[CutLayer | WholeLayer] = []
     placement = ExpertPlacement.even(found.num_experts, ep_size)
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
@@ -219,11 +215,11 @@ def _layers(
 
 
 class SharedPart(nn.Module):
-    """What the shared experts of a block add to the outputs of the others."""
+    """The output of a block's shared experts, which is added to that of its routed experts."""
 
     def __init__(self, block: Any, family: Family) -> None:
         super().__init__()
-        # Not as a submodule: the block has the other experts, too.
+        # Not as a submodule, as the block has the routed experts, too.
         self.__dict__.update(block=block, family=family)
 
     def forward(self, x_TM: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints of scheduled models: a folder that transformers reads, with the optimiser's state beside it.
+"""Checkpoints of scheduled models: a folder that transformers reads, and the optimiser's state.
 
 Everything is saved whole and under the names that the model had before it was spread, so a run may go on with
 another number of ranks.
@@ -36,29 +36,30 @@ from penstock.train.storage.stored import Entry, writing_order
 
 STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
 WITHOUT = "without_state"
-"""In a group, the names of parameters that were never updated."""
+"""Key in a group for the names of parameters that were never updated."""
 
 UNFINISHED = ".unfinished-"
 ADAPTERS = "adapter_config.json"
 OF_ADAPTERS = re.compile(
     r"(adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|adapter_config)\.json"
 )
-"""Names of files that a checkpoint of adapters is made of."""
+"""Names of the files of a checkpoint of adapters."""
 
 OWN = re.compile(rf"{OF_ADAPTERS.pattern}|model.*\.safetensors(\.index\.json)?|(generation_)?config\.json")
-"""Names of files that any checkpoint is made of."""
+"""Names of the files of any checkpoint."""
 
 Group = dict[str, Any]
-"""Settings of a group of parameters, and their names as `parameters`."""
+"""Settings of a group of parameters, and the parameters' names as `parameters`."""
 
 
 def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Save a scheduled model and its optimiser's state; all ranks call it together.
 
-    The folder appears when it is complete, in place of one of that name, of which everything stays that is
-    no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Raises
+    The folder appears when it is complete. It replaces a folder of that name, from which all files stay that
+    belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Raises
     ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
-    parameters, and CheckpointError, on all ranks, where it cannot be written: an older one then stays.
+    parameters, and CheckpointError, on all ranks, where the folder cannot be written: an older one then
+    stays.
     """
     path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
     states = _States.of(model, engine_of(model), optimizer)
@@ -71,15 +72,15 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
         together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
     except Exception:
         if control.rank == 0:
-            with suppress(OSError):  # why saving failed is worth more
+            with suppress(OSError):  # the error of saving matters more
                 _take_back(work, path)
         raise
 
 
 def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of a scheduled model's optimiser in a folder that is there; all ranks call it together.
+    """Save the state of a scheduled model's optimiser in an existing folder; all ranks call it together.
 
-    Raises what `save_checkpoint` does.
+    Raises the errors of `save_checkpoint`.
     """
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
@@ -87,10 +88,10 @@ def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Give an optimiser the state that `save_checkpoint` has saved, of experts this rank's share.
+    """Give an optimiser the state that `save_checkpoint` has saved; for experts, this rank's share.
 
-    model: scheduled, with the parameters that the optimiser has, in the same groups. Raises ValueError for
-    another optimiser than was saved, or none.
+    model: scheduled, with the parameters that the optimiser has, in the same groups. Raises ValueError if the
+    state of another optimiser was saved, or none.
     """
     path = Path(folder)
     if not (path / GROUPS).is_file():
@@ -102,7 +103,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
 
 
 def is_trained(folder: Path) -> bool:
-    """Whether `save_checkpoint` has written it, beside the state of an optimiser."""
+    """Return whether a folder is a checkpoint with the state of an optimiser, by `save_checkpoint`."""
     return (folder / GROUPS).is_file()
 
 
@@ -127,7 +128,7 @@ def refuse_adapters(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _States:
-    """An optimiser's state by the names of its parameters. axes: how experts lie in those of experts."""
+    """An optimiser's state by the names of its parameters. axes: how experts lie in parameters of experts."""
 
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -144,7 +145,7 @@ class _States:
 
     @property
     def groups(self) -> list[Group]:
-        """Settings of the groups of parameters, and the names of these."""
+        """Settings of the groups of parameters, and the names of these parameters."""
         return [
             {
                 **{key: value for key, value in group.items() if key != "params"},
@@ -155,7 +156,7 @@ class _States:
 
     @property
     def written(self) -> list[Group]:
-        """The groups as a file has them: of which parameters there is no state, they say, too."""
+        """The groups as they are written, with the names of parameters that have no state."""
         bare = {name for parameter, name in self.names.items() if not self.optimizer.state.get(parameter)}
         return [
             {**group, WITHOUT: [name for name in group["parameters"] if name in bare]}
@@ -163,8 +164,9 @@ class _States:
         ]
 
     def check(self) -> None:
-        """Raise ValueError for state that does not belong to single numbers of parameters, and for settings
-        that cannot be written.
+        """Raise ValueError for state or settings that cannot be saved.
+
+        State must belong to single numbers of parameters; settings must be numbers that JSON can hold.
         """
         json.dumps(self.groups, default=_number)
         for parameter, state in self.optimizer.state.items():
@@ -178,13 +180,13 @@ class _States:
                     )
 
     def save(self, folder: Path) -> None:
-        """Write it on rank 0; all ranks call this. Raises CheckpointError, on all of them."""
+        """Write the state on rank 0; all ranks call this. Raises CheckpointError on all ranks."""
         outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
         control = self.engine.stack.machinery.control
         together(control, f"saving {folder / STATE}", lambda: self._write(folder, outgoing))
 
     def _write(self, folder: Path, outgoing: Sequence[Outgoing]) -> None:
-        """Where rank 0 fails, it still takes what the others send."""
+        """Write the state on rank 0, which takes what the other ranks send even where writing fails."""
         left = iter(outgoing)
         try:
             if self.engine.layout.rank == 0:
@@ -197,7 +199,7 @@ class _States:
                 each.load()
 
     def _all(self) -> list[Outgoing]:
-        """Every tensor of the state, whole."""
+        """Return every tensor of the state, whole."""
         return [
             self._outgoing(f"{self.names[parameter]}:{key}", self.names[parameter], torch.as_tensor(value))
             for parameter, state in self.optimizer.state.items()
@@ -216,7 +218,7 @@ class _States:
         )
 
     def _joined(self, tensor: Tensor, logical: str, axis: ExpertAxis) -> Tensor:
-        """The parts of all ranks on rank 0; elsewhere whatever."""
+        """Return the joined parts of all ranks on rank 0; on other ranks the value has no meaning."""
         layout, control = self.engine.layout, self.engine.stack.machinery.control
         members = layout.mesh.members(0, Ranks.EXPERT)
         if layout.rank not in members:
@@ -225,7 +227,7 @@ class _States:
         return axis.join(parts) if parts else tensor
 
     def take(self, file: Path, saved: list[Group]) -> None:
-        """Fill the state of the optimiser from a file, and its groups' settings from `saved`."""
+        """Fill the optimiser's state from a file, and its groups' settings from `saved`."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
@@ -245,7 +247,7 @@ class _States:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def _own(self, stored: StoredTensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-        """Of a stored tensor what is this rank's."""
+        """Read this rank's part of a stored tensor."""
         axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
         if axis is None or not shape:
             return stored[...]
@@ -256,7 +258,7 @@ class _States:
 
 
 def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> None:
-    """Raise ValueError unless both have the same parameters in the same groups."""
+    """Raise ValueError unless both optimisers have the same parameters in the same groups."""
     mine, theirs = ([group["parameters"] for group in groups] for groups in (here, saved))
     if mine != theirs:
         differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
@@ -265,9 +267,9 @@ def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> N
 
 
 def _check_complete(file: Path, found: Set[str], saved: Sequence[Group]) -> None:
-    """Raise ValueError unless a file has the state of the parameters that the groups say, and no others.
+    """Raise ValueError unless a file has the state of the parameters that the groups name, and of no others.
 
-    Files of earlier versions do not say which have none.
+    Files of earlier versions do not name the parameters without state.
     """
     names = set(chain(*(group["parameters"] for group in saved)))
     bare = set(chain(*(group[WITHOUT if WITHOUT in group else "parameters"] for group in saved)))
@@ -280,16 +282,16 @@ def _check_complete(file: Path, found: Set[str], saved: Sequence[Group]) -> None
 
 
 def _number(setting: object) -> object:
-    """Of a group of parameters, as JSON has it: a learning rate may be a tensor."""
+    """Return a group's setting as JSON can hold it: a learning rate may be a tensor."""
     if isinstance(setting, Tensor):
         return setting.item()
     raise ValueError(f"an optimizer's setting {setting!r} cannot be saved: use a number")
 
 
 def _finish(work: Path, path: Path) -> None:
-    """Give a complete checkpoint, of which the disk has everything, its name, in place of an older one."""
+    """Rename a complete checkpoint, which is durably on disk, to its final name, in place of an older one."""
     former = _former(path)
-    _keep_others(former, work)  # where it ended in between, the last time
+    _keep_others(former, work)  # left where the last save ended in between
     for each in (*work.iterdir(), work):
         make_durable(each)
     if path.exists():
@@ -302,7 +304,7 @@ def _finish(work: Path, path: Path) -> None:
 
 
 def _take_back(work: Path, path: Path) -> None:
-    """Leave nothing of a checkpoint that was not completed: it may be what fills the disk."""
+    """Remove everything of a checkpoint that was not completed: it may be what fills the disk."""
     former = _former(path)
     if former.is_dir() and not path.exists():
         former.rename(path)
@@ -310,17 +312,17 @@ def _take_back(work: Path, path: Path) -> None:
 
 
 def _former(path: Path) -> Path:
-    """Where an older checkpoint is until the new one has its name."""
+    """Return the path of an older checkpoint until the new one has its name."""
     return path.with_name(f"{UNFINISHED}former-{path.name}")
 
 
 def _keep_others(former: Path, path: Path) -> None:
-    """Move what is no part of the older checkpoint from its folder to the new one.
+    """Move files that are not part of the older checkpoint from its folder to the new one.
 
-    Beside adapters that is a whole model, too: they are saved without it, and may be saved where it lies.
+    Beside adapters these include a whole model: adapters are saved without it, and possibly where it lies.
     """
     own = OF_ADAPTERS if (path / ADAPTERS).is_file() else OWN
     for each in former.iterdir() if former.is_dir() else ():
-        left = each.name in (UNFINISHED_MODEL, FORMER)  # by a save that ended in the middle
+        left = each.name in (UNFINISHED_MODEL, FORMER)  # left by a save that ended early
         if not (left or own.fullmatch(each.name) or (path / each.name).exists()):
             each.rename(path / each.name)

@@ -1,7 +1,7 @@
-"""Where a layer of a model is cut: at the call of its experts.
+"""The place where a layer of a model is cut: at the call of its experts.
 
-A decoder layer runs as it is, up to its experts, which only note what they were given and return zeros. What
-comes out is the residual stream; what was noted goes to the experts' ranks.
+A decoder layer runs unchanged, up to its experts, which only record their arguments and return zeros. The
+layer's output is then the residual stream; the recorded arguments go to the experts' ranks.
 Shapes: T tokens, M hidden size, E experts (total), k choices per token.
 """
 
@@ -24,15 +24,15 @@ from penstock.moe.gates.base import Gate
 from penstock.moe.tokens import Tokens
 
 Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Tokens [T, M], choices [T, k], weights [T, k] -> the sum of their experts' outputs [T, M]."""
+"""Maps tokens [T, M], choices [T, k] and weights [T, k] to the sum of the experts' outputs [T, M]."""
 
 
 @dataclass(frozen=True)
 class Caught:
-    """What experts were called with.
+    """Arguments with which experts were called.
 
     logits_TE: of the router, as it returned them. balances: whether its probabilities count for a balance
-    loss. attended_T: bool, the tokens that count for it; None: all.
+    loss. attended_T: bool, the tokens that count for the balance loss; None: all.
     """
 
     x_TM: Tensor
@@ -44,7 +44,7 @@ class Caught:
 
 
 class Cut:
-    """Stands in place of the `forward` of the experts of one MoE block, and of its shared experts.
+    """Replaces the `forward` of the experts of one MoE block, and that of its shared experts.
 
     shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
     model is not cut, where other ranks hold some of them. ranks: how many train the model. rows: what runs
@@ -61,7 +61,7 @@ class Cut:
         self._caught: Caught | None = None
         self.spread: Spreads | None = None
         self.ranks = 1
-        # As attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
+        # Set as attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
         settle(self.experts)
         self.experts.forward = self._meet
         self._hook = self.router.register_forward_hook(self._note)
@@ -71,7 +71,7 @@ class Cut:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Inside, experts return zeros and note what they are called with."""
+        """Make experts return zeros and record the arguments of their calls, inside this context."""
         self._cutting, self._caught, self._asked = True, None, None
         try:
             yield
@@ -80,27 +80,27 @@ class Cut:
 
     @property
     def caught(self) -> Caught:
-        """What the experts were called with inside `open`."""
+        """Arguments with which the experts were called inside `open`."""
         assert self._caught is not None, "a layer with experts calls them"
         return self._caught
 
     def take(self) -> Caught:
-        """The same, forgotten here."""
+        """Return the arguments of the experts' call, and forget them here."""
         caught, self._caught, self._asked = self.caught, None, None
         return caught
 
     def put(self, caught: Caught) -> None:
-        """What is noted where the layer itself cannot run: there is no sample."""
+        """Set the arguments of the experts' call where the layer itself cannot run, as there is no sample."""
         self._caught = caught
 
     def run(self, caught: Caught) -> Tensor:
-        """What the experts make of that, all of them on this rank, [T, M]."""
+        """Return the experts' outputs for these arguments, with all experts on this rank, [T, M]."""
         given = caught.x_TM, caught.experts_Tk, caught.weights_Tk
         out_TM: Tensor = type(self.experts).forward(self.experts, *given)
         return out_TM
 
     def follow(self) -> None:
-        """Stand where peft has put adapters around experts or router since, or has taken them away.
+        """Follow changes by peft, which has put adapters around experts or router, or has taken them away.
 
         Raises ValueError for adapters that cannot be spread.
         """
@@ -117,7 +117,7 @@ class Cut:
             self.router, self._hook = router, router.register_forward_hook(self._note)
 
     def undo(self) -> None:
-        """Leave the modules as they were."""
+        """Restore the modules."""
         self._hook.remove()
         self._following.remove()
         del self.experts.forward
@@ -125,7 +125,7 @@ class Cut:
             del self.shared.forward
 
     def is_whole(self) -> bool:
-        """Whether the modules still call what stands in their place."""
+        """Return whether the modules still call the replacements."""
         met = self.experts.__dict__.get("forward") == self._meet
         return met and (self.shared is None or self.shared.__dict__.get("forward") == self._pass)
 
@@ -171,7 +171,7 @@ class Cut:
 
 
 class CutGate(Gate):
-    """The choice that the model's own router has made."""
+    """A gate that returns the choice of the model's own router."""
 
     kind = "token"
 
@@ -188,7 +188,7 @@ class CutGate(Gate):
         counted_Tk, probability_BE = chosen_Tk, x_TM.new_zeros(tokens.samples, self.num_experts)
         if caught.balances:
             probability_TE = caught.logits_TE.softmax(dim=-1)
-            # As transformers counts: by logits and attention mask alone, whatever the router has chosen.
+            # transformers counts by logits and attention mask alone, whatever the router has chosen.
             judged = replace(tokens, valid_T=caught.attended_T)
             counted_Tk = _without_padding(probability_TE.topk(self.top_k, dim=-1).indices, judged)
             probability_BE = sum_by_sample(probability_TE, judged)

@@ -22,7 +22,7 @@ from penstock.moe import MoELayer, SampleKeys
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step knows of its samples beside tokens and labels. first: the number of the first of them.
+    """Inputs of a step besides tokens and labels. first: the number of the first sample.
 
     mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
     same, or several such tables, [_, B, L]. balances: whether the router's probabilities count for a loss.
@@ -34,7 +34,7 @@ class Inputs:
     balances: bool = False
 
     def of(self, keys: SampleKeys) -> dict[str, Tensor]:
-        """Those of the samples of a microbatch, as the model takes them."""
+        """Return the inputs of the samples of a microbatch, as the model takes them."""
         rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
         found: dict[str, Tensor] = {}
         if (mask_BL := self.mask_BL) is not None:
@@ -47,14 +47,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What the decoder calls a layer with beside hidden states: masks, positions and the like."""
+    """Arguments with which the decoder calls a layer besides hidden states: masks, positions and the like."""
 
     arguments: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class _Recorder(nn.Module):
-    """Stands for a layer while the decoder runs up to its layers: notes how it is called."""
+    """Replaces a layer while the decoder runs up to its layers, and records how it is called."""
 
     def __init__(self, layer: nn.Module, calls: list[LayerCall], entered: list[Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Recorder(nn.Module):
 
 @dataclass(frozen=True)
 class _Called:
-    """How every layer is to be called for one microbatch.
+    """Arguments of every layer for one microbatch.
 
     attended_T: bool, the tokens that the attention mask shows; None: all. balances: as `Inputs` has it.
     """
@@ -82,9 +82,9 @@ class _Called:
 
 
 class Calls:
-    """How layers are to be called for the microbatches of every step whose backward may be to come.
+    """Arguments of the layers for the microbatches of every step whose backward may still come.
 
-    What a step keeps goes when its backward has run, or its loss is gone.
+    The arguments of a step are freed when its backward has run, or its loss is gone.
     """
 
     def __init__(self) -> None:
@@ -92,17 +92,17 @@ class Calls:
         self._step: list[_Called] = []
 
     def begin(self) -> None:
-        """Before a step."""
+        """Begin a step."""
         self._step = []
 
     def end_with(self, loss: Tensor) -> None:
-        """After the forward pass of the step that has this loss."""
+        """End the forward pass of the step that has this loss."""
         step, self._step = self._step, []
         if loss.grad_fn is not None:
             loss.grad_fn.register_hook(lambda *_: step.clear())
 
     def put(self, keys: SampleKeys, layers: list[LayerCall], given: Inputs) -> None:
-        """Of the microbatch with these samples."""
+        """Store the arguments of the layers for the microbatch with these samples."""
         mask_BL = given.of(keys).get("attention_mask")
         attended_T = None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
         called = _Called(layers, attended_T, given.balances)
@@ -110,12 +110,12 @@ class Calls:
         self._by_first[int(keys.sample_ids_B[0])] = called
 
     def of(self, keys: SampleKeys) -> _Called:
-        """For the microbatch with these samples."""
+        """Return the arguments of the layers for the microbatch with these samples."""
         return self._by_first[int(keys.sample_ids_B[0])]
 
 
 class CutLayer:
-    """A layer with experts: `attend` runs it up to their call, `add` is what it does with their outputs."""
+    """A layer with experts: `attend` runs it up to their call, `add` applies their outputs."""
 
     row_norm = None
 
@@ -138,7 +138,7 @@ class CutLayer:
         return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
-        """What the experts make of the tokens that `attend` has brought to them, all on this rank, [T, M]."""
+        """Return the experts' outputs for the tokens that `attend` has brought, all on this rank, [T, M]."""
         return self.cut.run(self.cut.take())
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
@@ -158,7 +158,7 @@ class CutLayer:
 
 
 class WholeLayer:
-    """A layer without experts: all of it is one task."""
+    """A layer without experts, which is one task as a whole."""
 
     moe: MoELayer | None = None
     row_norm = None
@@ -215,17 +215,17 @@ class Decoder:
         self.kept: dict[int, Tensor] = {}
 
     def begin(self, inputs: Inputs, *, keep_logits: bool) -> None:
-        """Before the forward pass of a step on these samples."""
+        """Begin the forward pass of a step on these samples."""
         self._inputs, self.keeps_logits = inputs, keep_logits
         self._calls.begin()
         self.kept.clear()
 
     def end_with(self, loss: Tensor) -> None:
-        """After the forward pass of a step: what its backward needs is there as long as its loss."""
+        """End the forward pass of a step: what its backward needs is kept as long as its loss."""
         self._calls.end_with(loss)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
-        """Runs the decoder up to its first layer, and notes how it calls each."""
+        """Run the decoder up to its first layer, and record how it calls each layer."""
         if not len(tokens_BL):
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         calls: list[LayerCall] = []
@@ -237,13 +237,13 @@ class Decoder:
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
         logits_TV = self.logits(h_BLM)
-        if self.keeps_logits:  # by the place of their labels in the batch, whichever microbatch comes first
+        if self.keeps_logits:  # keyed by the place of their labels in the batch, in any order of microbatches
             self.kept[int(labels_BL.storage_offset())] = logits_TV.detach().unflatten(0, labels_BL.shape)
         precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
         return F.cross_entropy(precise_TV, labels_BL.flatten(), ignore_index=-100, reduction="sum")
 
     def logits(self, h_BLM: Tensor) -> Tensor:
-        """As the model makes them of what leaves its last layer."""
+        """Return the logits that the model computes from the output of its last layer."""
         base = self.base
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
@@ -260,12 +260,12 @@ class Decoder:
 
     @property
     def layers(self) -> list[Any]:
-        """Those that the model has now."""
+        """The layers that the model has now."""
         return list(self.base.get_submodule(self.family.layers))
 
     @property
     def coefficient(self) -> float:
-        """What weighs the balance loss: as in transformers, the model says so itself."""
+        """Weight of the balance loss: as in transformers, an attribute of the model itself."""
         assert self.family.coefficient is not None, "a step without one has no balance loss"
         return float(getattr(self.model, self.family.coefficient))
 
@@ -283,7 +283,7 @@ class Decoder:
         experts = {id(p) for p in self.expert_parameters(layer)}
         layers = self.layers
         found = [p for p in layers[layer].parameters() if id(p) not in experts]
-        if layer == 0:  # also where it is the head: what a layer below uses is reduced with that one
+        if layer == 0:  # even where it is the head: a parameter is reduced with the lowest layer that uses it
             found += self.model.get_input_embeddings().parameters()
         if layer == len(layers) - 1:
             found += self.base.get_submodule(self.family.norm).parameters()
@@ -317,7 +317,7 @@ class Decoder:
 
 @contextmanager
 def _instead(base: nn.Module, hidden_BLM: Tensor) -> Iterator[None]:
-    """Inside, the decoder is not run: this is what has left its last norm."""
+    """Skip the decoder inside this context: `hidden_BLM` takes the place of the output of its last norm."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     base.forward = lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden_BLM)

@@ -1,4 +1,4 @@
-"""What a folder of transformers says of its model, read before its numbers; errors name the file."""
+"""Descriptions of models in folders of transformers, read before the weights; errors name the file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 CONFIG = "config.json"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
-"""What configurations call the number of experts, and of those that a token chooses."""
+"""Names in configurations for the number of experts, and for the number that a token chooses."""
 
 COPY = "Copy it again from where the model's files come from"
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration in a folder. Raises ValueError, naming the file, for one that describes no model."""
+    """Read the configuration in a folder. Raises ValueError, naming the file, if it describes no model."""
     from transformers import AutoConfig
 
     file = folder / CONFIG
@@ -44,7 +44,7 @@ def read_config(folder: Path) -> Any:
 
 
 def empty_model(folder: Path, config: Any) -> Any:
-    """The causal language model of a configuration, without numbers.
+    """Return the causal language model of a configuration, without values.
 
     Raises ValueError, naming the file, where transformers cannot make it.
     """
@@ -59,7 +59,7 @@ def empty_model(folder: Path, config: Any) -> Any:
 
 
 def read_table(file: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises ValueError, naming the file, for anything else."""
+    """Read a JSON object from a file. Raises ValueError, naming the file, for anything else."""
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -70,14 +70,14 @@ def read_table(file: Path) -> dict[str, Any]:
 
 
 def _errors_only(record: LogRecord) -> bool:
-    """A filter of loggers that lets errors pass."""
+    """Let only errors pass; a filter of loggers."""
     return record.levelno >= ERROR
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers prints nothing of what is told as an error afterwards, no progress, and nothing of
-    DeepSpeed, which it imports where that is installed."""
+    """Keep transformers from printing, inside this context, what is raised as an error afterwards, and any
+    progress; and DeepSpeed, which it imports where that is installed, from printing warnings."""
     from transformers.utils import logging
 
     before, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -95,7 +95,7 @@ def quiet() -> Iterator[None]:
 
 
 def _check_experts(file: Path, config: Any) -> None:
-    """Raise ValueError for a number of experts that is none, or fewer than a token chooses."""
+    """Raise ValueError for a number of experts below one, or smaller than that which a token chooses."""
     found = {name: getattr(config, name, None) for name in (*EXPERTS, *CHOSEN)}
     there = {name: value for name, value in found.items() if isinstance(value, int)}
     for name, value in there.items():
@@ -111,5 +111,5 @@ def _check_experts(file: Path, config: Any) -> None:
 
 
 def _line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Return the type and message of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

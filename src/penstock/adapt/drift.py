@@ -1,8 +1,9 @@
-"""Whether ranks still have the same parameters, of those that several of them hold.
+"""Comparison of the parameters that several ranks hold.
 
-They drift apart without a word where gradients are scaled, or updates left out, by what one rank has: losses
-look plausible for long. Machines of different kinds may round updates differently, too: every update then
-adds about a unit in the last place, in any direction, and the sum grows as the root of their number.
+Ranks drift apart silently where gradients are scaled, or updates left out, by a condition that is local to a
+rank: losses look plausible for long. Machines of different kinds may round updates differently, too: every
+update then adds about a unit in the last place, in any direction, and the sum grows as the root of the number
+of updates.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from penstock.runtime.expert_parallel.alike import fingerprint
 from penstock.topology import Control, Layout
 
 EVERY = 64
-"""Steps from one comparison to the next; the first ones come sooner."""
+"""Steps from one comparison to the next; the first comparisons come sooner."""
 
 PIECE = 1 << 20
-"""Numbers that are added up at once: their sum needs a copy of twice their size."""
+"""Numbers that are summed at once: the sum needs a copy of twice their size."""
 
 ROUNDING = 8
 """Relative difference that rounding explains after one update, in units of a type's precision."""
 
 MOST_ROUNDING = 0.05
-"""Relative difference above which none is taken for rounding, however few digits a type has."""
+"""Largest relative difference that is taken for rounding, however few digits a type has."""
 
 SKETCHES = 8
 """Sums with random signs that stand for a parameter: they differ by about the norm of the difference."""
@@ -46,7 +47,7 @@ DIFFERENT = (
 
 
 def is_due(steps: int) -> bool:
-    """Whether to compare in the step after so many: the 2nd, the 3rd, the 5th and so on, then rarely."""
+    """Return whether to compare after this number of steps: in the 2nd, 3rd, 5th and so on, then rarely."""
     return steps > 0 and (steps % EVERY == 0 or (steps < EVERY and steps & (steps - 1) == 0))
 
 
@@ -58,12 +59,12 @@ ROUNDED = (
 
 
 def check_alike(decoder: Decoder, layout: Layout, control: Control, updates: int) -> None:
-    """Raise ValueError, on all ranks, if trained parameters that several of them hold (of experts: those with
-    the same ones) differ by more than rounding in so many updates explains; rank 0 is warned if they differ
-    at all.
+    """Raise ValueError, on all ranks, if trained parameters that several ranks hold differ too much.
 
-    All ranks call it. It reads them all, and exchanges 16 bytes, or where they differ 144 for a parameter;
-    of experts that other ranks have, too, as much for each rank among which these are spread.
+    Too much is more than rounding explains after `updates` updates; rank 0 is warned of any difference.
+    Experts are compared among the ranks that hold the same ones. All ranks call this function. It reads all
+    parameters, and exchanges 16 bytes, or where they differ 144 per parameter; for experts that other ranks
+    have, too, this much for each rank among which they are spread.
     """
     if control.world_size == 1:
         return
@@ -81,7 +82,7 @@ def _trained(decoder: Decoder, of_layer: Callable[[int], list[nn.Parameter]]) ->
 
 @dataclass(frozen=True)
 class _Shared:
-    """What this rank and others hold alike, who have this place among so many: other places hold others."""
+    """Parameters that the ranks at one place of `places` hold alike; other places hold other ones."""
 
     parameters: list[nn.Parameter]
     place: int
@@ -89,8 +90,9 @@ class _Shared:
     control: Control
 
     def extremes(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Of every number the smallest and the largest of the ranks of a place, [places, ...], the same on
-        all ranks. What is not a number is infinitely large.
+        """Return the smallest and the largest of every number over the ranks of a place, [places, ...].
+
+        The result is equal on all ranks. NaN counts as infinitely large.
         """
         mine = numbers.nan_to_num(nan=math.inf, posinf=math.inf)
         table = torch.full((2, self.places, *mine.shape), -math.inf, dtype=torch.float64)
@@ -123,8 +125,9 @@ def _judge(shared: _Shared, updates: int) -> None:
 
 @torch.no_grad()
 def _sketch(parameter: Tensor) -> Tensor:
-    """Sums of its numbers with signs that their places say, the same on every machine, and then its norm:
-    float64 [SKETCHES + 1].
+    """Return sums of a parameter's numbers with random signs, and then its norm: float64 [SKETCHES + 1].
+
+    The signs depend on the places of the numbers, and are equal on every machine.
     """
     keys = SampleKeys(0, torch.zeros(1, dtype=torch.int64, device=parameter.device))
     total = torch.zeros(SKETCHES + 1, dtype=torch.float64, device=parameter.device)

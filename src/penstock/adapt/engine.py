@@ -1,4 +1,4 @@
-"""What runs the steps of a scheduled model.
+"""The engine, which runs the steps of a scheduled model.
 
 Shapes: B samples, L tokens per sample.
 """
@@ -27,10 +27,10 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """The arguments of a call of the model, as a step needs them.
+    """Arguments of a call of the model, as a step needs them.
 
-    labels_BL: as transformers takes them, of the same places as the tokens; or shift_labels_BL, of the tokens
-    after them. valid: by which the sum of token losses is divided, of all ranks; None: by their number.
+    labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
+    tokens. valid: divisor of the sum of token losses, over all ranks; None: the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -44,15 +44,15 @@ class StepInputs:
 
     @property
     def targets(self) -> Tensor:
-        """For every token what is to follow it, [B, L]."""
+        """The token that is to follow each token, [B, L]."""
         if self.shift_labels_BL is not None:
-            return self.shift_labels_BL.contiguous()  # logits are kept by where labels lie in memory
+            return self.shift_labels_BL.contiguous()  # logits are kept by the place of labels in memory
         assert self.labels_BL is not None
         return torch.nn.functional.pad(self.labels_BL[:, 1:], (0, 1), value=NO_LABEL)
 
     @property
     def valid_tokens(self) -> Tensor | None:
-        """Which tokens are not padding, [B, L]; what has a label is none, whatever the mask says."""
+        """Tokens that are not padding, [B, L]; a token with a label is none, whatever the mask says."""
         if self.mask_BL is None or self.mask_BL.dim() != 2:
             return None
         return self.mask_BL.bool() | (self.targets != NO_LABEL)
@@ -60,15 +60,17 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a plan was made for. trained: names of parameters."""
+    """Conditions for which a plan was made. trained: names of parameters."""
 
     recompute: Recompute | None
     trained: frozenset[str]
 
 
 class Engine:
-    """The stack of a model, its pieces, and when its plan is made: at the first step, whose sizes are known,
-    and when something is trained that was frozen then, for which the plan has no reduction.
+    """The stack of a model, its pieces, and the time at which its plan is made.
+
+    A plan is made at the first step, whose sizes are known, and when a parameter is trained that was frozen
+    then, for which the plan has no reduction.
     """
 
     def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner) -> None:
@@ -83,11 +85,11 @@ class Engine:
         return self.stack.machinery.layout
 
     def recompute(self, what: Recompute) -> None:
-        """Let this be computed again in backward from the next step on, whatever the plan said of it."""
+        """Recompute `what` in backward from the next step on, whatever the plan said."""
         self._recompute = what
 
     def step(self, given: StepInputs, *, training: bool) -> tuple[Tensor, Tensor | None]:
-        """The loss of the whole batch of all ranks, and the balance loss, which is part of it."""
+        """Return the loss of the whole batch of all ranks, and the balance loss, which is part of it."""
         stack = self.stack
         stack.training = training
         check_intact(self.decoder)
@@ -107,11 +109,11 @@ class Engine:
         return loss
 
     def check_alike(self) -> None:
-        """Raise ValueError, on all ranks, if they have drifted apart. All ranks call it."""
+        """Raise ValueError, on all ranks, if their parameters have drifted apart. All ranks call it."""
         check_alike(self.decoder, self.layout, self.stack.machinery.control, self._steps)
 
     def warn_if_different(self) -> None:
-        """Say on rank 0 if ranks have drifted apart: what was trained is saved all the same."""
+        """Warn on rank 0 if ranks have drifted apart: what was trained is saved all the same."""
         try:
             self.check_alike()
         except ValueError as error:
@@ -119,14 +121,14 @@ class Engine:
                 warnings.warn(f"rank 0's values are saved: {error}", stacklevel=4)
 
     def _compare_parameters(self, loss: Tensor) -> None:
-        """Now and then; after the forward pass, which tells of parameters that are not trained everywhere."""
+        """Compare parameters at times, after the forward pass, which reports those not trained everywhere."""
         if loss.requires_grad:
             if is_due(self._steps):
                 self.check_alike()
             self._steps += 1
 
     def kept_logits(self) -> Tensor | None:
-        """Those of the last step, [B, L, V], if they were asked for."""
+        """Return the logits of the last step, [B, L, V]; None if they were not asked for."""
         kept = self.decoder.kept
         return torch.cat([kept[number] for number in sorted(kept)]) if kept else None
 
@@ -136,7 +138,7 @@ class Engine:
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=coefficient)
         stack.minimise(moe, self._balance, given.valid)
         stack.compute_in(_autocast_dtype(stack.machinery.device))
-        trains = stack.training and torch.is_grad_enabled()  # else a plan would be measured without backward
+        trains = stack.training and torch.is_grad_enabled()  # a plan must be measured with backward
         if trains and (self._planned_for is None or self._needs_another()):
             self._ask(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
@@ -145,15 +147,18 @@ class Engine:
             self._planned_for = _Asked(self._recompute, self._trained())
 
     def _needs_another(self) -> bool:
-        """Whether the plan is not one for what is trained, and computed again, now."""
+        """Return whether the plan no longer fits what is trained and recomputed."""
         assert self._planned_for is not None
         return self._planned_for.recompute != self._recompute or not self._reduces_all()
 
     def _ask(self, given: StepInputs) -> None:
-        """Return if all ranks need another plan. One that was changed alone must not wait for the others."""
+        """Return if all ranks need another plan.
+
+        A rank that alone was changed must not wait for the others.
+        """
         before = self._planned_for
         if before is None or self.layout.world_size == 1:
-            return  # for the first time all do
+            return  # for the first plan all ranks do
         new = sorted(self._trained() - before.trained)
         why = "parameters were replaced or moved to other layers"
         if new:
@@ -168,7 +173,7 @@ class Engine:
         return frozenset(name for name, p in self.stack.model.named_parameters() if p.requires_grad)
 
     def _reduces_all(self) -> bool:
-        """Whether the plan has a reduction for every gradient of what is trained now."""
+        """Return whether the plan has a reduction for every gradient of what is trained now."""
         gradients, shape = self.stack.gradients, self.stack.plan.shape
         if gradients.holds(shape):
             return True
@@ -183,5 +188,5 @@ class Engine:
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What the caller computes in."""
+    """Return the type in which the caller computes; None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -1,4 +1,4 @@
-"""Which modules a model's own plan of expert parallelism spreads: `ep_plan`, as transformers calls it."""
+"""Modules that a model's own plan of expert parallelism spreads: `ep_plan`, as transformers calls it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from penstock.config import ConfigError
 
 EpPlan = Mapping[str, str]
-"""Paths in the decoder, with `*` for the number of a layer, and what becomes of what is there."""
+"""Paths in the decoder, with `*` for the number of a layer, and the style of the module at each."""
 
 EXPERTS: Final = "ep_dispatch_experts"
 """The style of modules whose experts are spread over ranks."""
 
 WEIGHTS: Final = "grouped_gemm"
-"""The style of their stacked weights, which follow from that."""
+"""The style of the stacked weights of such modules, which follow the modules."""
 
 
 def check_ep_plan(ep_plan: EpPlan) -> None:
-    """Raise ConfigError for a plan with parts that are not spread, or without experts."""
+    """Raise ConfigError for a plan with modules that cannot be spread, or without experts."""
     for path, style in ep_plan.items():
         if style not in (EXPERTS, WEIGHTS):
             why = f"only modules of experts ({EXPERTS}) and their weights ({WEIGHTS}) are spread over ranks"
@@ -34,7 +34,7 @@ def check_ep_plan(ep_plan: EpPlan) -> None:
 
 
 def brought_by(model: nn.Module) -> EpPlan | None:
-    """The plan that a model's configuration has; None if it has none that spreads experts."""
+    """Return the plan in a model's configuration; None if it has none that spreads experts."""
     config = getattr(model, "config", None)
     text = None if config is None else config.get_text_config()
     plan: EpPlan | None = getattr(text, "base_model_ep_plan", None)
@@ -42,14 +42,14 @@ def brought_by(model: nn.Module) -> EpPlan | None:
 
 
 def modules_of(ep_plan: EpPlan, model: nn.Module) -> list[str]:
-    """Paths of the modules that a plan spreads."""
+    """Return the paths of the modules that a plan spreads."""
     wanted = [re.escape(path).replace(r"\*", r"\d+") for path, style in ep_plan.items() if style == EXPERTS]
     pattern = re.compile(rf"(?:.+\.)?(?:{'|'.join(wanted)})")
     return [path for path, _ in model.named_modules() if pattern.fullmatch(path)]
 
 
 def check_spread(ep_plan: EpPlan, model: nn.Module, experts: list[nn.Module]) -> None:
-    """Raise ConfigError unless a plan spreads the experts that a model is known to have, and no others."""
+    """Raise ConfigError unless a plan spreads exactly the experts that a model is known to have."""
     named = modules_of(ep_plan, model)
     if {id(model.get_submodule(path)) for path in named} != {id(each) for each in experts}:
         there = [path for path, each in model.named_modules() if any(each is one for one in experts)]

@@ -19,10 +19,10 @@ from penstock.moe.experts.product import Product, grouped_product
 
 
 class ModelExperts(StackedExperts):
-    """The experts that a module of transformers holds.
+    """The experts in a module of transformers.
 
-    source: the module, in whatever peft has put around it; its parameters stay where they are and keep their
-    names. form: how they multiply.
+    source: the module, inside any wrappers of peft; its parameters stay in place and keep their names. form:
+    how the experts multiply.
     """
 
     def __init__(self, source: nn.Module, num_local_experts: int, form: ExpertForm) -> None:
@@ -45,7 +45,10 @@ class ModelExperts(StackedExperts):
 
 @dataclass(frozen=True)
 class _Times:
-    """As `Times` says. around: peft's adapters, which are multiplied and not added to the weights."""
+    """Multiplication by weights, see `Times`.
+
+    around: peft's adapters, which are multiplied and not merged.
+    """
 
     experts: Any
     around: Sequence[Any]
@@ -53,7 +56,7 @@ class _Times:
     product: Product
 
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
-        # Adapters first: one that was merged and is disabled now changes the weight when it is asked for.
+        # Adapters come first: one that was merged and is disabled now changes the weight when it is read.
         adapters = [
             each for wrapper in self.around if wrapper.parameter_name == name for each in active(wrapper)
         ]
@@ -69,13 +72,13 @@ class _Times:
         return self.product(rows_RM, weight_EMH.transpose(1, 2) if turned else weight_EMH, self.sizes)
 
     def _apart(self, weight: Tensor) -> Tensor:
-        """Weights that lie one below the other."""
+        """Separate weights that lie one below the other."""
         apart: Tensor = weight.unflatten(0, (len(self.sizes), -1))
         return apart
 
 
 def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -> None:
-    """Raise ValueError unless every parameter has so many rows for each of these experts."""
+    """Raise ValueError unless every parameter has `rows` rows for each of the experts."""
     for name, parameter in experts.named_parameters():
         if len(parameter) != num_experts * rows:
             raise ValueError(
@@ -85,8 +88,9 @@ def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -
 
 
 class Shares:
-    """This rank's share of the experts in some modules: consecutive ones, which are views of all until it
-    is settled that the others go.
+    """This rank's share of the experts in some modules: consecutive experts.
+
+    They are views of all experts until it is certain that the other experts are given up.
     """
 
     def __init__(self, modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
@@ -96,29 +100,29 @@ class Shares:
         self._around = [each for experts in modules for each in wrappers(experts) if cut]
         self._num_experts = num_experts
         for parameter, whole, _ in self._whole:
-            parameter.grad = None  # of another shape
-            parameter.data = axes[parameter].part(whole, place, ranks)  # an optimizer may know it
+            parameter.grad = None  # it has another shape
+            parameter.data = axes[parameter].part(whole, place, ranks)  # an optimizer may hold the parameter
         self._tell(len(held))
 
     def settle(self) -> None:
-        """Give up the others: what stays gets memory of its own."""
-        while self._whole:  # one after the other, so that no two copies are held of more than one
+        """Give up the other experts: this rank's share gets memory of its own."""
+        while self._whole:  # one by one, so that at most one parameter is in memory twice
             parameter = self._whole.pop()[0]
             parameter.data = parameter.data.clone()
 
     def undo(self) -> None:
-        """Give the modules all experts again, and their gradients."""
+        """Give the modules all experts and their gradients again."""
         for parameter, whole, grad in self._whole:
             parameter.data, parameter.grad = whole, grad
         self._whole = []
         self._tell(self._num_experts)
 
     def _tell(self, num_experts: int) -> None:
-        """peft's adapters, how many experts they are of."""
+        """Set the number of experts of peft's adapters."""
         for wrapper in self._around:
             wrapper.num_experts = num_experts
 
 
 def keep_shares(modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
-    """Of every module keep these experts of all, which are consecutive, in memory of their own."""
+    """Keep in every module only the experts `held`, which are consecutive, in memory of their own."""
     Shares(modules, held, num_experts).settle()

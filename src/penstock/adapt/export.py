@@ -22,20 +22,20 @@ from penstock.mesh import Group
 def whole_state(
     model: nn.Module, engine: Engine, given: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor] | None:
-    """The state dictionary of the model on one process, at rank 0; None on the others. All ranks call it.
+    """Return the state dictionary of the model on one process, at rank 0; None on the others.
 
-    given: this rank's own state dictionary, where it is not the model's. Tensors of experts are put together
-    at rank 0, which needs the memory of the whole model.
+    All ranks call it. given: this rank's own state dictionary, where it is not the model's. Tensors of
+    experts are joined at rank 0, which needs the memory of the whole model.
     """
     machinery = engine.stack.machinery
     layout, control = machinery.layout, machinery.control
-    own = model.state_dict()  # of adapters all ranks bring it together
+    own = model.state_dict()  # all ranks join the state of adapters in it
     state: dict[str, Any] = dict(own if given is None else given)
     members = layout.mesh.members(0, Group.EXPERT)
     if layout.ep_size > 1 and layout.rank in members:
         whole: dict[int, Tensor] = {}
         for name, parameter in expert_names(model, engine).items():
-            if id(parameter) not in whole:  # layers may share it, and are saved as sharing it
+            if id(parameter) not in whole:  # layers may share it, and are saved so
                 parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
                 whole[id(parameter)] = torch.cat(parts) if parts else state[name]
             state[name] = whole[id(parameter)]
@@ -43,13 +43,13 @@ def whole_state(
 
 
 def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
-    """Weights of experts, of which this rank has a share, by name; by several, if layers share them."""
+    """Return experts' weights, of which this rank has a share, by name; by several if layers share them."""
     held = {p for cut in _cuts(engine) for p in core_of(cut.experts).parameters()}
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if p in held}
 
 
 def expert_axes(model: nn.Module, engine: Engine) -> dict[str, ExpertAxis]:
-    """How experts lie in all parameters of which this rank has a share, adapters too, by name."""
+    """Return how experts lie in all parameters of which this rank has a share, adapters too, by name."""
     axes = {p: axis for cut in _cuts(engine) for p, axis in axes_of(cut.experts).items()}
     return {name: axes[p] for name, p in model.named_parameters(remove_duplicate=False) if p in axes}
 
@@ -61,12 +61,12 @@ def _cuts(engine: Engine) -> list[Cut]:
 def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = None) -> None:
     """Raise ValueError unless what is saved has the names that a model of this configuration has.
 
-    plain: its class. given: what is saved, where it is not the model's own state. Adapters that transformers
-    itself has put into a model are saved by themselves, without the model.
+    plain: the class of that model. given: what is saved, where it is not the model's own state. Adapters that
+    transformers itself has put into a model are saved by themselves, without the model.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         return
-    own = model.state_dict()  # ranks bring adapters together, also where one of them is given a state
+    own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
     try:
         with quiet(), torch.device("meta"):
             wanted = plain(copy.deepcopy(model.config)).state_dict().keys()

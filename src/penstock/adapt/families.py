@@ -1,4 +1,4 @@
-"""The families of models that are known: one entry each. What is not said here is as in `Family`."""
+"""The known families of models, one entry each. Settings that are left out are as in `Family`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _shared_experts(block: Any, x_TM: Tensor) -> Tensor:
 
 
 def _gated_shared_expert(block: Any, x_TM: Tensor) -> Tensor:
-    """Qwen: a gate of its own weighs the shared expert."""
+    """Weigh the output of the shared expert by its own gate (Qwen)."""
     out_TM: Tensor = F.sigmoid(block.shared_expert_gate(x_TM)) * block.shared_expert(x_TM)
     return out_TM
 
@@ -28,23 +28,23 @@ def _shared_mlp(block: Any, x_TM: Tensor) -> Tensor:
 
 
 def _normed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """FlexOlmo: a norm follows the MoE block."""
+    """Add the output through the norm that follows the MoE block (FlexOlmo)."""
     normed_BLM: Tensor = layer.post_feedforward_layernorm(out_BLM)
     return residual_BLM + normed_BLM
 
 
 def _scaled(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Granite: what is added to the residual stream is scaled."""
+    """Scale what is added to the residual stream (Granite)."""
     return residual_BLM + out_BLM * float(layer.residual_multiplier)
 
 
 def _weighed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """MiniMax: both are scaled; the residual stream is already."""
+    """Scale the output; the residual stream is scaled already (MiniMax)."""
     return residual_BLM + out_BLM * float(layer.mlp_beta_factor)
 
 
 def _dropped(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """DBRX: with dropout of the block's output."""
+    """Add the block's output with dropout (DBRX)."""
     return residual_BLM + F.dropout(out_BLM, layer.resid_pdrop, layer.training)
 
 
@@ -91,10 +91,10 @@ FAMILIES = {
         Family(name="hunyuan_v1_moe", shared_module="shared_mlp", shared=_shared_mlp),
     )
 }
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model of transformers; None for one that is not known."""
+    """Return the family of a model of transformers; None if it is not known."""
     config: Any = getattr(model, "config", None)
     return FAMILIES.get(str(getattr(config, "model_type", "")))

@@ -1,8 +1,7 @@
-"""What Penstock must know of a family of models: where its parts stand, and what its layers do with experts'
-outputs.
+"""Descriptions of families of models: places of their parts, and how layers add experts' outputs.
 
-All the rest (attention, positions, norms, masks, caches, routers) is the model's own code, which runs as it
-is.
+Everything else (attention, positions, norms, masks, caches, routers) is the model's own code, which runs
+unchanged.
 Shapes: B samples, L tokens per sample, M hidden size, T tokens.
 """
 
@@ -17,14 +16,14 @@ from torch import Tensor, nn
 from penstock.adapt.forms import STACKED, ExpertForm
 
 Finish = Callable[[Any, Tensor, Tensor], Tensor]
-"""layer, its output where experts return zeros, output of the MoE block -> its output; all [B, L, M]."""
+"""Maps layer, its output where experts return zeros and the MoE block's output to its output, [B, L, M]."""
 
 Shared = Callable[[Any, Tensor], Tensor]
-"""MoE block, tokens [T, M] -> what its shared experts add [T, M]."""
+"""Maps an MoE block and tokens [T, M] to the output of its shared experts [T, M]."""
 
 
 def add(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
-    """Most layers: the output of the MoE block is added to the residual stream."""
+    """Add the output of the MoE block to the residual stream, as most layers do."""
     del layer
     return residual_BLM + out_BLM
 
@@ -33,14 +32,13 @@ def add(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
 class Family:
     """Models of one architecture in transformers.
 
-    name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: of its list
-    of layers and of the norm after them. block: path of the MoE block in a layer; router, experts: of
-    its router and its experts in a block.
-    shared_module, shared: the module of shared experts in a block, and what it adds; None: there are none, or
-    they run with attention. finish: what a layer does with the output of its block.
-    coefficient: what the model calls the weight of its router loss; None: how it weighs one is not known.
-    form: how experts are called and multiply. only: settings of the configuration, the only values with which
-    the model can be scheduled, and why.
+    name: `model_type` of its configuration. base: path of the decoder in the model; layers, norm: paths of
+    its list of layers and of the norm after them. block: path of the MoE block in a layer; router, experts:
+    paths of its router and its experts in a block. shared_module, shared: the module of shared experts in a
+    block, and what it adds; None: there are none, or they run with attention. finish: what a layer does with
+    the output of its block. coefficient: the model's name for the weight of its router loss; None: its
+    weighting is not known. form: how experts are called and multiply. only: settings of the configuration,
+    the only values with which the model can be scheduled, and the reason.
     """
 
     name: str
@@ -58,20 +56,20 @@ class Family:
     only: tuple[tuple[str, object, str], ...] = ()
 
     def decoder(self, model: nn.Module) -> Any:
-        """The part of the model with the layers."""
+        """Return the part of the model with the layers."""
         return model.get_submodule(self.base)
 
     def block_of(self, layer: nn.Module) -> Any:
-        """The MoE block of a layer; None in a dense one."""
+        """Return the MoE block of a layer; None in a dense layer."""
         block = _find(layer, self.block)
         return block if block is not None and _find(block, self.experts) is not None else None
 
     def experts_of(self, block: nn.Module) -> Any:
-        """The module of experts in a block, in whatever peft has put around it."""
+        """Return the module of experts in a block, inside any wrappers of peft."""
         return block.get_submodule(self.experts)
 
     def router_of(self, block: nn.Module) -> Any:
-        """The router of a block, likewise."""
+        """Return the router of a block, inside any wrappers of peft."""
         return block.get_submodule(self.router)
 
 

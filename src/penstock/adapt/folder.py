@@ -1,4 +1,4 @@
-"""A folder of transformers that is written as a whole: what was there stays until all of it is on disk."""
+"""A folder of transformers that is written as a whole: old files stay until all new ones are on disk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from penstock.train.checkpoint import together
 from penstock.train.storage.files import make_durable
 
 UNFINISHED, FORMER = ".unfinished-model", ".former-model"
-"""In the folder: what is being written, and what was there, until the new files are in its place."""
+"""Subfolders for files being written, and for old files until the new ones are in their place."""
 
 SEEN = "seen-by-all-ranks"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 ENTRANCES = (INDEX, ONE)
-"""Without these a folder holds no model: what they name is there when they are."""
+"""Files without which a folder holds no model: when they are there, so are the files that they name."""
 
 OPTIONS = {"is_main_process", "max_shard_size", "save_original_format"}
-"""Of `save_pretrained`: others are for transformers itself, with all weights at rank 0."""
+"""Options of `save_pretrained`; others are for transformers itself, with all weights at rank 0."""
 
 
 def save_folder(
@@ -43,9 +43,10 @@ def save_folder(
 ) -> None:
     """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
-    Each rank writes what it holds. Where ranks do not see the same folder, rank 0 writes all of it, and needs
-    memory for the whole model. A process that ends meanwhile leaves what was there before, in its place or in
-    the hidden folder `FORMER`, from where the next save takes it back. Raises CheckpointError, on all ranks.
+    Each rank writes what it holds. Where ranks do not see the same folder, rank 0 writes everything, and
+    needs memory for the whole model. If a process ends meanwhile, the former files remain, in their place or
+    in the hidden folder `FORMER`, from where the next save takes them back. Raises CheckpointError, on all
+    ranks.
     """
     del is_main_process  # rank 0 is
     control, purpose, work = engine.stack.machinery.control, f"saving {folder}", folder / UNFINISHED
@@ -66,13 +67,13 @@ def save_folder(
     except BaseException:
         if control.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
-            with suppress(OSError):  # not there, or not empty: what it has is taken back by the next save
+            with suppress(OSError):  # absent, or not empty: the next save takes back what it has
                 (folder / FORMER).rmdir()
         raise
 
 
 def _is_known() -> bool:
-    """Whether transformers and its hub have what `_writing` needs, which are not for others to use."""
+    """Return whether transformers and its hub have the functions for `_writing`, which are not public."""
     try:
         from huggingface_hub.serialization._base import parse_size_to_int
         from transformers.core_model_loading import revert_weight_conversion
@@ -85,7 +86,7 @@ def _is_known() -> bool:
 
 
 def _sees(work: Path, token: str) -> bool:
-    """Whether this rank has the folder of rank 0, and not one of that name from another save."""
+    """Return whether this rank sees the folder of rank 0, and not one of that name from another save."""
     try:
         return (work / SEEN).read_text(encoding="utf-8") == token
     except OSError:
@@ -107,8 +108,9 @@ def _writing(model: Any, engine: Engine, max_shard_size: int | str, *, original:
 
 
 def _begin(folder: Path, write_papers: Callable[[], None]) -> str:
-    """Write all but the weights; take back what a save has left that ended while files changed places.
-    Returns by what other ranks know this very folder.
+    """Write everything but the weights, and take back the files of a save that was interrupted.
+
+    Returns the token by which other ranks recognise this folder.
     """
     work, former = folder / UNFINISHED, folder / FORMER
     work.parent.mkdir(parents=True, exist_ok=True)
@@ -117,16 +119,16 @@ def _begin(folder: Path, write_papers: Callable[[], None]) -> str:
     for left in (former, work):
         shutil.rmtree(left, ignore_errors=True)
     work.mkdir()
-    with quiet():  # it has no weights to show
+    with quiet():  # there are no weights to show
         write_papers()
-    former.mkdir()  # now, and not when all has been written
+    former.mkdir()  # made now, and not after everything has been written
     token = secrets.token_hex()
     (work / SEEN).write_text(token, encoding="utf-8")
     return token
 
 
 def _finish(folder: Path) -> None:
-    """Put what is complete in the place of what was there."""
+    """Put the complete new files in the place of the old ones."""
     work, former = folder / UNFINISHED, folder / FORMER
     (work / SEEN).unlink()
     files = list(work.iterdir())
@@ -145,11 +147,11 @@ def _finish(folder: Path) -> None:
         raise
     make_durable(folder)
     for done in (work, former):
-        shutil.rmtree(done, ignore_errors=True)  # the model is in its place, and the next save removes them
+        shutil.rmtree(done, ignore_errors=True)  # in place; the next save removes the rest
 
 
 def _move(source: Path, target: Path, chosen: Callable[[str], bool] = lambda name: True) -> None:
-    """What makes a folder hold a model leaves it first, and comes last."""
+    """Move files; those without which a folder holds no model leave first and arrive last."""
     files = [path for path in source.iterdir() if chosen(path.name)]
     out_of_use = target.name in (FORMER, UNFINISHED)
     for path in sorted(files, key=lambda path: (path.name in ENTRANCES) != out_of_use):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
-"""What transformers says of experts whose weights are stacked (`use_experts_implementation`)."""
+"""Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""
 
 Routed = tuple[Tensor, Tensor, Tensor]
 """Tokens [T, M], choices [T, k], weights [T, k]."""
@@ -22,33 +22,33 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RouterCall:
-    """What a router was given, tokens [T, M] first, and what it returned."""
+    """Arguments of a router's call, tokens [T, M] first, and the returned value."""
 
     given: tuple[Any, ...]
     returned: Any
 
 
 class Times(Protocol):
-    """Multiplies rows, sorted by expert, by a weight of theirs."""
+    """Multiplies rows, sorted by expert, by one of the experts' weights."""
 
     @property
     def sizes(self) -> Sequence[int]:
-        """How many rows of every expert."""
+        """Number of rows of every expert."""
         ...
 
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
-        """rows [R, M] times the weight of this name, [E, M, H], or [E, H, M] (turned), or [E * M, H]."""
+        """Multiply rows [R, M] by the weight `name`: [E, M, H], [E, H, M] (turned), or [E * M, H]."""
         ...
 
 
 class ExpertForm:
-    """Most families: weights stacked by expert in one module, called with tokens, choices and weights.
+    """Form of most families: weights stacked in one module, called with tokens, choices and weights.
 
-    Its router is called before it, and returns logits first, or nothing else.
+    Its router is called before the experts, and returns logits first, or nothing else.
     """
 
     def check(self, experts: nn.Module, where: str) -> None:
-        """Raise ValueError unless it is known how they multiply."""
+        """Raise ValueError unless it is known how the experts multiply."""
         missing = [trait for trait in TRAITS if not hasattr(experts, trait)]
         if missing:
             raise ValueError(
@@ -58,40 +58,40 @@ class ExpertForm:
             )
 
     def count(self, experts: Any) -> int:
-        """How many there are, all of them on this rank."""
+        """Return the number of experts, with all of them on this rank."""
         return len(next(iter(experts.parameters())))
 
     def rows(self, experts: Any) -> int:
-        """How many rows of every parameter belong to one."""
+        """Return the number of rows of every parameter that belong to one expert."""
         del experts
         return 1
 
     def width(self, experts: Any) -> int:
-        """Of one expert between its matrices."""
+        """Return the width of one expert between its matrices."""
         size: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
         return size
 
     def matrices(self, experts: Any) -> int:
-        """How many a row meets, a fused one counted as two."""
+        """Return the number of matrices that a row meets, a fused one counted as two."""
         return 3 if experts.has_gate else 2
 
     def logits(self, router: RouterCall) -> Tensor:
-        """Of all experts, [T, E]."""
+        """Return the logits of all experts, [T, E]."""
         found: Tensor = router.returned[0] if isinstance(router.returned, tuple) else router.returned
         return found.flatten(0, -2)
 
     def called(self, router: RouterCall, given: tuple[Tensor, ...]) -> Routed:
-        """What experts are asked for by these arguments."""
+        """Return tokens, choices and weights from the arguments of the experts' call."""
         del router
         x, experts_Tk, weights_Tk = given
         return x.flatten(0, -2), experts_Tk, weights_Tk
 
     def returned(self, out_TM: Tensor, given: tuple[Tensor, ...]) -> Tensor:
-        """The sum of experts' outputs for every token, as what was called returns it."""
+        """Return the sum of experts' outputs for every token in the form that the experts' call returns."""
         return out_TM.view_as(given[0])
 
     def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
-        """Outputs for rows that are sorted by expert."""
+        """Return the experts' outputs for rows that are sorted by expert."""
         name = "gate_up_proj" if experts.has_gate else "up_proj"
         inner_RH = _multiply(experts, name, rows_RM, times)
         inner_RH = experts._apply_gate(inner_RH) if experts.has_gate else experts.act_fn(inner_RH)
@@ -102,7 +102,7 @@ class ExpertForm:
 
 
 class FlatForm(ExpertForm):
-    """DBRX: three matrices of all experts one below the other, [E * H, M], in a module inside the experts."""
+    """DBRX's form: three matrices of all experts one below the other, [E * H, M], in an inner module."""
 
     def check(self, experts: nn.Module, where: str) -> None:
         if not all(hasattr(getattr(experts, "mlp", None), name) for name in ("w1", "v1", "w2")):
@@ -128,9 +128,10 @@ class FlatForm(ExpertForm):
 
 
 class WeighedForm(ExpertForm):
-    """Llama-4: every expert is called with all tokens, multiplied by their scores; a token chooses one.
+    """Llama-4's form: every expert is called with all tokens, times their scores; a token chooses one.
 
-    Scores of the others are zero, and experts make zeros of those rows: only the rows chosen need to travel.
+    The scores of the other experts are zero, for which experts return zeros: only the chosen rows need to
+    travel.
     """
 
     def check(self, experts: nn.Module, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Models of undescribed families: their parts are found by structure, and checked before they are used.
+"""Models of unknown families: their parts are found by structure, and checked before they are used.
 
 Shapes: B samples, L tokens per sample, V vocabulary.
 """
@@ -21,15 +21,15 @@ from penstock.adapt.forms import TRAITS
 from penstock.moe import SampleKeys
 
 INSIDE = ".base_layer"
-"""What peft puts into the path of a module that it has put another around."""
+"""Part of a path that peft adds where it has put a wrapper around a module."""
 
 PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")
 ROUTER = re.compile("Router|Gat(e|ing)$")
 COEFFICIENT = re.compile("aux.*coef")
-"""In the name of what weighs a router loss."""
+"""Pattern in the name of the weight of a router loss."""
 
 LIMIT = 1e-4
-"""Relative difference up to which two ways of computing the same in float32 agree."""
+"""Relative difference up to which two computations of one value in float32 agree."""
 
 ROUNDING = 1e-6
 """Relative error of a loss in float32."""
@@ -38,9 +38,9 @@ SAMPLES, LENGTH = 2, 7
 
 
 def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
-    """Where a model seems to have its parts. Raises ValueError with what is not understood.
+    """Guess where a model has its parts. Raises ValueError with what is not understood.
 
-    ep_plan: which of its modules are experts; None = all that look like it.
+    ep_plan: which of its modules are experts; None = all that look like experts.
     """
     kind, config = type(model).__name__, getattr(model, "config", None)
     traits = (path for path, each in model.named_modules() if all(hasattr(each, t) for t in TRAITS))
@@ -78,8 +78,8 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
 def check(model: Any, decoder: Decoder) -> None:
     """Raise ValueError unless the model in pieces computes what it does whole: logits and all gradients.
 
-    Runs some random tokens with all experts here, in evaluation, and in training, where both draw the same
-    numbers: dropout of what the experts return would be left out.
+    Runs some random tokens with all experts here, in evaluation and in training, where both draw the same
+    random numbers: dropout of what the experts return would be left out.
     """
     was_training = model.training
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
@@ -102,7 +102,7 @@ def _compare(model: Any, decoder: Decoder) -> None:
     with _same_numbers():
         parts = _outcome(_in_pieces(decoder, tokens_BL).view_as(whole[0]), trained)
     for what, one, other in zip(("logits", *["a gradient"] * len(trained)), whole, parts, strict=True):
-        if not (one - other).norm() <= LIMIT * one.norm():  # what is not a number is refused, too
+        if not (one - other).norm() <= LIMIT * one.norm():  # written so that NaN is refused, too
             raise ValueError(
                 f"{type(model).__name__} is of no family that Penstock knows, and cut where it calls its "
                 f"experts it computes something else than whole: {what} of shape {list(one.shape)}. What its "
@@ -112,14 +112,14 @@ def _compare(model: Any, decoder: Decoder) -> None:
 
 
 def coefficient_of(model: Any, decoder: Decoder) -> str | None:
-    """What the model calls the weight of its router loss; None if a step would compute another loss, or what
-    the model itself does to compute it fails: it may be trained without.
+    """Return the model's name for its router loss's weight; None if training has to leave this loss out.
 
-    Compares with what the whole model makes of some random tokens.
+    That is so if a step would compute another loss, or if the model's own code for the loss fails. The loss
+    is compared with that of the whole model for some random tokens.
     """
     try:
         return _coefficient(model, decoder)
-    except Exception:  # foreign code may raise anything, and the user has not asked for this loss so far
+    except Exception:  # foreign code may raise anything, and the user has not asked for this loss yet
         return None
 
 
@@ -131,7 +131,7 @@ def _coefficient(model: Any, decoder: Decoder) -> str | None:
     with torch.no_grad(), _same_numbers():
         try:
             out = decoder.plain(model, **given, output_router_logits=True)
-        except TypeError:  # it knows no such argument
+        except TypeError:  # the model has no such argument
             return usual
     if getattr(out, "aux_loss", None) is None:
         return usual
@@ -148,14 +148,14 @@ def _coefficient(model: Any, decoder: Decoder) -> str | None:
         if weight is None:
             continue
         expected = weight * aux
-        rounding = ROUNDING * out.loss.abs()  # `added` is what is left of two losses
+        rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
         if (added - expected).abs() <= LIMIT * expected.abs() + rounding:
             return name
     return None
 
 
 def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
-    """Of the routers of all layers, one below the other."""
+    """Return the logits of the routers of all layers, one below the other."""
     found: list[Tensor] = []
     with torch.no_grad(), _same_numbers():
         _in_pieces(decoder, tokens_BL, found)
@@ -171,14 +171,14 @@ def _tokens(model: Any) -> Tensor:
 
 @contextmanager
 def _same_numbers() -> Iterator[None]:
-    """Inside, random numbers are the same ones every time; afterwards they go on as before."""
+    """Draw the same random numbers every time inside this context; afterwards they continue as before."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
 
 
 def _in_pieces(decoder: Decoder, tokens_BL: Tensor, logits: list[Tensor] | None = None) -> Tensor:
-    """The model's logits; those of routers are added to `logits`."""
+    """Return the model's logits, computed in pieces; those of routers are added to `logits`."""
     keys = SampleKeys(0, torch.arange(len(tokens_BL)))
     decoder.begin(Inputs(), keep_logits=False)
     h_BLM = decoder.embed(tokens_BL, keys)
@@ -192,7 +192,7 @@ def _in_pieces(decoder: Decoder, tokens_BL: Tensor, logits: list[Tensor] | None 
 
 
 def _outcome(logits_BLV: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
-    """Logits, and the gradients of a random sum of them."""
+    """Return the logits, and the gradients of a random sum of them."""
     direction = torch.randn(logits_BLV.shape, generator=torch.Generator().manual_seed(1))
     weighed = (logits_BLV * direction.to(logits_BLV)).sum()
     grads = torch.autograd.grad(weighed, trained, allow_unused=True, materialize_grads=True)

@@ -1,4 +1,4 @@
-"""Whether a scheduled model is still what its steps run: what would silently be left out is refused."""
+"""Checks that a scheduled model is still what its steps run: changes that steps would miss are refused."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.adapt.adapters import around
 from penstock.adapt.decoder import CutLayer, Decoder
 
 READERS = "transformers."
-"""Modules of hooks that only look, and only when they are asked to: the outputs that transformers records."""
+"""Package of hooks that only record outputs, and only on request: those of transformers."""
 
 
 def check_intact(decoder: Decoder) -> None:
-    """Raise ValueError if a step would compute something else than the model as it is now."""
+    """Raise ValueError if a step would not compute what the model computes now."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     if decoder.model.loss_function is not ForCausalLMLoss:
@@ -43,12 +43,12 @@ def check_intact(decoder: Decoder) -> None:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether one module of its class calls something else: accelerate, hooks of device maps and the like."""
+    """Return whether a module's own `forward` was replaced, as by accelerate or hooks of device maps."""
     return "forward" in module.__dict__
 
 
 def patched(module: nn.Module, hint: str) -> str:
-    """What is said of such a module."""
+    """Return the message about such a module."""
     return (
         f"{type(module).__name__}.forward was replaced in this one module (accelerate does that for mixed "
         f"precision and device maps), and steps would go on without what that adds: {hint}"
@@ -85,7 +85,7 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
 
 
 def _acting(module: nn.Module) -> Iterator[bool]:
-    """Of every hook that gets outputs or their gradients: whether it is anybody's but transformers' own."""
+    """Yield for every hook that gets outputs or their gradients whether it is not transformers' own."""
     for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
         for hook in hooks.values():
             yield not str(getattr(hook, "__module__", "")).startswith(READERS)

@@ -1,4 +1,4 @@
-"""`penstock.load_pretrained`: a model from a folder, of which every rank reads what it will hold."""
+"""`penstock.load_pretrained`: a model from a folder, of which every rank reads only what it will hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.placement import ExpertPlacement
 from penstock.topology import ParallelConfig
 
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
-"""What transformers is told by that threads shall not read ahead: they would hold everything twice."""
+"""Environment variable that keeps transformers' threads from reading ahead, which needs memory twice."""
 
 
 def load_pretrained(
@@ -38,13 +38,11 @@ def load_pretrained(
 ) -> Any:
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
-    Of experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will hold
-    and for one layer's experts beside it. All ranks call this together.
-
-    folder: configuration and safetensors, as save_pretrained writes them. dtype: of the weights; None = as
-    the configuration says. The others: see `parallelize`.
-    Raises ValueError for a family that is not known, or if a tensor is missing, of another shape, or not the
-    model's, ConfigError for sizes that do not fit.
+    Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
+    hold and for one layer's experts. All ranks call this together. folder: configuration and safetensors, as
+    save_pretrained writes them. dtype: of the weights; None = as the configuration says. Other parameters:
+    see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is missing, of another
+    shape, or not the model's, ConfigError for sizes that do not fit.
     """
     path = Path(folder)
     found, config = _skeleton(path)
@@ -58,7 +56,7 @@ def load_pretrained(
 
 
 def reload(model: Any, folder: str | Path) -> None:
-    """Give a scheduled model the numbers in a folder; it holds its share twice while they are read.
+    """Give a scheduled model the weights in a folder; a rank holds its share twice while they are read.
 
     Raises ValueError if the folder holds another model.
     """
@@ -76,7 +74,7 @@ def reload(model: Any, folder: str | Path) -> None:
 
 
 def _skeleton(folder: Path) -> tuple[Found, Any]:
-    """The parts of the model in a folder, without its numbers, and its configuration."""
+    """Return the parts of the model in a folder, without its weights, and its configuration."""
     config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
@@ -84,7 +82,7 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
             "from_pretrained, dequantized, and call parallelize or save it"
         )
     model = empty_model(folder, config)
-    config = model.config  # of a model that also sees or hears, the text part
+    config = model.config  # that of the text part, where a model also sees or hears
     family = family_of(model)
     if family is None:
         raise ValueError(
@@ -95,7 +93,7 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
 
 
 def _rows_of_experts(found: Found) -> dict[str, int]:
-    """By the name of every parameter that holds experts, how many rows belong to one."""
+    """Return the rows that belong to one expert, by the name of every parameter that holds experts."""
     ids = {id(p) for experts in found.experts for p in experts.parameters()}
     named = found.model.named_parameters(remove_duplicate=False)
     return {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
@@ -104,7 +102,7 @@ def _rows_of_experts(found: Found) -> dict[str, int]:
 def _filled(
     found: Found, config: Any, tensors: dict[str, StoredTensor], held: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """The model with a share of experts, read from these tensors."""
+    """Return the model with a share of experts, read from these tensors."""
     from transformers import GenerationConfig
 
     plain = type(found.model)
@@ -116,11 +114,11 @@ def _filled(
             state_dict=tensors,
             dtype=dtype,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # it is told of them, and refused below
+            ignore_mismatched_sizes=True,  # they are reported, and refused below
         )
     refuse_misfits(folder, told)
     model.__class__ = plain
-    for name, parameter in found.model.named_parameters():  # transformers thaws what it reads
+    for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     model.config._name_or_path = str(folder)
     if (folder / "generation_config.json").exists():
@@ -130,7 +128,7 @@ def _filled(
 
 @contextmanager
 def _one_after_the_other() -> Iterator[None]:
-    """Inside, transformers reads what it needs next, and not with threads all that it will need."""
+    """Let transformers read only what it needs next, inside this context, and not ahead with threads."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:
@@ -143,7 +141,7 @@ def _one_after_the_other() -> Iterator[None]:
 
 
 def _small_class(plain: Any, family: Family, held: Sequence[int]) -> Any:
-    """The class of a model, which begins with these experts alone: transformers makes it without memory."""
+    """Return a model's class that begins with these experts alone: transformers makes it without memory."""
 
     def begin(self: Any, *arguments: Any, **named: Any) -> None:
         plain.__init__(self, *arguments, **named)

@@ -1,4 +1,4 @@
-"""Looks at a model: which layers have experts, how many, and what cannot be scheduled."""
+"""Inspection of a model: which layers have experts, how many, and what cannot be scheduled."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Found:
     top_k: int
 
     def of(self, model: Any) -> Found:
-        """The same parts of another model of this structure."""
+        """Return the parts of another model of this structure."""
         layers = list(self.family.decoder(model).get_submodule(self.family.layers))
         return replace(self, model=model, layers=layers, blocks=list(map(self.family.block_of, layers)))
 
     @property
     def config(self) -> Any:
-        """The configuration of its decoder."""
+        """Configuration of the model's decoder."""
         return self.model.config.get_text_config()
 
     @property
@@ -41,17 +41,17 @@ class Found:
 
     @property
     def experts(self) -> list[Any]:
-        """The experts of all layers that have any."""
+        """The experts of all layers that have experts."""
         return [self.family.experts_of(block) for block in self.blocks if block is not None]
 
     def shared_of(self, block: Any) -> Any:
-        """The module of its shared experts; None if it has none that run by themselves."""
+        """Return the module of a block's shared experts; None if it has none that run by themselves."""
         name = self.family.shared_module
         return None if name is None else getattr(block, name, None)
 
     @property
     def moe(self) -> MoEConfig:
-        """What a stack must know of the layers; coefficients of losses are those of a step."""
+        """Settings of the layers for a stack; coefficients of losses are those of a step."""
         return MoEConfig(
             num_experts=self.num_experts,
             top_k=self.top_k,
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def sizes(self) -> ModelSizes:
-        """What a plan must know of the model."""
+        """Sizes of the model for a plan."""
         shared = self.shared_of(self.block)
         return ModelSizes(
             hidden_size=self.config.hidden_size,
@@ -79,7 +79,7 @@ class Found:
 
 
 def look(model: Any, family: Family) -> Found:
-    """The parts of a model. Raises ValueError for one that cannot be scheduled."""
+    """Return the parts of a model. Raises ValueError for a model that cannot be scheduled."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not hasattr(model, family.base.partition(".")[0] or "config"):
         raise ValueError(
@@ -117,7 +117,7 @@ def look(model: Any, family: Family) -> Found:
 
 
 def _check_unpatched(found: Found) -> None:
-    """Raise ValueError if a module that steps run in parts calls something else than its class does."""
+    """Raise ValueError if a module that steps run in parts does not call its class's `forward`."""
     modules = [found.model, found.family.decoder(found.model)]
     for layer, block in zip(found.layers, found.blocks, strict=True):
         if block is not None:

@@ -1,6 +1,6 @@
-"""Penstock's own decoder as a model of transformers: it generates, and is saved and read as others are.
+"""Penstock's own decoder as a model of transformers: it generates, and is saved and read like other models.
 
-Importing this module makes its kind known to AutoConfig and AutoModelForCausalLM (`model_type` "penstock").
+Importing this module registers it with AutoConfig and AutoModelForCausalLM (`model_type` "penstock").
 Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T tokens.
 """
 
@@ -34,7 +34,7 @@ from penstock.train.storage.sums import digest_of, write_sums
 
 NAME = "penstock"
 CHANGING = ("position_ids", "inputs_embeds", "past_key_values", "shift_labels")
-"""Arguments of models of transformers that would change what this one computes."""
+"""Arguments of models of transformers that would change what this model computes."""
 
 
 class PenstockConfig(PreTrainedConfig):
@@ -92,8 +92,10 @@ class PenstockConfig(PreTrainedConfig):
 
 
 class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
-    """All of a decoder on one process. It keeps no keys and values: generation computes the whole text again
-    for every token, of which the last `max_position_embeddings` count.
+    """A whole decoder on one process.
+
+    It keeps no keys and values: generation recomputes the whole text for every token, from its last
+    `max_position_embeddings` tokens.
     """
 
     config_class = PenstockConfig
@@ -119,10 +121,10 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | float | None = None,
         **named: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, L, V], and with labels [B, L] the mean loss of the tokens after each.
+        """Return logits [B, L, V], and with labels [B, L] the mean loss of predicting each next token.
 
-        num_items_in_batch: by which the sum of losses is divided, in place of their number. Raises ValueError
-        for padding, which attention would see, and for what else would be left out.
+        num_items_in_batch: divisor of the sum of losses, in place of their number. Raises ValueError for
+        padding, which attention would see, and for arguments that would be ignored.
         """
         unknown = [name for name in CHANGING if named.get(name) is not None]
         if unknown:
@@ -146,7 +148,7 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits_BLV)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **named: Any) -> dict[str, Any]:
-        """As many of the last tokens as the model has positions for."""
+        """Return the last tokens, at most the number of positions that the model has."""
         del named
         return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
 
@@ -156,10 +158,10 @@ AutoModelForCausalLM.register(PenstockConfig, PenstockForCausalLM, exist_ok=True
 
 
 def from_checkpoint(path: Path) -> PenstockForCausalLM:
-    """The model of a checkpoint that a run of any layout has saved, all of it on this process, to evaluate.
+    """Return the model of a checkpoint from a run of any layout, whole on this process, for evaluation.
 
-    path: the checkpoint's folder. Raises DamagedCheckpointError for one that has changed since, ValueError
-    for one of another model than it says.
+    path: the checkpoint's folder. Raises DamagedCheckpointError for a checkpoint that has changed since it
+    was written, ValueError if it holds another model than it says.
     """
     record = verify(path, Control(0, 1))
     if record.settings is None:
@@ -182,10 +184,10 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
 
 
 def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
-    """Write a model as the checkpoint of a run in `folder` that has done no step; returns it.
+    """Write a model as the checkpoint of a run in `folder` that has done no step; returns its path.
 
-    `penstock train` goes on from it with train.resume=true, on any text, so it holds float32, whatever the
-    model does. Moments are zero.
+    `penstock train` continues from it with train.resume=true, on any text, so it holds float32, whatever the
+    type of the model. Moments are zero.
     """
     path = folder / "checkpoints" / "step-00000000"
     path.mkdir(parents=True)
@@ -221,7 +223,7 @@ def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
 
 
 def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a whole decoder under the names that checkpoints have: of every expert its own."""
+    """Yield the tensors of a whole decoder under their names in checkpoints: every expert has its own."""
     kept = decoder.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in decoder.named_buffers() if name in kept]
     for name, tensor in (*buffers, *decoder.named_parameters()):
@@ -229,7 +231,7 @@ def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(decoder: GPT, name: str, of: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """What belongs to the parameter `of`, under its own name or, of experts, one for each."""
+    """Return the tensor of the parameter `of` under its own name or, for experts, one for each."""
     if ".experts." not in of:
         return [(name, tensor)]
     moe = decoder.parts[int(of.split(".")[1])].moe

@@ -27,16 +27,16 @@ from penstock.words import folded
 
 AUTO = "auto"
 PROFILE_S = 10.0
-"""How long the cluster is measured for a plan."""
+"""Seconds for which the cluster is measured for a plan."""
 
 REMEDY = "Start again while it is idle, or name a schedule (plan)"
-"""Where measurements contradict each other: no file keeps them, and how long they take is fixed."""
+"""Advice where measurements contradict each other: no file keeps them, and their duration is fixed."""
 
 LINE = 110
-"""Characters in a line of what is said about plans."""
+"""Characters in a line of messages about plans."""
 
 FIRST_LENGTH = 128
-"""Tokens per sample that a plan is made for before there was a step."""
+"""Tokens per sample for which a plan is made before the first step."""
 
 USUAL = Decision()
 UNKNOWN = (
@@ -45,12 +45,12 @@ UNKNOWN = (
     ("dispatch", "rows of a model that is taken as it is travel to the ranks of their experts directly"),
     ("compression", "rows of a model that is taken as it is travel as they are"),
 )
-"""What a decision may not say for a model of transformers, and why."""
+"""Settings of a decision that a model of transformers does not allow, and the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a plan must know of a model. element_bytes: of its activations."""
+    """Sizes of a model for a plan. element_bytes: of its activations."""
 
     hidden_size: int
     vocab_size: int
@@ -69,7 +69,7 @@ class ModelSizes:
         length: int,
         held: HeldBytes | None = None,
     ) -> Workload:
-        """The sizes of a step with these samples on every rank. held: what a rank has of weights."""
+        """Return the sizes of a step with these samples on every rank. held: a rank's bytes of weights."""
         return Workload(
             batch=max(1, batch),
             seq_len=max(1, length),
@@ -95,7 +95,7 @@ class ModelSizes:
         )
 
     def stand_in(self, shape: StepShape, parallel: ParallelConfig, batch: int, length: int) -> RunConfig:
-        """A decoder of Penstock's own with these sizes, to measure what computation costs."""
+        """Return a decoder of Penstock's own with these sizes, to measure the cost of computation."""
         return RunConfig(
             model=ModelConfig(
                 num_layers=shape.num_layers,
@@ -116,22 +116,22 @@ class Planner(Protocol):
     """Makes the plan of a model's steps."""
 
     def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-        """A plan before any step, and whenever the stack itself asks for one."""
+        """Return a plan before any step, and whenever the stack itself asks for one."""
         ...
 
     def of(
         self, stack: PipelinedStack, batch: int, length: int, recompute: Recompute | None = None
     ) -> StepPlan:
-        """The plan for steps of these samples on every rank. All ranks call it, and get the same.
+        """Return the plan for steps of these samples on every rank. All ranks call it, and get the same plan.
 
-        recompute: what is computed again before its backward; None = as the plan says.
+        recompute: what is recomputed in backward; None = as the plan says.
         """
         ...
 
 
 @dataclass(frozen=True)
 class GivenPlan:
-    """What a decision means, in the order that assumed costs give it."""
+    """The plan of a decision, in the order that assumed costs give it."""
 
     choice: Decision
     sizes: ModelSizes
@@ -157,9 +157,9 @@ class GivenPlan:
 class SearchedPlan:
     """The best plan for the cluster as it is measured at the first step.
 
-    Links are measured as they are; computation on a decoder of Penstock's own with the sizes of the model.
-    say: told, on rank 0, what is measured and chosen. measured: clusters by the sizes of the steps that they
-    were measured with.
+    Links are measured directly, computation on a decoder of Penstock's own with the sizes of the model.
+    say: called on rank 0 with what is measured and chosen. measured: clusters by the sizes of the steps with
+    which they were measured.
     """
 
     meanwhile: GivenPlan
@@ -194,7 +194,7 @@ class SearchedPlan:
         length: int,
         recompute: Recompute | None = None,
     ) -> Problem:
-        """What a plan is sought for on this cluster, with the weights as they are now; the rest: see `of`."""
+        """Return the planning problem on this cluster, with weights as they are now; see also `of`."""
         sizes, layout, gradients = self.meanwhile.sizes, self.meanwhile.layout, stack.gradients
         return Problem(
             shape=stack.base_shape,
@@ -214,9 +214,9 @@ class SearchedPlan:
 
 
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
-    """What makes the plan that `plan` asks for: "auto", a schedule's name, a decision.
+    """Return the planner that `plan` asks for: "auto", a schedule's name, a decision.
 
-    Raises ConfigError for a name that is none, and for decisions that steps of such models do not know.
+    Raises ConfigError for an unknown name, and for decisions that steps of such models do not allow.
     """
     if plan == AUTO and layout.world_size == 1:
         return GivenPlan(_decision_of("sequential"), sizes, layout)

@@ -1,7 +1,7 @@
 """A model of transformers written by all ranks together: each writes shards of what it holds.
 
-Nothing is gathered but weights that a file has of all experts at once, one after the other, at the rank that
-writes them. A rank needs memory for its share of one layer, or one such weight, beside the model.
+Nothing is gathered but weights that a file stores for all experts together, one after the other, at the rank
+that writes them. Besides the model a rank needs memory for its share of one layer, or one such weight.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ from penstock.train.storage.shards import CODES, Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Tensors as a model has them -> as its files have them, with other names."""
+"""Maps tensors as a model has them to those in its files, which have other names."""
 
 Shard = list["_Piece"]
 
 LENGTH_BYTES = 8
-"""At the start of a file of safetensors: how long its header is."""
+"""Bytes at the start of a safetensors file that give the length of its header."""
 
 
 @dataclass(eq=False, frozen=True)
 class _Part:
-    """What a rank has of one layer: of its experts, or of all else. first: the number of its first expert."""
+    """A rank's tensors of one layer: those of its experts, or all others.
+
+    first: the number of its first expert.
+    """
 
     tensors: Mapping[str, Tensor]
     convert: Convert
     first: int = 0
 
     def made(self, *, described: bool = False) -> dict[str, Tensor]:
-        """What files have of it; described: without numbers."""
+        """Return the part's tensors as in files; described: on the meta device, without values."""
         tensors = {name: each.to("meta") if described else each for name, each in self.tensors.items()}
         return {self._renumbered(name): each for name, each in self.convert(tensors).items()}
 
@@ -54,7 +57,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of a file. entry: all of it, also where `part` has this rank's rows alone."""
+    """A tensor of a file. entry: for the whole tensor, even where `part` has this rank's rows alone."""
 
     name: str
     entry: Entry
@@ -67,22 +70,22 @@ class _Piece:
 
 @dataclass
 class _Made:
-    """The last part that was made: it has what is written next, too."""
+    """The part that was converted last: it usually holds the tensor that is written next, too."""
 
     part: _Part | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def take(self, piece: _Piece) -> Tensor:
         if self.part is not piece.part:
-            self.tensors = {}  # before the next
+            self.tensors = {}  # frees the memory before the next part
             self.part, self.tensors = piece.part, piece.part.made()
         return self.tensors[piece.name]
 
 
 class Writing:
-    """One save. state: this rank's tensors by the model's names. most_bytes: of a shard.
+    """One save. state: this rank's tensors by the model's names. most_bytes: limit of a shard.
 
-    All ranks make it together, and call `write` if it `fits`.
+    All ranks construct it together, and call `write` if it `fits`.
     """
 
     def __init__(
@@ -117,7 +120,10 @@ class Writing:
     def _pieces(
         self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert
     ) -> tuple[list[_Piece], list[_Piece]]:
-        """What this rank writes by itself, and what ranks join. The first of those that hold it writes it."""
+        """Return the pieces that this rank writes by itself, and those that ranks join.
+
+        Of the ranks that hold a piece the first writes it.
+        """
         layout, own, joined = self._layout, [], []
         for of_experts, tensors in _by_layer(state, set(spread)):
             count = len(next(iter(tensors.values())))
@@ -130,7 +136,7 @@ class Writing:
         return own, joined
 
     def _is_all_of(self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert) -> bool:
-        """Whether all ranks write what one would that had the whole model."""
+        """Return whether all ranks together write what one rank with the whole model would write."""
         whole, spread, ranks = {}, set(spread), self._layout.ep_size
         for name, each in state.items():
             shape = ALONG_ROWS.whole_shape(tuple(each.shape), ranks) if name in spread else each.shape
@@ -141,7 +147,7 @@ class Writing:
         return known and len(written) == len(wanted) and dict(written) == wanted
 
     def _names(self) -> list[str]:
-        """Of all files, in their order: as transformers names them."""
+        """Return the names of all files, in their order, as transformers names them."""
         count = len(self._written)
         if count == 1:
             return [ONE]
@@ -152,7 +158,7 @@ class Writing:
             write_shard(folder / name, [_outgoing(each, partial(self._made.take, each)) for each in shard])
 
     def _write_joined(self, path: Path, shard: Shard, writer: int) -> None:
-        """Where the writer fails, it still takes what the others send."""
+        """Write pieces that ranks join; where the writer fails, it still takes what the others send."""
         left = iter(shard)
         try:
             if self._control.rank == writer:
@@ -181,7 +187,7 @@ class Writing:
         (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _check_files(self, folder: Path, names: list[str]) -> None:
-        """Raise OSError unless rank 0 sees what all ranks say that they have written."""
+        """Raise OSError unless rank 0 sees the files that all ranks report as written."""
         for name, shard in zip(names, self._written, strict=True):
             with (folder / name).open("rb") as file:
                 header_bytes = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -191,7 +197,7 @@ class Writing:
 
 
 def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-    """Tensors that become those of files together: whether they are of experts, and what they are."""
+    """Yield tensors that are converted together: whether they are of experts, and the tensors."""
     found: dict[tuple[str, bool], dict[str, Tensor]] = {}
     for name, tensor in state.items():
         layer = LAYER.match(name)
@@ -201,7 +207,7 @@ def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[b
 
 
 def _shards(pieces: Iterable[_Piece], most_bytes: int) -> list[Shard]:
-    """In as many shards as it takes; a tensor that is larger has its own."""
+    """Divide pieces into as few shards as their order allows; a tensor larger than the limit has its own."""
     shards: list[Shard] = []
     room = 0
     for each in pieces:

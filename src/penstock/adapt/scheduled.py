@@ -1,4 +1,4 @@
-"""A scheduled model: the class of transformers that it was, whose steps Penstock runs in training mode.
+"""A scheduled model: the class of transformers that it had, with steps run by Penstock in training mode.
 
 Shapes: B samples, L tokens per sample.
 """
@@ -57,12 +57,12 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
 
 
 def is_wrapped_by_peft(model: Any) -> bool:
-    """Whether it is a PeftModel, which holds a model of transformers and its adapters."""
+    """Return whether a model is a PeftModel, which holds a model of transformers and its adapters."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def engine_of(model: Any) -> Engine:
-    """What runs the steps of a scheduled model, also inside a model of peft. Raises ValueError for others."""
+    """Return the engine of a scheduled model, also inside a model of peft. Raises ValueError for others."""
     inner = model.get_base_model() if is_wrapped_by_peft(model) else model
     engine: Engine | None = inner.__dict__.get("_penstock")
     if engine is None:
@@ -97,7 +97,7 @@ def _forward(plain: Any) -> Callable[..., Any]:
 
 
 class _RefuseBackward(torch.autograd.Function):
-    """The same loss, through which no gradient can be taken."""
+    """Returns the loss unchanged, but no gradient can be taken through it."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, asks: Tensor) -> Tensor:
@@ -115,10 +115,10 @@ class _RefuseBackward(torch.autograd.Function):
 
 
 def _only_evaluated(model: Any, out: Any) -> Any:
-    """What a plain forward pass with labels returned; its loss refuses backward where weights are trained."""
+    """Return the output of a pass with labels; its loss refuses backward where weights are trained."""
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters()):
         return out
-    # On several ranks the loss has no history by which backward would come here, so a tensor asks for it.
+    # On several ranks the loss has no graph through which backward would come here, so a tensor asks for it.
     loss = _RefuseBackward.apply(out[0], torch.zeros((), requires_grad=True))
     if isinstance(out, tuple):
         return loss, *out[1:]
@@ -166,7 +166,7 @@ def _check_kinds(named: dict[str, Any]) -> None:
 
 
 def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
-    """Those that `logits_to_keep` asks for: as many last ones, 0 for all, or these places."""
+    """Return the logits for `logits_to_keep`: this number of last ones, 0 for all, or these places."""
     if logits_BLV is None:
         return None
     asked = named["logits_to_keep"]
@@ -191,7 +191,7 @@ def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> St
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
-        balances=bool(balances) and hasattr(model, coefficient or ""),  # else it has no such loss
+        balances=bool(balances) and hasattr(model, coefficient or ""),  # otherwise the model has no such loss
         keep_logits=named.get("logits_to_keep") is not None,
     )
 
@@ -199,7 +199,7 @@ def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> St
 def _generate(plain: Any) -> Callable[..., Any]:
     @wraps(plain.generate)
     def generate(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Ranks whose text is complete go on calling the experts that others still need.
+        # Ranks whose text is complete keep calling the experts, which others still need.
         named.setdefault("synced_gpus", engine_of(self).layout.ep_size > 1)
         return plain.generate(self, *arguments, **named)
 
@@ -207,7 +207,7 @@ def _generate(plain: Any) -> Callable[..., Any]:
 
 
 def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
-    """Refused on all ranks if on one: what is given may be rank 0's alone."""
+    """Refuse on all ranks what one rank refuses: the given state may be rank 0's alone."""
     refusal = None
     try:
         check_names(model, plain, given)
@@ -234,7 +234,7 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
         if control.rank == 0:
             try:
                 plain.save_pretrained(self, save_directory, state_dict=state, **named)
-            except Exception as error:  # the others wait, and must hear of it
+            except Exception as error:  # the other ranks wait, and must learn of it
                 failed = error
         others = control.any(failed is not None, "saving a model")
         if failed is not None:
@@ -246,7 +246,7 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
 
 
 def saved_together(adapted: Any) -> Any:
-    """Let all ranks save a model of peft around a scheduled one together, rank 0 its files; returns it."""
+    """Make all ranks save a model of peft around a scheduled model together, rank 0 its files; returns it."""
     plain = type(adapted)
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     if getattr(plain.save_pretrained, "__wrapped__", None) is None:
@@ -260,7 +260,7 @@ def _save_adapters(plain: Any) -> Callable[..., Any]:
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
         engine = engine_of(self)
         engine.warn_if_different()
-        state = self.state_dict()  # all ranks bring the adapters of their experts, also if one has been given
+        state = self.state_dict()  # all ranks join the adapters of their experts, even if a state was given
         if named.get("state_dict") is None:
             named["state_dict"] = state
         named["is_main_process"] = True
@@ -274,8 +274,10 @@ def _save_adapters(plain: Any) -> Callable[..., Any]:
 
 
 class _State(dict[str, Any]):
-    """What a model has. Its deep copy is a model of its own, scheduled on the same machinery: first its
-    modules are copied, then what looks at them.
+    """The attributes of a model.
+
+    Their deep copy is that of a separate model, scheduled on the same machinery.
+    The modules are copied first, then the objects that refer to them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -290,13 +292,16 @@ class _State(dict[str, Any]):
 
 
 def _reduced(self: Any, protocol: Any) -> Any:
-    """For copies. A `__deepcopy__` would be that of a model of peft around it, too, which passes on names."""
+    """Return the reduction of a model for copies.
+
+    A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
+    """
     del protocol
     return object.__new__, (type(self),), _State(self)
 
 
 def _refuse_data_parallel(self: Any) -> Any:
-    """The first that DistributedDataParallel asks of a module; the next would be rank 0's experts for all."""
+    """Refuse DistributedDataParallel at its first access; next it would copy rank 0's experts."""
     del self
     return refuse_data_parallel()
 
@@ -307,17 +312,17 @@ def _recompute(
     every_n_layers: int = 1,
     offload: bool = False,
 ) -> None:
-    """Compute layers and experts again before their backward; no rows are sent a second time.
+    """Recompute layers and experts in backward; no rows are sent a second time.
 
     The next step is planned so, whatever its plan was. `activation_checkpointing_enable` calls this, too.
-    Raises ValueError for what is not done.
+    Raises ValueError for options that are not supported.
     """
-    del gradient_checkpointing_kwargs  # how torch does it is decided here
+    del gradient_checkpointing_kwargs  # torch's way of recomputing is decided here
     if every_n_layers != 1 or offload:
         raise ValueError("a scheduled model computes all of its layers again, and moves nothing to the host")
     engine_of(self).recompute("blocks")
 
 
 def _keep(self: Any) -> None:
-    """Keep what backward needs."""
+    """Keep everything that backward needs."""
     engine_of(self).recompute("none")

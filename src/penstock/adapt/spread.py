@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks, outside of steps: they run, and their adapters are saved and read.
+"""Experts that are spread over ranks, outside of steps: running them, and saving and reading their adapters.
 
 Shapes: T tokens, M hidden size, k choices per token.
 """
@@ -23,14 +23,17 @@ from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
 
 
 class Spread:
-    """Tokens to the experts of all ranks and back, without gradients. All that share them must call it."""
+    """Sends tokens to the experts of all ranks and back, without gradients.
+
+    All ranks that share them call it.
+    """
 
     def __init__(self, machinery: Machinery, moe: MoELayer) -> None:
         self._machinery, self._moe = machinery, moe
         self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
-        """For a copy of the layer, on the same machinery."""
+        """Return the spread for a copy of the layer, on the same machinery."""
         return Spread(self._machinery, copy.deepcopy(self._moe, memo))
 
     def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
@@ -50,21 +53,21 @@ class Spread:
 
 
 class _Hook:
-    """On state dictionaries of a block, of whose experts other ranks have some, and so of their adapters.
+    """A hook on state dictionaries of a block whose experts, and so their adapters, are spread over ranks.
 
-    A class, since torch marks such hooks, which a method could not be. All ranks ask for state dictionaries
-    together, and peft saves and reads adapters as those of the whole model.
+    A class, since torch marks such hooks, which is impossible for a method. All ranks ask for state
+    dictionaries together, and peft saves and reads adapters as those of the whole model.
     """
 
     def __init__(self, cut: Cut, machinery: Machinery) -> None:
         self.cut, self.machinery = cut, machinery
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """For a copy of the block, whose hooks are copied with it, on the same machinery."""
+        """Return the hook for a copy of the block, whose hooks are copied with it, on the same machinery."""
         return type(self)(copy.deepcopy(self.cut, memo), self.machinery)
 
     def adapters(self, prefix: str) -> Iterator[tuple[str, nn.Parameter, ExpertAxis]]:
-        """Their names in a state dictionary, and how experts lie in them."""
+        """Yield the adapters' names in a state dictionary, the parameters, and how experts lie in them."""
         self.cut.follow()
         experts, path = self.cut.experts, self.cut.family.experts
         own, axes = set(core_of(experts).parameters()), axes_of(experts)
@@ -74,7 +77,7 @@ class _Hook:
 
 
 class JoinAdapters(_Hook):
-    """Makes those in a state dictionary whole."""
+    """Joins the adapters of all ranks' experts in a state dictionary."""
 
     def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         del block, metadata
@@ -86,7 +89,10 @@ class JoinAdapters(_Hook):
 
 
 class TakeAdapters(_Hook):
-    """Of those that are loaded takes this rank's part. Raises ValueError for others than all experts'."""
+    """Takes this rank's part of adapters that are loaded.
+
+    Raises ValueError unless they are of all experts.
+    """
 
     def __call__(self, block: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
         del block, others

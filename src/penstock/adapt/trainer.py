@@ -1,7 +1,7 @@
 """The Trainer of transformers for scheduled models, on any number of ranks.
 
-With `Trainer` itself a scheduled model trains on one process; on several it would be wrapped and saved as if
-every rank had all of it.
+With `Trainer` itself a scheduled model trains on one process; on several processes the model would be wrapped
+and saved as if every rank had all of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ScheduledTrainer(Trainer):
     """`Trainer(model, args, ...)` with a model that `parallelize` or `load_pretrained` has returned.
 
     Every rank takes its own part of every batch, the loss is that of the batch of all ranks, and checkpoints
-    are whole: a run may go on with another number of ranks (`train(resume_from_checkpoint=...)`).
+    are whole: a run may continue on another number of ranks (`train(resume_from_checkpoint=...)`).
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -33,8 +33,10 @@ class ScheduledTrainer(Trainer):
         self.accelerator.prepare_model = lambda model, *_, **__: model  # gradients are synchronised already
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Raises ValueError for what would train something else: ranks that accelerate does not see, which
-        would all get the same data, losses averaged by rank, scaled losses of float16, and a compiler.
+        """Train. Raises ValueError for settings with which something else would be trained.
+
+        These are: ranks that accelerate does not see, which would all get the same data, losses averaged by
+        rank, scaled losses of float16, and a compiler.
         """
         seen, ranks = self.accelerator.num_processes, engine_of(self.model).layout.world_size
         if seen != ranks:
@@ -60,16 +62,16 @@ class ScheduledTrainer(Trainer):
         return super().train(*arguments, **named)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """That of accelerate, which has it in the wrapper of a model that it prepares."""
+        """Return accelerate's context, which otherwise is in the wrapper of a model that it prepares."""
         del cache_enabled
         return self.accelerator.autocast()
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """In a step as it is: Trainer multiplies it by the ranks, over which a wrapper would average.
+        """Return the loss of a step, without Trainer's factor of the ranks, which undoes a wrapper's average.
 
-        In evaluation it is that of this rank's samples, and Trainer itself averages.
+        In evaluation the loss is that of this rank's samples, and Trainer itself averages.
         """
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is None or not model.training:
@@ -113,6 +115,6 @@ class ScheduledTrainer(Trainer):
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """That of torch, which accelerate may have wrapped."""
+    """Return torch's optimiser, which accelerate may have wrapped."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found

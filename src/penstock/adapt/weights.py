@@ -1,4 +1,4 @@
-"""Weights in a folder of safetensors files, read tensor by tensor when they are asked for."""
+"""Weights in a folder of safetensors files, read tensor by tensor on demand."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from penstock.adapt.described import CONFIG, COPY, read_table
 
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
-"""How names begin in a model that also sees or hears: those of its text part, and others."""
+"""Beginnings of names in a model that also sees or hears: in its text part, and in others."""
 
 MOST_NAMED = 4
-"""Tensors that a message names."""
+"""Most tensors that a message names."""
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-"""In the name of a tensor that belongs to one expert."""
+"""Pattern in the name of a tensor that belongs to one expert."""
 
 LAYER = re.compile(r".*?\.\d+\.")
-"""How the names begin of all tensors of a layer."""
+"""Beginning of the names of all tensors of a layer."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StoredTensor:
     rows: slice | None = None
 
     def __getitem__(self, everything: Any) -> Tensor:
-        """The numbers, in memory of their own: the file is closed again."""
+        """Read the values into memory of their own: the file is closed again."""
         del everything
         with safe_open(self.file, framework="pt") as opened:
             stored: Any = opened.get_slice(self.name)
@@ -49,9 +49,9 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a folder, by name; of a model that also sees or hears, those of its text part.
+    """Return all tensors of a folder, by name; of a model that also sees or hears, those of its text part.
 
-    Raises ValueError if it holds no complete set of safetensors.
+    Raises ValueError if the folder holds no complete set of safetensors.
     """
     files = _files(folder)
     found: dict[str, StoredTensor] = {}
@@ -68,7 +68,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that transformers reads: one file, which goes before shards, or these."""
+    """Return the files that transformers reads: a single one, which goes before shards, or the shards."""
     index = folder / INDEX
     if (folder / ONE).exists():
         return [folder / ONE]
@@ -91,10 +91,10 @@ def _files(folder: Path) -> list[Path]:
 def share_of_experts(
     tensors: Mapping[str, StoredTensor], model: Any, stacked: Mapping[str, int], held: Sequence[int]
 ) -> dict[str, StoredTensor]:
-    """Those of a whole model that a rank needs: of experts only `held`, which are consecutive.
+    """Return the tensors of a whole model that a rank needs: of experts only `held`, which are consecutive.
 
-    model: of any device, for its names. stacked: by the name of every parameter that holds experts, how many
-    of its rows belong to one.
+    model: on any device, for its names. stacked: by the name of every parameter that holds experts, the
+    number of its rows that belong to one.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -120,7 +120,7 @@ def share_of_experts(
 
 
 def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
-    """Raise ValueError if transformers tells of tensors that are missing, unexpected or misshapen."""
+    """Raise ValueError if transformers reports tensors that are missing, unexpected or misshapen."""
     misshapen = [
         f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"
         for name, stored, wanted in told["mismatched_keys"]
@@ -136,6 +136,6 @@ def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first few of them, in words."""
+    """Return the first few names, in words."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"

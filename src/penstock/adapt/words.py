@@ -1,4 +1,4 @@
-"""How text becomes tokens for a trained model, and tokens text: as when it was trained, or it is refused."""
+"""Text to tokens and back for a trained model: as when it was trained, or it is refused."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from penstock.data.text import BYTES
 from penstock.data.tokenizer import Bytes, read_tokenizer
 
 UNKNOWN: Final = 0xFF
-"""A byte that UTF-8 does not have."""
+"""A byte that never occurs in UTF-8."""
 
 PROBE: Final = "a"
-"""A text that shows what a tokenizer puts before and after any."""
+"""A text that shows which tokens a tokenizer puts before and after any text."""
 
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer_config.json")
 BYTE_BY_BYTE: Final = Path("bytes")
-"""In place of a file with a tokenizer: there is none."""
+"""Value in place of a tokenizer's file: tokens are bytes."""
 
 SHOWN_DIGEST = 8
-"""Digits by which people know a tokenizer, as `penstock prepare` says them."""
+"""Digits by which people know a tokenizer, as `penstock prepare` shows them."""
 
 
 class Words(Protocol):
-    """How text becomes tokens."""
+    """Conversion between text and tokens."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text as training takes them: none begins or ends it, and none is special in it."""
+        """Return the tokens of a text as in training: none added at its ends, and none special in it."""
         ...
 
     def begin(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, in which special ones may be spelled."""
+        """Return the tokens of a prompt, in which special tokens may be spelled."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         ...
 
 
 class ByteWords:
-    """Every byte of UTF-8 is a token; other tokens, of a larger vocabulary, stand for no text."""
+    """Words of a model on bytes: every byte of UTF-8 is a token; tokens beyond stand for no text."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -55,7 +55,7 @@ class ByteWords:
 
 
 class FileWords:
-    """What a `tokenizer.json` says, without tokens that begin or end a text. digest: its sha256.
+    """Words of a `tokenizer.json`, without tokens that begin or end a text. digest: its sha256.
 
     Raises ValueError for any other file, and for tokens beyond the model's vocabulary.
     """
@@ -83,9 +83,10 @@ class FileWords:
 
 
 class FolderWords:
-    """What the tokenizer in a folder of transformers says. A prompt gets what it puts before a text, such as
-    a token that the model has always seen there, and nothing of what it puts after one.
+    """Words of the tokenizer in a folder of transformers.
 
+    A prompt gets the tokens that the tokenizer puts before a text, such as one that the model has always seen
+    there, and none of those that it puts after a text.
     Raises ValueError for tokens of a text beyond the model's vocabulary.
     """
 
@@ -121,7 +122,7 @@ class FolderWords:
 
 
 def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer: Path | None) -> Words:
-    """The words of a model that was opened at `path`. Raises ValueError where they are not known.
+    """Return the words of a model that was opened at `path`. Raises ValueError where they are not known.
 
     config: the model's. data: section [data] of the run whose checkpoint it is; None for a folder of
     transformers. tokenizer: a file that a user has named, or `bytes`; None = as the model was trained.
@@ -141,7 +142,7 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
 
 
 def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
-    """Those that a user has named. Warns of a file that is not the one that the model was trained with.
+    """Return the words that a user has named. Warns of a file with which the model was not trained.
 
     Such a file may make the same tokens: a library that reads and saves it changes its bytes.
     """
@@ -165,12 +166,12 @@ def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
 
 
 def _short(digest: str | None) -> str:
-    """By what people know a tokenizer, as `penstock prepare` says it."""
+    """Return the digits by which people know a tokenizer, as `penstock prepare` shows them."""
     return (digest or "")[:SHOWN_DIGEST]
 
 
 def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords | None:
-    """Those of the file that a run was given, if it is there and is the one that it was."""
+    """Return the words of the file that a run was given, if it is there and unchanged; otherwise None."""
     try:
         found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
     except (ValueError, OSError):
@@ -179,7 +180,7 @@ def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords 
 
 
 def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None) -> str:
-    """What to say where a model's tokens are not known."""
+    """Return the message where a model's tokens are not known."""
     if digest is None and named is None:
         return (
             f"{path} has no tokenizer ({TOKENIZERS[0]}), and its vocabulary of {vocabulary} is not that of "
@@ -192,18 +193,18 @@ def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None)
 
 
 def _files_in(folder: Path) -> str:
-    """What a tokenizer is read from, for people."""
+    """Return the names of the files from which a tokenizer is read, for people."""
     return " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
 
 
 def _read(folder: Path, files: str) -> Any:
-    """That of a folder of transformers. Raises ValueError, naming its files, where it is none."""
+    """Read the tokenizer in a folder of transformers. Raises ValueError, naming its files, if it is none."""
     from transformers import AutoTokenizer
 
     try:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of several libraries, and some of them bare `Exception`
+    except Exception as error:  # several libraries raise, some of them bare `Exception`
         told = " ".join(str(error).split())
         raise ValueError(
             f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "

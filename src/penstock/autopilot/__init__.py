@@ -1,4 +1,4 @@
-"""The autopilot: measures the cluster, chooses a plan, tries others, keeps it right while training runs."""
+"""The autopilot: measures the cluster, chooses a plan, tries others, and corrects it during training."""
 
 from penstock.autopilot.autopilot import Autopilot
 

@@ -1,4 +1,4 @@
-"""Keeping the plan right between steps: a better order, the tuner, the watch. In this order::
+"""Keeps the plan right between steps: a better order, the tuner, the watch. In this order::
 
     first plan ─► try others ─┐
                               ▼
@@ -6,7 +6,7 @@
                       ▲                                                                                    │
                       └────────────────────────────────────────────────────────────────────────────────────┘
 
-What is to move is settled, too, and then tried against the plan before it.
+A plan that moves samples or experts is settled, too, and then tried against the plan before it.
 
 All ranks call `after_step` after every step with the same time, so all take the same turns after the same
 steps; rank 0 makes the decisions.
@@ -47,7 +47,7 @@ from penstock.words import milliseconds
 
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
-"""Of how many steps durations are compared when the time of a step has changed."""
+"""Number of steps whose durations are compared when the time of a step has changed."""
 
 Records = Sequence[TaskRecord]
 
@@ -55,8 +55,8 @@ Records = Sequence[TaskRecord]
 class Autopilot:
     """Makes the first plan of a resolved configuration, and keeps it right; a `penstock.train.pilot.Pilot`.
 
-    resumption: a checkpoint whose plan is continued if that fits. say: prints progress and decisions.
-    All ranks make theirs together, which may measure the cluster. planned: the plan in use.
+    resumption: a checkpoint whose plan is continued if that fits. say: prints progress and decisions. All
+    ranks make their autopilots together, which may measure the cluster. planned: the plan in use.
     """
 
     _stack: PipelinedStack
@@ -72,23 +72,23 @@ class Autopilot:
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
-        self._kinds: dict[Kind, float] = {}  # a run that goes on may never order again
+        self._kinds: dict[Kind, float] = {}  # a continued run may never order again
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         long = worth_while(self.planned, config.train.steps)
         self._trials: Trials | TriedMoves | None = Trials(self.planned) if long else None
         self._weighs = not settled and is_open(config, self.planned)
-        self._untried: Planned | None = None  # the plan before one that moves, which is not tried yet
+        self._untried: Planned | None = None  # the plan before one that moves, which has not been tried yet
         self._weighing: Weighing | None = None
         self._begin(settle=self._refines and self._trials is None and not settled)
 
     @staticmethod
     def layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /) -> RunConfig:
-        """The run with the layout that it gets."""
+        """Return the run with the layout that it gets."""
         return settled_layout(config, ranks, resumption, say)
 
     def take_over(self, stack: PipelinedStack) -> None:
-        """Steer this stack from now on. It was built with `plan`."""
+        """Steer this stack, which was built with `plan`, from now on."""
         self._stack = stack
 
     @property
@@ -109,15 +109,15 @@ class Autopilot:
 
     @property
     def flops(self) -> ModelFlops:
-        """What the model asks of the devices, and what they were measured to do."""
+        """Floating-point operations that the model requires, and the measured rates of the devices."""
         return self.planned.flops
 
     def forecast(self) -> Forecast:
-        """What is expected of a step under the plan in use."""
+        """Return what is expected of a step under the plan in use."""
         return self.planned.forecast()
 
     def save(self, folder: Path) -> None:
-        """Write the plan, and the cluster it was made for, into a folder; for one rank."""
+        """Write the plan, and the cluster for which it was made, into a folder, on one rank."""
         self.planned.save(folder, self._asked.model.preset or "the run's own")
 
     @property
@@ -132,9 +132,10 @@ class Autopilot:
         return with_choice(self._asked, self.planned.choice)
 
     def after_step(self, slowest_s: float, records: Records) -> bool:
-        """Whether the next step runs by another plan. slowest_s: on the slowest rank; records: of this one.
+        """Adopt another plan if it is better; return whether the next step runs by another plan.
 
-        Not to be called after the last step: nothing would run by its decision.
+        slowest_s: of the step on the slowest rank; records: of this rank. Not to be called after the last
+        step: nothing would run by its decision.
         """
         self._steps += 1
         if self._trials is not None:
@@ -181,19 +182,19 @@ class Autopilot:
         self._go_by(planned, settle=settle)
 
     def _go_by(self, planned: Planned, *, settle: bool) -> None:
-        """The stack runs its plan already; guests are planned by what that hides."""
+        """Use a plan that the stack runs already; guests are planned by what that plan hides."""
         self.planned = planned
         self._stack.host.moving = self.moving
         self._begin(settle=settle)
 
     def _settle(self, records: Records) -> bool:
-        """Collect the durations of the first steps, and re-order the schedule by them after enough."""
+        """Collect the durations of the first steps; re-order the schedule by them when there are enough."""
         if len(self._kept) < DROPPED_STEPS + CALIBRATION_STEPS:
             self._kept.append(records)
         if self._steps < self._asked.schedule.refine_after:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
-        choice, even = self.planned.choice, self.planned.seeing(None).problem  # every rank orders for itself
+        choice, even = self.planned.choice, self.planned.seeing(None).problem  # ranks order it by themselves
         fallback = even.cost(choice, self.planned.plan.shape)
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         planned = replace(self.planned, plan=self._stack.plan)
@@ -207,7 +208,7 @@ class Autopilot:
     # ---- what moves ----------------------------------------------------------------------------------------
 
     def _weigh(self) -> bool:
-        """Observe some steps, then say what moving would bring; do it where plans are chosen and it pays."""
+        """Observe some steps, then report what moving would bring; adopt it if it pays and plans are open."""
         if self._weighing is None:
             self._weighing = Weighing(self._stack, self._asked)
             return False
@@ -220,7 +221,7 @@ class Autopilot:
             self._say("\n".join(new))
         if planned.choice == before.choice:
             self.planned = planned
-            return bool(new)  # for its file, which says why
+            return bool(new)  # so that the plan's file explains the choice
         self._say(f"changing to {planned.name}: {planned.choice.words}")
         self._untried = before if worth_trying(self._asked) else None
         self._adopt(planned, settle=self._refines)
@@ -228,7 +229,7 @@ class Autopilot:
         return True
 
     def _try_moves(self) -> None:
-        """Compare what moves with the plan before it, once both are ordered by what was measured."""
+        """Compare a plan that moves with the plan before it, once both are ordered by measured durations."""
         if self._untried is not None and not self._settling:
             self._trials = TriedMoves(self._untried, self.planned)
             self._untried = None
@@ -288,7 +289,7 @@ class Autopilot:
             self._begin(settle=False)
             return False
         before = self.planned.choice
-        # What may move is weighed after that, by what is measured then.
+        # Moving is weighed after that, by what is measured then.
         config = replace(self.config, placement=self._asked.placement)
         planned = replan(config, self._stack.machinery, self.planned, diagnosis, self._say)
         self._weighs = is_open(self._asked, planned)
@@ -302,7 +303,7 @@ class Autopilot:
         return True
 
     def _calm_down(self) -> None:
-        """Nothing came of an alarm: the next one must last twice as long, or noise would halt training."""
+        """Require the next alarm to last twice as long: this one was false, and noise would halt training."""
         plan, lasting = self._asked.plan, 2 * self._watch.lasting_steps
         self._watch = Watch(plan.drift_threshold, lasting, DROPPED_STEPS)
 

@@ -1,4 +1,4 @@
-"""The plan of a resumed run: the one it had, so that its sums are taken in exactly the same order."""
+"""Continues the plan of a resumed run, so that its sums are taken in exactly the same order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ PLANNING_AGAIN = (
 )
 
 COMPARED = ("plan", "schedule", "placement")
-"""Sections of settings that a plan follows from."""
+"""Sections of settings on which a plan depends."""
 
 
 def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, say: Say) -> Planned | None:
-    """The plan under which a checkpoint was made; None, with the reason printed, if it cannot be continued.
+    """Return the plan under which a checkpoint was made; None, with the reason printed, if it cannot be used.
 
-    It is continued with unchanged settings, as many ranks and the same machines, if its trials and its
+    The plan is continued with unchanged settings, as many ranks and the same machines, if its trials and its
     ordering were finished. All ranks call this together.
     """
     try:
@@ -46,7 +46,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         raise ConfigError("plan", UNSET, "it was not final yet")
     for section in COMPARED:
         asked = getattr(config, section)
-        # A setting that there was not yet when the checkpoint was made has had its default.
+        # A setting that did not exist yet when the checkpoint was made had its default.
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")

@@ -1,4 +1,4 @@
-"""Decisions of rank 0 for all ranks: two ranks that decided differently would deadlock."""
+"""Decisions of rank 0 for all ranks: two ranks with different decisions would deadlock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_BEAT_S = 5.0
 
 @dataclass(frozen=True)
 class _Answer(Generic[T]):
-    """What was decided, or the error that stopped it."""
+    """The decision, or the error that prevented it."""
 
     value: T | ConfigError
 
@@ -30,15 +30,15 @@ Beat = Callable[[], None]
 
 
 def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
-    """What rank 0 decides, on all ranks; a ConfigError that stops it is raised on all of them."""
+    """Return what rank 0 decides, on all ranks; a ConfigError that prevents it is raised on all of them."""
     return _taken(control.gather(_answer(decide) if control.rank == 0 else None, purpose)[0])
 
 
 def decided_slowly(control: Control, decide: Callable[[Beat], T], purpose: str, timeout_s: float) -> T:
-    """Like `decided`, for decisions that may take longer than `timeout_s`, which is how long ranks wait.
+    """Return what rank 0 decides, on all ranks, also if that takes longer than `timeout_s`.
 
-    decide: gets a function to call more often than every `timeout_s`, which keeps the other ranks waiting;
-    without it they would consider rank 0 dead.
+    timeout_s: how long ranks wait for each other. decide: gets a function to call more often than every
+    `timeout_s`, which keeps the other ranks waiting; otherwise they would consider rank 0 dead.
     """
     if control.rank > 0:
         while (heard := control.gather(None, purpose)[0]) is None:

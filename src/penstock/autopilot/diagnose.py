@@ -1,4 +1,4 @@
-"""Which durations have changed, from task records before and now. Pure: no torch, no communication."""
+"""Finds which durations have changed, from task records before and now. Pure: no torch, no communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_NAMED = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Task durations now over durations before.
+    """Ratios of task durations, now over before.
 
     transfers: by lane, for lanes on which anything is sent; a collective counts with its shortest duration
     over ranks, since the rest is waiting. compute: by rank. threshold: smaller differences are noise.
@@ -62,7 +62,7 @@ def diagnose(
     threshold: float,
     silent: Collection[Axes] = (),
 ) -> Diagnosis:
-    """Compare records of the same plan. before, now: by rank, of some steps each.
+    """Compare records of the same plan and return the changes. before, now: by rank, of some steps each.
 
     silent: groups of one rank, in which nothing is sent.
     """
@@ -88,7 +88,7 @@ def _transfers(
 
 
 def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
-    """Of every kind of transfer: the shortest duration over ranks, median over tasks and steps."""
+    """Return, by kind of transfer, the shortest duration over ranks, as the median over tasks and steps."""
     each: dict[tuple[int, Task], float] = {}
     for record in records:
         key = record.step, record.task
@@ -108,7 +108,7 @@ def _medians(durations: Iterable[tuple[Task, float]]) -> dict[Kind, float]:
 
 
 def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:
-    """Of the sums, so that long tasks count as what they are."""
+    """Return the ratio of the sums of both, so that long tasks count by their length."""
     assert before.keys() == now.keys(), "the same tasks ran"
     earlier_s = sum(before.values())
     return sum(now.values()) / earlier_s if earlier_s > 0 else 1.0

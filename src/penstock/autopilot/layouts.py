@@ -1,7 +1,7 @@
-"""Which ranks share attention and experts in a run that leaves it open (`plan.layout = auto`).
+"""Chooses which ranks share attention and experts in a run that leaves it open (`plan.layout = auto`).
 
-It is decided before anything is built: the cluster is read from its file or measured, once with every rank by
-itself and once with pairs that share; rank 0 ranks all layouts by quick plans and tells the others.
+The choice is made before anything is built: the cluster is read from its file or measured, once with every
+rank by itself and once with pairs that share; rank 0 ranks all layouts by quick plans and tells the others.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from penstock.train.shares import check_shares
 
 CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
 OF_A_LAYOUT = ("mp_size", "ep_size", "esp_size", "tokens", "ranks_per_node")
-"""Settings of section [parallel] with which a run keeps its layout as long as they stay."""
+"""Settings of section [parallel] that must stay the same for a run to keep its layout."""
 
 
 def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say) -> RunConfig:
-    """The resolved configuration with the layout that the run gets; all ranks call it and get the same.
+    """Return the resolved configuration with the run's layout; all ranks call it and get the same.
 
-    A resumed run keeps its layout, unless it has other ranks or is asked for another.
+    A resumed run keeps its layout, unless its ranks differ or another layout is requested.
     """
     if config.plan.layout != AUTO:
         return config
@@ -45,7 +45,7 @@ def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | Non
 
 
 def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
-    """The same run with these ranks sharing, on the same samples per step.
+    """Return the run in which ranks share as in `sizes`, with the same samples per step.
 
     Raises IndivisibleError where the samples cannot be divided among the groups of ranks.
     """
@@ -70,7 +70,7 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
 def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None) -> None:
     """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
 
-    there_bytes: memory of all of them; None = not known.
+    there_bytes: memory of all processes together; None = not known.
     """
     last: ConfigError | None = None
     for each in _layouts(config, processes, 0, processes):
@@ -87,16 +87,16 @@ def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None
 
 
 def least_memory(config: RunConfig, world_size: int) -> RankMemory:
-    """What a rank needs in the layout that needs least, wherever its ranks are.
+    """Return the memory that a rank needs in the layout that needs least, wherever its ranks are.
 
-    config: as `resolved`. Raises ConfigError unless there is one in which everything divides.
+    config: as `resolved`. Raises ConfigError unless there is a layout in which everything divides.
     """
     possible = _layouts(config, world_size, 0, world_size)
     return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
 
 
 def run_layouts(config: RunConfig, file: ClusterFile, memory: MemoryBudget | None = None) -> FoundLayouts:
-    """Every layout of a resolved configuration on the cluster's ranks. Raises ConfigError if none fits."""
+    """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits."""
     return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory)
 
 
@@ -104,7 +104,7 @@ def run_layouts(config: RunConfig, file: ClusterFile, memory: MemoryBudget | Non
 
 
 def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption, say: Say) -> LayoutSizes | None:
-    """The layout of the run that goes on; None, with the reason printed, if it must be chosen again."""
+    """Return the layout of the resumed run; None, with the reason printed, if it must be chosen again."""
     path = resumption.path
     try:
         sizes = decided(ranks.control, partial(_saved, config, ranks, resumption), f"reading {path.name}")
@@ -116,7 +116,7 @@ def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption, say: Say) -> 
 
 
 def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes:
-    """Raises ConfigError, saying why, for a checkpoint of other ranks, or if another layout is asked for."""
+    """Return the saved layout. Raises ConfigError, with the reason, if ranks or requested layout differ."""
     saved, here = PlanFile.read(resumption.path / PLAN_FILE).sizes, ranks.control.world_size
     if saved.ranks != here:
         raise ConfigError("processes", here, f"it was of {saved.ranks} processes")
@@ -140,7 +140,7 @@ def _words(sizes: LayoutSizes) -> str:
 
 
 def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
-    """The best layout by the cluster's file, or by a short measurement."""
+    """Choose the best layout by the cluster's file, or by a short measurement."""
     control = ranks.control
     possible = _layouts(config, control.world_size, control.rank, ranks.node_size)
     if len(possible) == 1:
@@ -169,9 +169,10 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
 def _measured(
     config: RunConfig, possible: Sequence[_Possible], ranks: Ranks, say: Say
 ) -> tuple[ClusterFile, ClusterFile]:
-    """The cluster for layouts in which every rank has all for itself, and for those in which ranks share.
+    """Measure the cluster for layouts in which every rank works alone, and for those in which ranks share.
 
-    Measured on one of either kind, the second in pairs if they divide; what one lacks it has from the other.
+    One layout of either kind is measured, the second in pairs if they divide; each file is completed from the
+    other.
     """
     alone = [each for each in possible if not each.sizes.shares][:1]
     sharing = sorted(
@@ -192,7 +193,7 @@ def _measured(
 
 @dataclass(frozen=True, kw_only=True)
 class _Possible:
-    """A layout in which everything divides, and the run with it."""
+    """A layout in which everything divides, and the run with that layout."""
 
     sizes: LayoutSizes
     config: RunConfig
@@ -200,7 +201,7 @@ class _Possible:
 
 
 def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> list[_Possible]:
-    """All that can be had. Raises ConfigError, saying why, if there are none."""
+    """Return all possible layouts. Raises ConfigError, with the reason, if there are none."""
     found, refused = list[_Possible](), list[ConfigError]()
     for sizes in _tried(config, world_size, node_size):
         try:
@@ -223,7 +224,7 @@ def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[Layou
 
 
 def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int, node_size: int) -> _Possible:
-    """Raises IndivisibleError for what does not divide, ConfigError for what cannot be shared."""
+    """Return the run with this layout. Raises IndivisibleError or ConfigError for what cannot be shared."""
     found = with_layout(config, sizes)
     check_shares(found.model, found.moe, found.parallel, world_size)
     check_shared(found.moe, found.parallel)

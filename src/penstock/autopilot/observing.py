@@ -1,4 +1,4 @@
-"""What the gates of a stack choose, sample by sample, in a few steps of training: the evidence for moving.
+"""Observes what gates choose, sample by sample, in a few steps of training: the evidence for moving.
 
 Shapes: D groups of ranks with the same samples, B samples of such a group, Y MoE layers, E experts.
 """
@@ -21,14 +21,14 @@ from penstock.runtime import PipelinedStack
 from penstock.workloads import Counts
 
 OBSERVED_STEPS = 2
-"""One from which guests would be planned, and the next, in which they would be used."""
+"""One step from which guests would be planned, and the next one, in which they would be used."""
 
 LayerCounts = Mapping[int, Counts]
-"""By sample id how often each expert was chosen, [E]."""
+"""How often each expert was chosen, [E], by sample id."""
 
 
 class Observer:
-    """Counts the choices of every sample while it is open. All ranks open, ask and close it together."""
+    """Counts the choices of every sample while it is open. All ranks open, query and close it together."""
 
     def __init__(self, stack: PipelinedStack) -> None:
         self._stack = stack
@@ -41,14 +41,14 @@ class Observer:
         ]
 
     def end_step(self) -> bool:
-        """After every step; whether enough have been seen."""
+        """Record a finished step; return whether enough steps have been observed."""
         self._steps.append([_by_sample(each) for each in self._chosen])
         for chosen in self._chosen:
             chosen.clear()
         return len(self._steps) == OBSERVED_STEPS
 
     def close(self) -> Evidence | None:
-        """What all ranks have seen; None where some group had no samples."""
+        """Return what all ranks have observed; None where some group had no samples."""
         for hook in self._hooks:
             hook.remove()
         everyone = self._stack.machinery.control.gather(self._steps, "gathering what samples chose")
@@ -57,7 +57,7 @@ class Observer:
         return None if found[0] is None or found[1] is None else Evidence(found[0], found[1])
 
     def _note(self, place: int, gate: nn.Module, given: tuple[Any, ...], choice: Any) -> None:
-        """Of a pass in training; evaluations in between, and gates asked ahead, do not count."""
+        """Record a gate's choices in a training pass; evaluations, and gates asked ahead, do not count."""
         tokens: Tokens = given[1]
         if not gate.training or tokens.keys is None or tokens.clean:
             return
@@ -65,7 +65,7 @@ class Observer:
         self._chosen[place].append((tokens.keys.sample_ids_B, sums.chosen_BE))
 
     def _assembled(self, everyone: Sequence[Sequence[LayerCounts]]) -> Counts | None:
-        """[D, B, Y, E] of one step, samples where they were in the first layer; as many as all groups had."""
+        """Return counts of one step, [D, B, Y, E], samples in the first layer's order, as in every group."""
         mesh = self._stack.machinery.layout.mesh
         groups = mesh.groups(Group.TENSOR)
         total: list[dict[int, Counts]] = [{} for _ in self._layers]
@@ -82,7 +82,7 @@ class Observer:
 
     @property
     def _splits_tokens(self) -> bool:
-        """Whether ranks that share attention have each a part of every sample's tokens at the gates."""
+        """Whether ranks that share attention each have a part of every sample's tokens at the gates."""
         shape = self._stack.plan.shape
         return any(shape.tokens_of(n) == "split" for n, is_moe in enumerate(shape.moe_layers) if is_moe)
 

@@ -1,4 +1,4 @@
-"""A plan in use, how it travels between ranks, and what it makes of the configuration."""
+"""A plan in use, how it is sent between ranks, and how it changes the configuration."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Planned:
 
     file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
     that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
-    step, by schedule that was tried. number: by which messages refer to the plan; plans: numbers given.
-    others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
+    step, by schedule that was tried. number: by which messages refer to the plan; plans: count of numbers
+    given. others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
     """
 
     problem: Problem
@@ -60,30 +60,30 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """`plan 2`: how messages refer to it once it has been described."""
+        """Name such as `plan 2`, by which messages refer to the plan once it has been described."""
         return f"plan {self.number}"
 
     @property
     def trial_s(self) -> float | None:
-        """What a step took when this choice was tried; None if it was not."""
+        """Seconds that a step took when this choice was tried; None if it was not tried."""
         same = self.trial is not None and self.trial.words == self.choice.words
         return self.trial.measured_s if same and self.trial is not None else None
 
     def expected_s(self, candidate: Candidate) -> float:
-        """The predicted seconds times the miss of its schedule, or the mean miss for one never tried."""
+        """Return the predicted seconds times the miss of the schedule, or the mean miss if never tried."""
         misses = self.misses.values()
         usual = sum(misses) / len(misses) if misses else 1.0
         return whole_s(self.problem, candidate) * self.misses.get(candidate.choice.schedule, usual)
 
     @property
     def predicted_s(self) -> float:
-        """Of a whole step, as it is measured: clipping and update included."""
+        """Predicted seconds of a whole step, including clipping and update, as it is measured."""
         return predict_s(self.problem, self.choice, self.plan) + closing_s(self.problem)
 
     @property
     def predicted_words(self) -> str:
-        """`: 812.0 ms predicted for the whole step, update included`, as its file has it, too; "" where
-        nothing was measured to predict by."""
+        """Text such as `: 812.0 ms predicted for the whole step, update included`; "" where nothing was
+        measured from which to predict."""
         if self.file is None:
             return ""
         seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
@@ -91,11 +91,11 @@ class Planned:
 
     @property
     def flops(self) -> ModelFlops:
-        """What the model asks of the devices, and what they were measured to do."""
+        """Floating-point operations that the model requires, and the measured rates of the devices."""
         return ModelFlops.of(self.problem.workload, self.problem.shape.moe_layers, self.file)
 
     def forecast(self) -> Forecast:
-        """What is expected of a step. Simulates it."""
+        """Simulate a step and return what is expected of it."""
         timeline = predicted_timeline(self.problem, self.choice, self.plan)
         if self.file is None:
             return Forecast("the rates of section [cluster], which are not measured", timeline)
@@ -103,31 +103,31 @@ class Planned:
         return Forecast(f"{measured} in {CLUSTER_FILE}", timeline)
 
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
-        """How the guests of the next step are planned; None where experts stay."""
+        """Return how the guests of the next step are planned; None where experts stay."""
         work = self.problem.workload_of(self.choice)
         cost = StepCost(self.plan.shape, work, self.problem.cluster)
         return expert_moving(placement, self.choice, cost, self.plan)
 
     def seeing(self, evidence: Evidence | None) -> Planned:
-        """The same, priced by how steps are routed if something moves: with even routing that brings nothing.
+        """Return the plan priced by observed routing if it moves anything: even routing never rewards moving.
 
-        What moves nothing is priced like the plans that a search compares it with.
+        A plan that moves nothing is priced like the plans with which a search compares it.
         """
         moves = self.choice.samples != "none" or self.choice.experts != "none"
         return replace(self, problem=replace(self.problem, evidence=evidence if moves else None))
 
     def knowing(self, paper: PlanFile) -> Planned:
-        """The same with what a file says of this plan and of others."""
+        """Return the plan with what a file says about it and about other plans."""
         words, seconds = paper.choice.words, paper.trial_s
         trial = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=seconds) if seconds else None
         return replace(self, others=paper.others, trial=trial)
 
     def noting(self, *lines: str) -> Planned:
-        """The same plan with more lines of explanation; lines that it has already are not repeated."""
+        """Return the plan with more lines of explanation; lines that it has already are not repeated."""
         return replace(self, lines=tuple(dict.fromkeys((*self.lines, *lines))))
 
     def save(self, folder: Path, model: str) -> None:
-        """Leave the cluster and the plan in the run's folder; for one rank."""
+        """Write the cluster and the plan into the run's folder, on one rank."""
         if self.file is not None:
             self.file.save(folder / CLUSTER_FILE)
         candidate = Candidate(
@@ -147,7 +147,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A step plan as it travels between ranks: small, and the graph is built where it arrives."""
+    """A step plan as it is sent between ranks: small, since the graph is built where it arrives."""
 
     shape: StepShape
     text: str
@@ -163,7 +163,7 @@ class Order:
 
 
 def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
-    """The same run with sections [schedule], [placement] and [moe] saying what was chosen."""
+    """Return the run with the choice written into sections [schedule], [placement] and [moe]."""
     return replace(
         config,
         schedule=config.schedule.saying(choice),

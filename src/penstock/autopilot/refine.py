@@ -1,4 +1,4 @@
-"""Re-ordering a schedule by measured task durations."""
+"""Re-orders a schedule by measured task durations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from penstock.trace import TaskRecord
 def refine(
     stack: PipelinedStack, choice: Decision, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
 ) -> MeasuredCost:
-    """Order the same graph by the same rule with better costs. Results do not change, only waiting.
+    """Order the same graph by the same rule with measured costs, and return these costs.
 
-    records: of this rank; all ranks exchange theirs, so that all use the same order. Returns those costs.
+    Results do not change, only waiting does. records: of this rank; all ranks exchange theirs, so that all
+    use the same order.
     """
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
     cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)

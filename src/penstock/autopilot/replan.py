@@ -1,4 +1,4 @@
-"""Planning again during training, after the step time has changed."""
+"""Plans again during training, after the step time has changed."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ WORTH = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The decision of rank 0. why: the explanation of the plan; line: the change in words; searched: how much
-    of the search was done; others: the next best plans."""
+    """The decision of rank 0.
+
+    why: the explanation of the plan; line: the change in words; searched: how much of the search was done;
+    others: the next best plans.
+    """
 
     choice: Decision
     order: Order
@@ -45,7 +48,7 @@ class Verdict:
 def replan(
     config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis, say: Say
 ) -> Planned:
-    """Measure again what has changed, and take the best plan for it; all ranks call this together.
+    """Measure again what has changed, and return the best plan for it; all ranks call this together.
 
     config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
     if the durations of transfers have changed; a rank's computation is scaled by the ratio of its task
@@ -83,8 +86,10 @@ def replan(
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
-    """The file with its links replaced by these, which keep what steps said of them; a link that was not
-    measured again stays."""
+    """Return the file with these links, which keep what real steps told about them.
+
+    A link that was not measured again stays.
+    """
     before = {(link.collective, link.group, link.op): link for link in file.links}
     again = {(link.collective, link.group, link.op): link for link in links}
     known = {key: before.pop(key) for key in again if key in before}
@@ -99,10 +104,10 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
 def _decide(
     config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say, beat: Beat
 ) -> Verdict:
-    """On rank 0 only: the best plan found, or the present choice in a new order if that is as good.
+    """Return, on rank 0 only, the best plan found, or the present choice in a new order if that is as good.
 
-    What a search finds moves nothing that is open, since that is weighed afterwards: the present choice is
-    compared without it, too.
+    A search moves nothing that is open, since moving is weighed afterwards: the present choice is compared
+    without moving, too.
     """
     problem = now.seeing(None).problem
     old = evaluate(problem, staying(problem, now.choice))
@@ -129,7 +134,7 @@ def _decide(
 
 
 def _expected(now: Planned, candidate: Candidate) -> str:
-    """The expected step time in words, with its interval."""
+    """Return the expected step time in words, with its interval."""
     seconds = now.expected_s(candidate)
     return within(seconds, interval_s(now.problem, seconds))
 

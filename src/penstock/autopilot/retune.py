@@ -1,4 +1,4 @@
-"""FlowMoE's tuner while training: every sample is some steps with one size of all-reduce chunks.
+"""Runs FlowMoE's tuner while training: every sample is some steps with one size of all-reduce chunks.
 
 Rank 0 asks the tuner and makes the plan; all ranks switch after the same step. The time of a step is that of
 the slowest rank, which every rank receives anyway, so ranks communicate only at the end of a sample.
@@ -28,11 +28,11 @@ from penstock.words import mib, milliseconds
 
 PURPOSE = "choosing a size of all-reduce chunks"
 STARTS = 9
-"""Sizes that are simulated before the first is run."""
+"""Number of sizes that are simulated before the first one is run."""
 
 
 def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
-    """The same choice with chunks of this size, ordered by what was measured of all other tasks.
+    """Plan the same choice with chunks of this size, ordered by the measured times of all other tasks.
 
     kinds: measured seconds; those of reductions hold for another size and do not count.
     """
@@ -41,7 +41,7 @@ def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind,
 
 
 def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
-    """The size that promises most, of some between the ends of `sizes`: where a search had better begin."""
+    """Return the size with the shortest simulated step, with which a search had better begin."""
 
     def simulated_s(size_bytes: int) -> float:
         plan = sized(problem, choice, size_bytes, kinds)
@@ -59,7 +59,7 @@ def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Call
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What rank 0 decides where a sample ends. best: there once no more samples follow."""
+    """What rank 0 decides where a sample ends. best: None as long as more samples follow."""
 
     size_bytes: int
     order: Order
@@ -67,10 +67,10 @@ class Turn:
 
 
 class Tuning:
-    """One search for the best size, from the one on that promises most by simulation.
+    """One search for the best size, beginning with the most promising one by simulation.
 
     `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
-    complete. It gives the plan to run from then on.
+    complete. It returns the plan to run from then on.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tuning:
     ) -> None:
         assert config.tuner is not None, "plan.tuner is set"
         self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
-        self._problem = planned.seeing(None).problem  # quick: the others wait
+        self._problem = planned.seeing(None).problem  # quick, since the other ranks wait
         self._times: list[float] = []
         self._tuner: Tuner | None = None
         if control.rank == 0:
@@ -96,12 +96,12 @@ class Tuning:
         self.best: Sample | None = None
 
     def note(self, slowest_s: float) -> bool:
-        """Record the seconds of a step on the slowest rank; returns whether its sample is complete."""
+        """Record the seconds of a step on the slowest rank; return whether its sample is complete."""
         self._times.append(slowest_s)
         return len(self._times) == self._config.sample_steps
 
     def turn(self) -> Planned:
-        """The plan to run from the next step on; after the last sample that of the best size."""
+        """Return the plan to run from the next step on; after the last sample the plan of the best size."""
         if self._times:
             seconds = median(self._times[DROPPED_STEPS:])
             self._samples.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
@@ -113,7 +113,7 @@ class Tuning:
 
     @property
     def line(self) -> str:
-        """The result in words."""
+        """Result of the search in words."""
         assert self.best is not None, "all samples are there"
         first = self._samples[0]
         return (
@@ -123,7 +123,7 @@ class Tuning:
         )
 
     def _decide(self) -> Turn:
-        """On rank 0 only."""
+        """Choose the next size and its plan, on rank 0 only."""
         assert self._tuner is not None, "rank 0 has the tuner"
         if self._samples:
             self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)

@@ -1,4 +1,4 @@
-"""What a training run asks the planner, and what it leaves open."""
+"""States a training run as a problem for the planner, and which choices the run leaves open."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock.train.config import RunConfig
 
 
 def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
-    """The run with one of the two optimisers."""
+    """Return the run with one of the two optimisers."""
     return replace(config, optimizer=config.optimizer.settled(sharded=sharded))
 
 
 def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """The run with each optimiser that the configuration leaves open, the plain one first."""
+    """Return the run with each optimiser that the configuration leaves open, the plain one first."""
     if config.optimizer.sharded != "auto":
         return (config,)
     return settled(config, sharded=False), settled(config, sharded=True)
@@ -33,9 +33,9 @@ def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
 def run_problem(
     config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] | None = None
 ) -> Problem:
-    """The step of this run on the cluster that `file` describes.
+    """Return the step of this run on the cluster that `file` describes.
 
-    slowness: see Problem; None = as in the file, if that is of as many ranks.
+    slowness: see Problem; None = as in the file, if the file is of as many ranks.
     """
     if slowness is None:
         slowness = file.slowness if file.ranks == layout.world_size else ()
@@ -43,7 +43,7 @@ def run_problem(
 
 
 def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
-    """The step of this run on what section [cluster] assumes."""
+    """Return the step of this run on the cluster that section [cluster] assumes."""
     return _problem(config, layout, config.cluster)
 
 
@@ -65,14 +65,14 @@ def _problem(
 
 
 def candidates(config: RunConfig, layout: Layout) -> list[str]:
-    """Dispatches that these ranks can run, and that the configuration leaves open.
+    """Return the dispatches that these ranks can run, and that the configuration leaves open.
 
-    Raises ConfigError if it names one that they cannot run.
+    Raises ConfigError if it names a dispatch that they cannot run.
     """
     moe = config.moe
     if moe.dispatch == "auto":
         if layout.ep_node_size == 1 and config.plan.source == GIVEN:
-            return ["flat"]  # what may be saved is not worth the seconds that measuring would take
+            return ["flat"]  # the possible gain is not worth the seconds that measuring would take
         moves = config.placement.samples not in ("auto", "none")
         joins = moe.can_join and layout.esp_size == 1 and not moves
         return runnable(layout.ep_nodes, layout.ep_node_size, joins=joins)
@@ -84,14 +84,14 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
 
 
 def _compressions(config: RunConfig, layout: Layout) -> tuple[str, ...]:
-    """As what rows may travel; "none" = as section [moe] says."""
+    """Return the forms in which rows may travel; "none" = as section [moe] requires."""
     moe = config.moe
     fits = moe.compression is None and not moe.one_copy_per_rank and layout.esp_size == 1
     return get_args(RowForm) if config.plan.lossy and fits else ("none",)
 
 
 def _check_joined(config: RunConfig, layout: Layout) -> None:
-    """Raise ConfigError where a row cannot be for several experts of a node."""
+    """Raise ConfigError where one row cannot serve several experts of a node."""
     for key, value, fits in (
         ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
         ("parallel.esp_size", layout.esp_size, layout.esp_size == 1),
@@ -103,14 +103,14 @@ def _check_joined(config: RunConfig, layout: Layout) -> None:
 
 
 def hierarchical_among(config: RunConfig, layout: Layout) -> list[str]:
-    """The candidates with legs of their own to be measured."""
+    """Return the candidates with legs of their own to be measured."""
     return [name for name in candidates(config, layout) if DISPATCHES[name].needs_table]
 
 
 def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for parts of a layer that ranks which share cannot run, whatever a search chooses.
+    """Raise ConfigError for parts of a layer that sharing ranks cannot run, whatever a search chooses.
 
-    It looks at all expert forms, so a part that only some of them can run is refused, too.
+    It considers all expert forms, so a part that only some of them can run is refused, too.
     """
     tensor, shards = parallel.mp_size > 1, parallel.esp_size > 1
     given = "or set plan.source=given and schedule.expert_form"

@@ -1,7 +1,7 @@
-"""The plan with which a run starts: from section [schedule], from measuring and searching, or from a file.
+"""Makes a run's first plan: from section [schedule], by measuring and searching, or from a file.
 
 Rank 0 searches and sends its plan to the others: measured costs differ from rank to rank, and one search
-loads a machine less than one on every core.
+loads a machine less than a search on every core.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.autopilot.run_problem import (
 )
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
-from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.doubts import IN_A_RUN, summary
 from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
@@ -52,7 +52,7 @@ WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
 
 _Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched, tuple[OtherPlan, ...]]
-"""Which problem is solved, by which promising plans, why, how much was searched, and what else was found."""
+"""Number of the problem, promising plans, explanation, how much was searched, and the other plans found."""
 
 UNUSED = (
     "warning: section [schedule] (name {name}) is ignored because plan.source = {source}. "
@@ -66,7 +66,7 @@ UNMOVED = (
 
 
 def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """The first plan of a resolved configuration. All ranks call it; it may measure the cluster.
+    """Return the first plan of a resolved configuration. All ranks call it; it may measure the cluster.
 
     say: prints progress and decisions.
     """
@@ -80,7 +80,7 @@ def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """The plan that section [schedule] describes, ordered by the costs of section [cluster].
+    """Return the plan that section [schedule] describes, ordered by the costs of section [cluster].
 
     Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
     with the shortest predicted step is taken.
@@ -100,7 +100,7 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
-    """What section [schedule] says, with the optimiser whose iteration is shorter if that is open."""
+    """Return what section [schedule] describes, with the optimiser of the shorter iteration if it is open."""
     asked: list[tuple[float, Problem, Decision]] = []
     for run in open_runs(config):
         problem = assumed_problem(run, machinery.layout)
@@ -112,7 +112,7 @@ def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
 
 
 def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """Measure or read the cluster, and take the best plan for it."""
+    """Measure or read the cluster, and return the best plan for it."""
     check_shared(config.moe, config.parallel)
     file = cluster_of(config, machinery, say)
     problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
@@ -145,8 +145,10 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 def _fastest(
     problems: Sequence[Problem], file: ClusterFile, budget: float, say: Say, beat: Beat
 ) -> tuple[int, FoundPlan, tuple[str, ...]]:
-    """Which of some problems has the shortest whole iteration, of those that fit into memory if any does; its
-    plan, and the lines that explain it."""
+    """Solve all problems; return the one with the shortest iteration, its plan and explanation.
+
+    A problem that fits into memory is preferred to any that does not.
+    """
     found: list[tuple[FoundPlan, tuple[str, ...]]] = []
     warnings: list[list[str]] = []
     for problem in problems:
@@ -170,9 +172,9 @@ def _fastest(
 
 
 def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
-    """The best of as many other schedules, and of them that with the fewest pieces in any case.
+    """Return the best plans of at most `most` other schedules, among them that with the fewest tasks.
 
-    Of the dispatch and the form of rows that were chosen, since the model is built for it.
+    They share the chosen dispatch and form of rows, since the model is built for these.
     """
     best, firsts = found.best, {found.best.choice.schedule: found.best}
     for other in found.others:
@@ -187,7 +189,7 @@ def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
 
 
 def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Planned:
-    """The plan in a file, unchanged."""
+    """Return the plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
     if config.optimizer.sharded == "auto":
@@ -201,14 +203,17 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     plan = paper.step_plan(problem, str(path))
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
-    say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
+    where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
+    say(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
     planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
     return planned.knowing(paper)
 
 
 def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:
-    """The cluster file that section [plan] names, with a warning if it describes other machines; else a new
-    measurement."""
+    """Return the cluster file that section [plan] names, or else a new measurement.
+
+    A file that describes other machines causes a warning.
+    """
     plan, layout = config.plan, machinery.layout
     if plan.cluster is None:
         say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
@@ -224,12 +229,12 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 def find(
     problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat, remedy: str = IN_A_RUN
 ) -> tuple[FoundPlan, tuple[str, ...]]:
-    """The best plan and the five lines that explain it, one more if the budget ended the search early, and
-    one if the measurements contradict each other.
+    """Return the best plan and the five lines that explain it.
 
-    Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still taken,
-    since the run will show whether it fits. beat: called after every simulation. remedy: of measurements
-    that contradict each other.
+    One more line follows if the budget ended the search early, and one if the measurements contradict each
+    other. Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still
+    taken, since the run will show whether it fits. beat: called after every simulation. remedy: of
+    measurements that contradict each other.
     """
     memory = MemoryBudget.of(file.memory_bytes)
 
@@ -250,7 +255,7 @@ def find(
 
 
 def numbered(lines: Sequence[str], number: int) -> list[str]:
-    """The lines that explain a plan, with its number in the line that describes it."""
+    """Return the lines that explain a plan, with its number in the line that describes it."""
     return [
         f"Plan {number}   {line.removeprefix('Plan').strip()}" if line.startswith("Plan ") else line
         for line in lines
@@ -258,12 +263,12 @@ def numbered(lines: Sequence[str], number: int) -> list[str]:
 
 
 def unused(schedule: ScheduleConfig) -> ScheduleConfig:
-    """The section with nothing but the settings that count with every plan.source."""
+    """Return the section with nothing but the settings that count with every plan.source."""
     return ScheduleConfig(refine_after=schedule.refine_after)
 
 
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:
-    """Warnings of what section [placement] asks for and the plan of a file has otherwise."""
+    """Return warnings about requests of section [placement] from which the plan of a file differs."""
     asked = {name: getattr(placement, name) for name in ("samples", "experts")}
     if choice.guests:
         usual = PlacementConfig()

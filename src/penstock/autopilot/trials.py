@@ -1,4 +1,4 @@
-"""The most promising plans, each run for some steps: the best prediction is still a prediction.
+"""Runs the most promising plans for some steps each: the best prediction is still a prediction.
 
 Where ranks share cores, for example, or task durations vary a lot, a plan of fewer pieces may be faster than
 predicted. These steps train like any others. Every rank receives the same times, so all ranks choose the same
@@ -23,13 +23,13 @@ MOST_SHARE = 0.1
 
 
 def worth_while(planned: Planned, steps: int) -> bool:
-    """Whether there are plans to compare, in a run that is long enough to gain from the fastest."""
+    """Tell whether there are plans to compare, in a run that is long enough to gain from the fastest."""
     tried = 1 + len(planned.rivals)
     return tried > 1 and tried * TRIAL_STEPS <= MOST_SHARE * steps
 
 
 class Trials:
-    """Some plans in turns of `TRIAL_STEPS`; the first of them is in use already."""
+    """Runs some plans in turns of `TRIAL_STEPS`; the first of them is in use already."""
 
     settles: Final = True
     """Whether the plan that is kept is still to be ordered by measured durations."""
@@ -48,7 +48,7 @@ class Trials:
         return len(self._medians) == len(self._entries)
 
     def note(self, slowest_s: float) -> bool:
-        """Record the seconds of a step on the slowest rank; returns whether the next plan's turn has come."""
+        """Record the seconds of a step on the slowest rank; return whether the next plan's turn has come."""
         self._times.append(slowest_s)
         if len(self._times) < TRIAL_STEPS:
             return False
@@ -58,7 +58,7 @@ class Trials:
 
     @property
     def turn(self) -> Planned:
-        """The plan to run from the next step on; after all trials the fastest, with the misses of all."""
+        """Plan to run from the next step on; after all trials the fastest plan, with the misses of all."""
         place = self._best if self.done else len(self._medians)
         entry, number = self._entries[place], self._planned.number + place
         turn = replace(self._planned, choice=entry.choice, plan=entry.plan, rivals=())
@@ -72,14 +72,14 @@ class Trials:
 
     @property
     def _tried(self) -> list[OtherPlan]:
-        """All plans that were tried, with what their steps took."""
+        """All plans that were tried, with the seconds that their steps took."""
         return [
             OtherPlan(words=entry.choice.words, predicted_s=entry.predicted_s, measured_s=seconds)
             for entry, seconds in zip(self._entries, self._medians, strict=True)
         ]
 
     def _misses(self) -> dict[str, float]:
-        """Measured over predicted seconds per step, by schedule."""
+        """Return measured over predicted seconds per step, by schedule."""
         return {
             entry.choice.schedule: seconds / entry.predicted_s
             for entry, seconds in zip(self._entries, self._medians, strict=True)
@@ -87,7 +87,7 @@ class Trials:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """A table of the plans with predicted and measured times, and which plan is kept."""
+        """Table of the plans with predicted and measured times, and which plan is kept."""
         first, problem = self._planned.number, self._planned.problem
         predicted = [
             within(entry.predicted_s, interval_s(problem, entry.predicted_s)) for entry in self._entries

@@ -1,6 +1,6 @@
-"""A plan that moves and the one before it, in turns: steps decide between them where there are enough.
+"""Runs a plan that moves and the one before it in turns: steps decide between them where there are enough.
 
-What guests cost beside computation is hard to predict, above all on a machine where ranks share cores.
+The cost of guests during computation is hard to predict, above all on a machine where ranks share cores.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.words import milliseconds
 
 
 def worth_trying(config: RunConfig) -> bool:
-    """Whether a run has trials, and is long enough to gain from the faster of two plans."""
+    """Tell whether a run has trials, and is long enough to gain from the faster of two plans."""
     return config.plan.trials > 1 and MOST_SHARE * config.train.steps >= 2 * TRIAL_STEPS
 
 
 class TriedMoves:
-    """Two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`.
+    """Runs two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`.
 
     Both are ordered by measured durations, where schedules are.
     """
@@ -40,13 +40,13 @@ class TriedMoves:
         return len(self._times) == len(self._plans) * TRIAL_STEPS
 
     def note(self, slowest_s: float) -> bool:
-        """Record the seconds of a step on the slowest rank; returns whether a turn has ended."""
+        """Record the seconds of a step on the slowest rank; return whether a turn has ended."""
         self._times.append(slowest_s)
         return len(self._times) % TRIAL_STEPS == 0
 
     @property
     def turn(self) -> Planned:
-        """The plan to run from the next step on; after both turns the faster one, with what both took."""
+        """Plan to run from the next step on; after both turns the faster one, with the times of both."""
         if not self.done:
             return self._plans[1]
         (kept_s, kept), (left_s, left) = self._ranked
@@ -57,7 +57,7 @@ class TriedMoves:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What both took, and which is kept."""
+        """Times of both plans, and which plan is kept."""
         times = ", ".join(
             f"{milliseconds(seconds)} by {plan.name}"
             for plan, seconds in zip(self._plans, self._medians, strict=True)
@@ -67,7 +67,7 @@ class TriedMoves:
         return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
 
     def _like(self, kept: Planned, left: Planned) -> float:
-        """The seconds that are predicted for `left`, by the routing that `kept` is predicted by."""
+        """Return the seconds predicted for `left` by the routing from which `kept` is predicted."""
         evidence = self._plans[0].problem.evidence
         alike = [
             replace(each, problem=replace(each.problem, evidence=evidence)).predicted_s
@@ -77,7 +77,7 @@ class TriedMoves:
 
     @property
     def _ranked(self) -> Sequence[tuple[float, Planned]]:
-        """Both with what their steps took, the faster one first."""
+        """Both plans with the seconds that their steps took, the faster one first."""
         return sorted(zip(self._medians, self._plans, strict=True), key=lambda each: each[0])
 
     @property

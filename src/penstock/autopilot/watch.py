@@ -1,4 +1,4 @@
-"""Detecting that the step time has changed. Pure logic: times go in, an alarm comes out."""
+"""Detects that the step time has changed. Pure logic: times go in, an alarm comes out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import median, median_high, median_low
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """The step time has changed since the plan was adopted. Medians, in seconds."""
+    """A change of the step time since the plan was adopted. Medians, in seconds."""
 
     before_s: float
     now_s: float
@@ -24,8 +24,8 @@ class Watch:
 
     The first `settling` steps are ignored; the median of the following `lasting_steps` steps is the baseline.
     It raises the alarm when the median of the last `lasting_steps` differs by more than `threshold` (1.15
-    times or 1/1.15 at 0.15), in either direction, and both halves of them agree: a shorter disturbance does
-    not count. After an alarm the baseline restarts, so one change is one alarm.
+    times or 1/1.15 at 0.15), in either direction, and both halves of these steps agree: a shorter
+    disturbance does not count. After an alarm the baseline restarts, so one change is one alarm.
 
     All ranks pass the same times, so all see the same alarm after the same step.
     """
@@ -35,18 +35,18 @@ class Watch:
         self.reset()
 
     def reset(self) -> None:
-        """Restart the baseline: another plan is in use."""
+        """Restart the baseline, since another plan is in use."""
         self._seen = 0
         self._reference: list[float] = []
         self._recent: deque[float] = deque(maxlen=self.lasting_steps)
 
     @property
     def learning(self) -> bool:
-        """Whether the step to come belongs to the reference."""
+        """Whether the next step belongs to the baseline."""
         return self.settling <= self._seen < self.settling + self.lasting_steps
 
     def note(self, seconds: float) -> Drift | None:
-        """Record the seconds of a step on the slowest rank; returns the change if there is one."""
+        """Record the seconds of a step on the slowest rank; return the change if there is one."""
         if self.learning:
             self._reference.append(seconds)
         elif len(self._reference) == self.lasting_steps:
@@ -59,12 +59,12 @@ class Watch:
         return drift
 
     def _differs(self) -> bool:
-        """Whether both halves of the last steps, and all of them, are off to the same side."""
+        """Tell whether both halves of the last steps, and all of them, deviate in the same direction."""
         times, half = list(self._recent), self.lasting_steps // 2
         sides = {self._side(part) for part in (times[:half], times[half:], times)}
         return len(sides) == 1 and sides != {0}
 
     def _side(self, times: list[float]) -> int:
-        """1: slower, -1: faster, 0: as before. Half of the times are not enough for either."""
+        """Return 1: slower, -1: faster, 0: as before. Half of the times are not enough for either."""
         usual_s, limit = median(self._reference), 1 + self.threshold
         return (median_low(times) > limit * usual_s) - (median_high(times) < usual_s / limit)

@@ -1,4 +1,4 @@
-"""Whether moving samples or experts pays in this run: asked after a few steps, by what was seen in them."""
+"""Decides whether moving samples or experts pays in this run, by what was observed in a few steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 
 LEAST_STEPS = 20
-"""A run with fewer steps is not told of placement: the measuring would be most of it."""
+"""Runs with fewer steps do not weigh placement: measuring would take most of their time."""
 
 
 OBSERVED = f"the routing of the last {OBSERVED_STEPS} steps"
 
 
 def is_open(config: RunConfig, planned: Planned) -> bool:
-    """Whether it is left open what moves, in a step in which something may, and costs were measured."""
+    """Tell whether it is open what moves, in a step in which something may, and costs were measured."""
     long = config.train.steps >= LEAST_STEPS
     return planned.file is not None and long and _movable(config, planned) != NOTHING_MOVES
 
@@ -34,7 +34,7 @@ def _movable(config: RunConfig, planned: Planned) -> Movable:
     joined = config.moe.joins_rows
     if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
         return NOTHING_MOVES
-    by_rank = joined or config.moe.aux_loss_group == "microbatch"  # its value depends on who shares a rank
+    by_rank = joined or config.moe.aux_loss_group == "microbatch"  # it depends on which samples share a rank
     return replace(placement.weighed, samples=("none",)) if by_rank else placement.weighed
 
 
@@ -48,18 +48,18 @@ class _Verdict:
 
 
 class Weighing:
-    """Observes two steps and weighs moving against them. All ranks make and ask it together."""
+    """Observes two steps and weighs moving by them. All ranks make and query it together."""
 
     def __init__(self, stack: PipelinedStack, config: RunConfig) -> None:
         self._stack, self._config = stack, config
         self._observer = Observer(stack)
 
     def end_step(self) -> bool:
-        """After every step; whether it is time to decide."""
+        """Record a finished step; return whether it is time to decide."""
         return self._observer.end_step()
 
     def decide(self, planned: Planned, *, adopts: bool) -> Planned:
-        """The plan with lines that say what moving would bring; with moves, if they pay and `adopts`."""
+        """Return the plan with lines on what moving would bring; with moves, if they pay and `adopts`."""
         evidence = self._observer.close()
         problem = planned.problem
         if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
@@ -75,13 +75,13 @@ class Weighing:
         if verdict.choice is None or verdict.order is None:
             return noted.seeing(evidence)
         number, plan = planned.plans + 1, verdict.order.plan
-        # Other plans were priced by even routing, which cannot be compared.
+        # Other plans were priced by even routing, so their times cannot be compared.
         another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number, others=())
         return another.seeing(evidence)
 
 
 def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
-    """Another plan where something is to move that stays now, or to stay that moves."""
+    """Return another plan where something is to move that stays now, or to stay that moves now."""
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
     found = weigh(problem, [planned.choice], beat, memory, OBSERVED)
@@ -93,7 +93,7 @@ def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
 
 
 def _stays(problem: Problem, found: Weighed, choice: Decision) -> bool:
-    """Whether what moves by `choice` still pays, and other moves would gain no more than predictions err."""
+    """Tell whether what moves by `choice` still pays, and other moves gain no more than predictions err."""
     if not found.moves or _moves(choice) == _moves(found.still.choice):
         return False
     now = evaluate(problem, replace(choice, priority=found.best.choice.priority))
@@ -102,6 +102,6 @@ def _stays(problem: Problem, found: Weighed, choice: Decision) -> bool:
 
 
 def _moves(choice: Decision) -> tuple[object, ...]:
-    """What moves by a choice, and how: the fields that a settled plan is weighed with and without."""
+    """Return what moves by a choice, and how: the fields with and without which a settled plan is weighed."""
     slots = None if choice.experts == "none" else choice.guest_slots
     return choice.samples, choice.experts, slots

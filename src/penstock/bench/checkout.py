@@ -1,7 +1,7 @@
-"""What `penstock bench` finds in the folder `benchmarks/` of the source code, which is not installed with it.
+"""Access of `penstock bench` to the folder `benchmarks/` of the source code, which is not installed with it.
 
-The only place where the package reaches for that folder: other systems and figures are needed to compare, but
-not to train.
+This is the only place where the package uses that folder: other systems and figures are needed to compare,
+but not to train.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import penstock
 from penstock.config import ConfigError
 
 ROOT = Path(penstock.__file__).parents[2]
-"""Above `src/`, if the package runs from the source code."""
+"""The folder that contains `src/`, if the package runs from the source code."""
 
 
 def peers(wanted: str) -> ModuleType:
-    """`benchmarks.peers`. wanted: what `--peers` says, for the error if there is no such folder."""
+    """Return `benchmarks.peers`. wanted: what `--peers` says, for the error if there is no such folder."""
     return _load("peers", "--peers", wanted)
 
 
 def figures(wanted: str) -> ModuleType:
-    """`benchmarks.figures`. wanted: what `--plot` says, for the error if there is no such folder."""
+    """Return `benchmarks.figures`. wanted: what `--plot` says, for the error if there is no such folder."""
     return _load("figures", "--plot", wanted)
 
 
@@ -33,6 +33,6 @@ def _load(name: str, option: str, value: str) -> ModuleType:
         why = "needs the folder benchmarks/ of the source code, which is not installed with the package"
         hint = "Run pip install --editable . in a copy of the source code."
         raise ConfigError(option, value, why, hint)
-    if str(ROOT) not in sys.path:  # first, since other projects have a folder of that name, too
+    if str(ROOT) not in sys.path:  # placed first, since other projects have a folder of that name, too
         sys.path.insert(0, str(ROOT))
     return import_module(f"benchmarks.{name}")

@@ -1,4 +1,4 @@
-"""The comparison itself, as every rank runs it: A B C A B C ..., so that noise falls on all alike."""
+"""The comparison itself, as every rank runs it: A B C A B C ..., so that noise affects all entries alike."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from penstock.train.stopping import StopRequests
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """Everything that was measured, the same on every rank: samples[label][rank][round].
+    """Everything that was measured, equal on every rank: samples[label][rank][round].
 
-    peaks_bytes: memory of one step, [label][rank]. compute_s: the computation alone, by what entries do
-    (`Entry.work`), [work][rank][round]. traffic: bytes that such an entry sends in a step,
-    [work][rank][round][receiving rank]. layout: who shares what, in words; "" if every rank has its own.
-    virtual: what virtual devices these were; None if computation was done. notes: what the table ends with.
+    peaks_bytes: memory of one step, [label][rank]. compute_s: the computation alone, by the entries' work
+    (`Entry.work`), [work][rank][round]. traffic: bytes that an entry of this work sends in a step,
+    [work][rank][round][receiving rank]. layout: which ranks share what, in words; "" if every rank has its
+    own. virtual: what virtual devices these were; None if computation was done. notes: last lines of the
+    table.
     """
 
     entries: tuple[Entry, ...]
@@ -45,11 +46,12 @@ class _Round:
 def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ignore) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
-    say: told what runs now. SIGINT or SIGTERM ends it after the step that runs then; what whole rounds have
-    measured is the result. Raises KeyboardInterrupt on all ranks where there is no whole round.
+    say: called with what runs now. SIGINT or SIGTERM ends the comparison after the step that is running; the
+    result is what complete rounds have measured. Raises KeyboardInterrupt on all ranks without a complete
+    round.
     """
     with StopRequests(field.control) as requests:
-        for entry in field.entries:  # what is allocated once must not count as the first one's
+        for entry in field.entries:  # allocations that happen once must not count for the first entry
             say(f"{entry.label}: a first step")
             run_step(entry, 0, field.control)
         peaks = {entry.label: measure_peak(entry, 0, field.control) for entry in field.entries}
@@ -71,7 +73,7 @@ def _tell(say: Callable[[str], None], where: str, what: str) -> None:
 
 
 def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str], None]) -> _Round | None:
-    """None if a stop was asked for on any rank before its end."""
+    """Run one round; None if a stop was asked for on any rank before its end."""
     first = first_of_every_work(field.entries)
     samples: dict[str, Sample] = {}
     traffic: dict[str, Mapping[int, int]] = {}
@@ -95,7 +97,7 @@ def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str],
 def _collected(
     field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int
 ) -> Measurements:
-    """What all ranks have measured."""
+    """Collect what all ranks have measured."""
     everyone = field.control.gather((rounds, peaks), "collecting measurements")
     works, notes = first_of_every_work(field.entries), field.notes
     if len(rounds) < wanted:

@@ -1,4 +1,4 @@
-"""What is compared. The default is one step of four MoE blocks, small enough for one core per rank."""
+"""Settings of a comparison. The default is a step of four MoE blocks, small enough for one core per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: one way to run a step on this rank, and what one step of it showed."""
+"""Contenders of a comparison: ways to run a step on this rank, and what one step showed."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from penstock.topology import Control
 from penstock.trace import TaskRecord, occupation, overhead_s
 
 TransportName = Literal["penstock", "gloo"]
-"""Whose all-to-all runs: Penstock's, receives first, or Gloo's own, as other systems ship it."""
+"""Owner of the all-to-all that runs: Penstock's, receives first, or Gloo's own, as other systems ship it."""
 
 
 class Contender(Protocol):
-    """Runs whole iterations: forward, backward, gradients synchronised, clipped and used."""
+    """Runs whole iterations: forward, backward, gradients synchronised, clipped and applied."""
 
     def prepare(self, number: int) -> None:
-        """What step `number` needs and a training loop would have had ready: not timed."""
+        """Prepare what step `number` needs and a training loop would have ready: not timed."""
         ...
 
     def step(self, number: int) -> None:
-        """Step `number` of the run; the same on all ranks."""
+        """Run step `number` of the run, which is the same on all ranks."""
         ...
 
     def records(self) -> list[TaskRecord]:
-        """When every task of the last step ran here; empty if it has no tasks."""
+        """Return when every task of the last step ran here; empty without tasks."""
         ...
 
     def close(self) -> None: ...
@@ -39,8 +39,11 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row of the comparison. plan: None for a peer. simulated_s: None where nothing is predicted;
-    interval_s: between which it is expected, None = unknown."""
+    """One row of the comparison.
+
+    plan: None for a peer. simulated_s: None where nothing is predicted; interval_s: in which it is expected,
+    None = unknown.
+    """
 
     name: str
     transport: TransportName
@@ -51,10 +54,10 @@ class Entry:
 
     @property
     def work(self) -> str:
-        """Entries with the same work compute the same and send the same bytes, whatever their order.
+        """Name of the work: entries of the same work compute the same and send the same bytes, in any order.
 
-        Where ranks share attention or experts it is the form of the MoE part, where rows have legs their
-        dispatch, and what moves beside; "" for a peer, whose work is that of the first entry.
+        It is the form of the MoE part where ranks share attention or experts, the dispatch where rows have
+        legs, and the samples or experts that move; "" for a peer, whose work is that of the first entry.
         """
         if self.plan is None:
             return ""
@@ -65,12 +68,12 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """Unique in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
+        """Unique name in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
         return self.name if self.transport == "penstock" else f"{self.name} (gloo)"
 
 
 def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
-    """By work, in the order of entries; peers have that of the first."""
+    """Return first entry of every work, in the order of entries; peers have the work of the first entry."""
     found: dict[str, Entry] = {}
     for entry in entries:
         if entry.plan is not None:
@@ -80,7 +83,7 @@ def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One step on one rank. busy_s: by lane. Empty or None for a peer: what has no tasks cannot tell."""
+    """One step on one rank. busy_s: by lane. Empty or None for a peer, which has no tasks to measure."""
 
     iteration_s: float
     busy_s: Mapping[str, float]
@@ -89,7 +92,7 @@ class Sample:
 
 
 def run_step(entry: Entry, number: int, control: Control) -> Sample:
-    """One step, all ranks starting together."""
+    """Run one step, which all ranks start together."""
     entry.contender.prepare(number)
     control.barrier("starting a measured step")
     start_s = time.perf_counter()
@@ -107,10 +110,10 @@ def run_step(entry: Entry, number: int, control: Control) -> Sample:
 
 
 def measure_peak(entry: Entry, number: int, control: Control) -> int:
-    """Bytes that one step holds at most, above what was resident before it.
+    """Return the most bytes that one step holds above what was resident before it.
 
-    A step of its own, not timed: for this, all freed memory must be given back to the kernel first, and
-    getting it again takes about a twelfth of a step.
+    A separate step that is not timed: all freed memory must first be given back to the kernel, and getting
+    it again takes about a twelfth of a step.
     """
     entry.contender.prepare(number)
     resident = start_peak()

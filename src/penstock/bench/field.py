@@ -1,4 +1,4 @@
-"""Who takes part in a comparison."""
+"""Participants of a comparison."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.plan.published import PUBLISHED
 from penstock.topology import Control, Layout
 
 COMPUTE_S: Final = 20.0
-"""How long compute tasks are measured for before schedules are compared."""
+"""Seconds for which compute tasks are measured before schedules are compared."""
 
 BESIDE: Final = ("sequential", "pipemoe", "flowmoe", "fsmoe")
 """Published planners whose plans are measured, too; the first is the base of all ratios."""
@@ -37,14 +37,14 @@ SEARCHING: Final = "searching for a plan"
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """A plan, and the problem that it is of, which says how the iteration ends."""
+    """A plan, and its problem, which says how the iteration ends."""
 
     problem: Problem
     candidate: Candidate
 
     @property
     def predicted_s(self) -> float:
-        """Of all of it, clipping and update included."""
+        """Predicted seconds of the whole iteration, clipping and update included."""
         return whole_s(self.problem, self.candidate)
 
 
@@ -53,7 +53,7 @@ class Field(Protocol):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """In the order in which they take turns; the first is the base of all ratios."""
+        """Entries in the order in which they take turns; the first is the base of all ratios."""
         ...
 
     @property
@@ -61,12 +61,12 @@ class Field(Protocol):
 
     @property
     def label(self) -> str | None:
-        """What every output says of virtual devices; None for real ones."""
+        """Label of virtual devices in every output; None for real ones."""
         ...
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the table ends with."""
+        """Last lines of the table."""
         ...
 
     @property
@@ -76,11 +76,11 @@ class Field(Protocol):
 
     @property
     def layout(self) -> str:
-        """Who shares what, see `layout_words`."""
+        """Which ranks share what, see `layout_words`."""
         ...
 
     def compute_alone_s(self, entry: Entry, number: int) -> float:
-        """The computation of an entry's step `number` without a network, on all ranks at once."""
+        """Return seconds of an entry's step `number` without a network, on all ranks at once."""
         ...
 
     def close(self) -> None: ...
@@ -97,8 +97,10 @@ class RealField:
         notes: tuple[str, ...] = (),
         peers: Sequence[str] = (),
     ) -> None:
-        """candidates: by the name of the entry. Where peers take part, `sequential` runs on Gloo's own
-        all-to-all, too: every rival in both columns."""
+        """Prepare the entries. candidates: by the name of the entry.
+
+        Where peers take part, `sequential` also runs on Gloo's own all-to-all: every rival has both columns.
+        """
         self.label: str | None = None
         self.layout = layout_words(stacks.layout)
         self.notes, self._stacks, self.control = notes, stacks, stacks.machinery.control
@@ -144,7 +146,7 @@ def _entry(stacks: Stacks, name: str, iteration: Iteration) -> Entry:
 
 
 def layout_words(layout: Layout) -> str:
-    """`dp 2 x mp 2, edp 1 x ep 2 x esp 2`; "" where every rank has attention and experts of its own."""
+    """Return `dp 2 x mp 2, edp 1 x ep 2 x esp 2`; "" where every rank has its own attention and experts."""
     if layout.mp_size == layout.esp_size == 1:
         return ""
     dense = f"dp {layout.dp_size} x mp {layout.mp_size}"
@@ -152,9 +154,9 @@ def layout_words(layout: Layout) -> str:
 
 
 def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:
-    """The schedules that are compared, each in the variant that promises most, and the peers.
+    """Return the compared schedules, each in its variant of the best prediction, and the peers.
 
-    say: told what is done before the first step is compared.
+    say: called with what is done before the first step is compared.
     """
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
@@ -166,7 +168,7 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
 
 
 def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
-    """The schedules, and the plan that the joint search chooses, all predicted from one profile."""
+    """Return the schedules, and the plan that the joint search chooses, all predicted from one profile."""
     problem = _profiled(stacks, say)
     say(SEARCHING)
     found = chosen(problem, stacks.machinery.control)
@@ -180,34 +182,34 @@ def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
 
 
 def _profiled(stacks: Stacks, say: Callable[[str], None]) -> Problem:
-    """The step on links and tasks as measured now."""
+    """Return the problem of the step on links and tasks as measured now."""
     budget_s = stacks.config.compare.profile_s
     file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s, say=say)
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
 def chosen(problem: Problem, control: Control) -> FoundPlan:
-    """What the joint search finds, the same on all ranks, which must call this together."""
-    mine = find_plan(problem) if control.rank == 0 else None  # one core each: searching twice takes longer
+    """Return the result of the joint search, equal on all ranks, which must call this together."""
+    mine = find_plan(problem) if control.rank == 0 else None  # a core each: two searches take longer
     found = control.gather(mine, "waiting for rank 0 to choose a plan")[0]
     assert found is not None, "rank 0 has searched"
     return found
 
 
 def _doubts(problem: Problem) -> tuple[str, ...]:
-    """What the profile could not tell."""
+    """Return what the profile could not tell."""
     assert isinstance(problem.cluster, ProfiledCluster), "it was profiled"
     return listed(problem.cluster.file.doubts)
 
 
 def _variants(stacks: Stacks) -> dict[str, tuple[ScheduleConfig, ...]]:
-    """Of every schedule that is compared by name."""
+    """Return the variants of every schedule that is compared by name."""
     names = [name for name in stacks.config.compare.schedules if name != AUTO]
     return {name: variants(stacks.config, name) for name in names}
 
 
 def profiled_for(stacks: Stacks) -> Problem:
-    """The step on links and tasks as far as the compared schedules need them."""
+    """Return the problem of the step on links and tasks, measured as far as the compared schedules need."""
     schedules = [variant for several in _variants(stacks).values() for variant in several]
     budget_s = min(COMPUTE_S, stacks.config.compare.profile_s)
     file = profile_schedules(stacks.run_config, stacks.machinery, schedules, budget_s)
@@ -215,7 +217,7 @@ def profiled_for(stacks: Stacks) -> Problem:
 
 
 def predicted(stacks: Stacks, problem: Problem) -> dict[str, list[Iteration]]:
-    """Every variant of every schedule that is compared, all predicted from one profile of what they need."""
+    """Predict every variant of every compared schedule from one profile of what they need."""
     return {
         name: [_predicted(_problem_of(stacks, problem, name), variant) for variant in several]
         for name, several in _variants(stacks).items()
@@ -228,7 +230,7 @@ def _predicted(problem: Problem, variant: ScheduleConfig) -> Iteration:
 
 
 def _problem_of(stacks: Stacks, problem: Problem, name: str) -> Problem:
-    """The problem with the optimiser of this entry."""
+    """Return the problem with the optimiser of this entry."""
     assert isinstance(problem.cluster, ProfiledCluster), "it was profiled"
     if not Named.of(name).shares:
         return problem
@@ -236,14 +238,14 @@ def _problem_of(stacks: Stacks, problem: Problem, name: str) -> Problem:
 
 
 def fastest(iterations: Sequence[Iteration]) -> Iteration:
-    """The one with the least prediction."""
+    """Return the iteration with the least prediction."""
     return min(iterations, key=lambda iteration: iteration.predicted_s)
 
 
 def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:
-    """The plan that the joint search chooses, beside four published ones, all predicted from one profile.
+    """Return the plan that the joint search chooses, and four published ones, all predicted from one profile.
 
-    Nothing is known of the runs that are predicted: the profile is measured before, task by task.
+    The runs that are predicted are unknown: the profile is measured before them, task by task.
     """
     stacks = Stacks(config, layout)
     problem = _profiled(stacks, say)

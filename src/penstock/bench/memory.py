@@ -10,9 +10,9 @@ RESET_HIGH_WATER_MARK = "5"
 
 
 def start_peak() -> int:
-    """Give freed memory back to the kernel, reset the high-water mark; returns what is resident now, bytes.
+    """Give freed memory back to the kernel and reset the high-water mark; returns the resident bytes.
 
-    Without giving it back, a step would run in memory that an earlier step left and show no peak at all.
+    Otherwise a step would run in memory that an earlier step left and show no peak at all.
     """
     ctypes.CDLL(None).malloc_trim(0)
     CLEAR.write_text(RESET_HIGH_WATER_MARK, encoding="utf-8")
@@ -20,7 +20,7 @@ def start_peak() -> int:
 
 
 def peak_bytes() -> int:
-    """Highest resident memory since `start_peak`, bytes."""
+    """Return the highest resident memory since `start_peak`, bytes."""
     return _field("VmHWM")
 
 

@@ -1,4 +1,4 @@
-"""What is compared, by name: a schedule, what moves, how rows travel, whose updates: `penstock+sharded`."""
+"""Names of contenders: schedule, what moves, the dispatch, shares of updates, as in `penstock+sharded`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.schedule import SCHEDULES
 from penstock.train.optimizer import OptimizerConfig
 
 AUTO: Final = "auto"
-"""Among schedules: the plan that the joint search chooses, whatever schedule that has."""
+"""Name among schedules for the plan that the joint search chooses, whatever its schedule."""
 
 STAYS: Final = "none"
 SAMPLES: Final[tuple[SampleMoves, ...]] = tuple(name for name in get_args(SampleMoves) if name != STAYS)
@@ -22,13 +22,16 @@ EXPERTS: Final[tuple[ExpertMoves, ...]] = tuple(name for name in get_args(Expert
 
 
 SHARDED, GRADIENTS = "sharded", "shard_gradients"
-"""As section [optimizer] calls them: shares of the optimiser, and of gradients, too."""
+"""Names in section [optimizer] for shares of the optimiser, and for those of gradients, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """One contender by its name. samples, experts: as section [placement] calls them. dispatch: none = as
-    section [moe] says. shares: what of the update ranks have shares of; "" = nothing."""
+    """One contender by its name.
+
+    samples, experts: as section [placement] calls them. dispatch: none = as section [moe] says. shares: the
+    parts of the update that ranks share; "" = nothing.
+    """
 
     schedule: str
     dispatch: str | None = None
@@ -38,7 +41,10 @@ class Named:
 
     @staticmethod
     def of(name: str) -> Named:
-        """Raises ConfigError for a part that is unknown, or of a kind that stands there already."""
+        """Parse a name.
+
+        Raises ConfigError for a part that is unknown, or of a kind that the name has already.
+        """
         schedule, *moves = name.split("+")
         found = Named(schedule=schedule)
         if schedule not in SCHEDULES and not (schedule == AUTO and not moves):
@@ -50,19 +56,19 @@ class Named:
 
     @property
     def moves(self) -> bool:
-        """Whether something moves, or rows travel in a way of their own."""
+        """Whether something moves, or rows have a dispatch of their own."""
         return (self.dispatch, self.samples, self.experts) != (None, STAYS, STAYS)
 
     def optimizer(self, given: OptimizerConfig) -> OptimizerConfig:
-        """Section [optimizer], but for who updates."""
+        """Return section [optimizer] with this contender's shares of the update."""
         return replace(given, sharded=self.shares != "", shard_gradients=self.shares == GRADIENTS)
 
     def placement(self, given: PlacementConfig) -> PlacementConfig:
-        """Section [placement], but for what moves."""
+        """Return section [placement] with what this contender moves."""
         return replace(given, samples=self.samples, experts=self.experts)
 
     def moe(self, given: MoEConfig) -> MoEConfig:
-        """Section [moe], but for how rows travel."""
+        """Return section [moe] with this contender's dispatch."""
         return given if self.dispatch is None else replace(given, dispatch=self.dispatch)
 
     def _with(self, move: str, name: str) -> Named:

@@ -1,4 +1,4 @@
-"""What a comparison found. Times are seconds."""
+"""Results of a comparison. Times are seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float], resamples: int = 2000) -> Spread:
-        """Bootstrap percentile interval, deterministic."""
+        """Return median and bootstrap percentile interval, deterministic."""
         draws = np.random.default_rng(0).choice(np.asarray(values), (resamples, len(values)))
         low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
         return Spread(median=median(values), low=float(low), high=float(high))
@@ -28,11 +28,12 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What no schedule of the same work is faster than.
+    """Time below which no schedule of the same work can be.
 
     compute_s: the same computation on all ranks at once, nothing sent. wire_bytes: of the busiest node's
-    uplink in its busier direction, one step; device_bytes: of the busiest device's own link, which carries
-    what stays in the node, too. wire_s, device_s: these over the rates of the links; None where not known.
+    uplink in its busier direction, one step; device_bytes: of the busiest device's own link, which also
+    carries the traffic inside its node. wire_s, device_s: these over the rates of the links; None where not
+    known.
     """
 
     compute_s: float
@@ -43,7 +44,7 @@ class Limit:
 
     @property
     def seconds(self) -> float:
-        """The largest of them."""
+        """The largest of the three times."""
         return max(self.compute_s, self.wire_s or 0.0, self.device_s or 0.0)
 
 
@@ -54,15 +55,15 @@ class CaseResult:
     schedule: its name. transport: whose all-to-all. label: both, unique in a comparison.
     iteration_s: forward, backward, gradient synchronisation, clipping and update, the slowest rank of each
     round.
-    speedup: round by round against the first schedule of the run. limit: of its work, which is another in
-    every form of the MoE part where ranks share attention or experts.
+    speedup: round by round against the first schedule of the run. limit: of its work, which differs between
+    forms of the MoE part where ranks share attention or experts.
     overlap_efficiency: limit_s / iteration_s_median. exposed_communication_s: on the slowest rank.
-    beyond_share: of the iteration, what it takes longer than the computation alone of its work.
+    beyond_share: share of the iteration by which it exceeds the computation alone of its work.
     overhead_s: time in which the compute lane stood still although its next task was ready.
     peak_memory_bytes: highest resident memory of any rank above what it held before its step.
-    simulated_s: predicted from costs that were measured apart from this schedule's own run;
-    simulated_interval_s: between which it is expected, from real steps of the profile; None = unknown.
-    What a peer cannot tell, because it has no tasks, is None; so is a prediction that was not made.
+    simulated_s: predicted from costs that were measured separately from this schedule's own run;
+    simulated_interval_s: in which it is expected, from real steps of the profile; None = unknown.
+    Values that a peer cannot give, because it has no tasks, are None; so is a prediction that was not made.
     """
 
     schedule: str
@@ -83,7 +84,7 @@ class CaseResult:
 
     @property
     def limit_s(self) -> float:
-        """See `Limit`."""
+        """Seconds of the limit, see `Limit`."""
         return self.limit.seconds
 
     @property
@@ -92,23 +93,23 @@ class CaseResult:
 
     @property
     def simulation_error(self) -> float | None:
-        """Relative; positive if the simulator promised too much."""
+        """Relative error of the prediction; positive if the simulator promised too much."""
         return None if self.simulated_s is None else self.iteration_s.median / self.simulated_s - 1
 
     @property
     def exposed_share(self) -> float | None:
-        """Of the iteration."""
+        """Share of the iteration that is exposed communication."""
         exposed_s = self.exposed_communication_s
         return None if exposed_s is None else exposed_s / self.iteration_s.median
 
     @property
     def beyond_share(self) -> float:
-        """Known of peers, too, whose computation is that of the first entry."""
+        """Share of the iteration beyond computation alone, which peers share with the first entry."""
         return max(0.0, 1 - self.limit.compute_s / self.iteration_s.median)
 
     @property
     def overhead_share(self) -> float | None:
-        """Of the iteration."""
+        """Share of the iteration that is overhead."""
         return None if self.overhead_s is None else self.overhead_s / self.iteration_s.median
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,10 +131,10 @@ class CaseResult:
 class BenchResult:
     """A whole comparison.
 
-    limit: of the first case; others have their own where their work differs. layout: who shares what, in
-    words; "" if every rank has attention and experts of its own.
-    virtual: devices slept for as long as the cost model says, instead of computing; bytes were real. The text
-    says which; None for real computation. notes: lines for people, such as why a plan was chosen.
+    limit: of the first case; others have their own where their work differs. layout: which ranks share what,
+    in words; "" if every rank has its own attention and experts. virtual: label of devices that slept for as
+    long as the cost model says, instead of computing, while bytes were real; None for real computation.
+    notes: lines for people, such as why a plan was chosen.
     """
 
     virtual: str | None
@@ -148,7 +149,7 @@ class BenchResult:
 
     @property
     def works_differ(self) -> bool:
-        """Whether cases may compute and send something else than the first."""
+        """Whether cases may compute and send something other than the first."""
         return bool(self.layout) or any(case.limit != self.limit for case in self.cases)
 
     @property
@@ -165,7 +166,7 @@ class BenchResult:
 
     @property
     def limit_s(self) -> float:
-        """No schedule with the work of the first is faster."""
+        """Seconds below which no schedule with the work of the first case can be."""
         return self.limit.seconds
 
     def to_dict(self) -> dict[str, Any]:

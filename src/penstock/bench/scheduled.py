@@ -39,7 +39,7 @@ from penstock.train.update import Update, build_update
 class Scheduled:
     """Whole iterations of one stack by one plan, clipping and update included.
 
-    The learning rate is 0: an update costs what it always does, and weights stay those that all entries have.
+    The learning rate is 0: an update costs what it always does, and all entries keep the same weights.
     """
 
     stack: PipelinedStack
@@ -48,7 +48,7 @@ class Scheduled:
     update: Update
 
     def prepare(self, number: int) -> None:
-        del number  # the same batch every time: all entries do the same work
+        del number  # the batch is the same every time: all entries do the same work
         self.stack.plan = self.plan
 
     def step(self, number: int) -> None:
@@ -82,13 +82,13 @@ class _Alone:
         self.optimizer.zero_grad(set_to_none=True)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no update waits."""
 
 
 class Stacks:
-    """One model on this rank, as the stacks that share it, with its optimiser; and a copy without a network.
+    """The stacks that share one model on this rank, with its optimiser; and a copy without a network.
 
-    A stack whose steps update parameters themselves has a model of its own, with shares as its steps are cut.
+    A stack whose steps update parameters themselves has a separate model, with shares as its steps are cut.
     """
 
     def __init__(self, config: BenchConfig, layout: Layout) -> None:
@@ -108,11 +108,11 @@ class Stacks:
         self._by_form: dict[tuple[bool, ExpertForm], PipelinedStack] = {}
 
     def run_of(self, name: str) -> RunConfig:
-        """The training run whose iterations an entry of this name has."""
+        """Return the training run whose iterations an entry of this name has."""
         return replace(self.run_config, optimizer=Named.of(name).optimizer(self.run_config.optimizer))
 
     def scheduled(self, plan: StepPlan, *, sends: bool = True) -> Scheduled:
-        """Iterations by a plan. sends: with a network. All ranks must call it."""
+        """Return iterations by a plan. sends: with a network. All ranks must call it."""
         if (updating := plan.shape.updating) is None:
             return self.of_stack(self.of(plan, sends=sends), plan)
         shares = replace(self.run_config.optimizer, sharded=True, shard_gradients=updating.releases)
@@ -122,7 +122,7 @@ class Stacks:
         return Scheduled(stack, plan, self.batch, build_update(stack, optimizer, config.optimizer))
 
     def of_stack(self, stack: PipelinedStack, plan: StepPlan) -> Scheduled:
-        """Iterations of a stack that shares its model with others, by a plan that it adopts."""
+        """Return iterations of a stack that shares its model with others, by a plan that it adopts."""
         optimizer, config = self._optimizers[id(stack.model)], self.run_config.optimizer
         update: Update = _Alone(stack.model, optimizer, config.clip_grad_norm)
         if stack.machinery is not self.silent_machinery:
@@ -130,7 +130,7 @@ class Stacks:
         return Scheduled(stack, stack.adopt(plan), self.batch, update)
 
     def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:
-        """The stack that runs a plan; sends: with a network.
+        """Return the stack that runs a plan; sends: with a network.
 
         Where ranks share attention or experts, gradients and routes depend on the form of the MoE part. Every
         form therefore has a stack, and no stack is prepared again during a comparison.
@@ -148,7 +148,7 @@ class Stacks:
         self.silent.close()
 
     def build(self, machinery: Machinery, model: GPT | None = None) -> PipelinedStack:
-        """The model on this machinery, or another one."""
+        """Build a stack of the model, or of another one, on this machinery."""
         make_plan = partial(first_plan, self.run_config, self.layout)
         model = model or self.model
         return PipelinedStack(model, model, self.config.moe, machinery, make_plan)
@@ -161,17 +161,17 @@ def _adamw(model: GPT, config: RunConfig) -> torch.optim.Optimizer:
 
 
 def _still(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same with a learning rate of 0."""
+    """Return the optimiser with a learning rate of 0."""
     set_learning_rate(optimizer, 0.0)
     return optimizer
 
 
 def run_config_of(config: BenchConfig) -> RunConfig:
-    """The training run whose steps are compared; its schedule is the first of the comparison."""
+    """Return the training run whose steps are compared; its schedule is the first of the comparison."""
     compare = config.compare
     return RunConfig(
         model=config.model,
-        moe=replace(config.moe, dispatch=dispatch_of(config.moe)),  # that of the model, which is built once
+        moe=replace(config.moe, dispatch=dispatch_of(config.moe)),  # the dispatch of the model, built once
         schedule=replace(config.schedule, name=Named.of(compare.schedules[0]).schedule),
         parallel=config.parallel,
         cluster=config.cluster,
@@ -182,7 +182,7 @@ def run_config_of(config: BenchConfig) -> RunConfig:
 
 
 def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Random tokens and labels, [B, L] each; the same on ranks that share attention."""
+    """Return random tokens and labels, [B, L] each; equal on ranks that share attention."""
     generator = torch.Generator().manual_seed(config.compare.seed + layout.dp_rank)
     shape = (config.compare.batch_per_device, config.model.seq_len)
     high = config.model.vocab_size
@@ -190,7 +190,7 @@ def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
 
 
 def timed(step: Callable[[int], None], number: int) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     start_s = time.perf_counter()
     step(number)
     return time.perf_counter() - start_s

@@ -1,4 +1,4 @@
-"""From measurements of all ranks to the result: slowest rank of each round, medians, ratios, limits."""
+"""Summary of all ranks' measurements: slowest rank of each round, medians, ratios, limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def summarise(
     inter_rate_bit_per_s: float | None,
     intra_rate_bit_per_s: float | None = None,
 ) -> BenchResult:
-    """Nothing is measured here; the same input gives the same result. Rates: None = not known."""
+    """Summarise measurements without measuring anything: the same input gives the same result.
+
+    Rates: None = not known.
+    """
     rates = inter_rate_bit_per_s, intra_rate_bit_per_s
     limits = {work: _limit(found, work, nodes, devices, *rates) for work in found.compute_s}
     first = next(iter(limits.values()))
@@ -41,7 +44,7 @@ def summarise(
 def _limit(
     found: Measurements, work: str, nodes: int, devices: int, inter: float | None, intra: float | None
 ) -> Limit:
-    """What bounds the entries with this work."""
+    """Return the limit of the entries with this work."""
     rounds = list(zip(*found.traffic[work], strict=True))
     wire_bytes = round(median(busiest_uplink_bytes(turn, nodes, devices) for turn in rounds))
     device_bytes = round(median(map(busiest_device_bytes, rounds)))
@@ -55,7 +58,7 @@ def _limit(
 
 
 def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
-    """Bytes that cross the busiest device's own link in its busier direction, wherever they go."""
+    """Return bytes that cross the busiest device's own link in its busier direction, wherever they go."""
     received: Counter[int] = Counter()
     for peers in traffic:
         received.update(peers)
@@ -63,7 +66,10 @@ def busiest_device_bytes(traffic: Sequence[Mapping[int, int]]) -> int:
 
 
 def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devices: int) -> int:
-    """Bytes that cross the busiest node's uplink in its busier direction. traffic[rank][peer]: sent."""
+    """Return bytes over the busiest node's uplink in its busier direction.
+
+    traffic[rank][peer]: bytes sent.
+    """
     sent, received = [0] * nodes, [0] * nodes
     for rank, peers in enumerate(traffic):
         for peer, size in peers.items():
@@ -75,7 +81,7 @@ def busiest_uplink_bytes(traffic: Sequence[Mapping[int, int]], nodes: int, devic
 
 
 def _slowest(samples: Sequence[Sequence[Sample]]) -> list[float]:
-    """Iteration of each round: the slowest rank's."""
+    """Return the iteration of each round on its slowest rank."""
     return [max(s.iteration_s for s in turn) for turn in zip(*samples, strict=True)]
 
 
@@ -104,6 +110,6 @@ def _case(entry: Entry, found: Measurements, base: Sequence[float], limit: Limit
 
 
 def _worst_rank(values: Sequence[Sequence[float | None]]) -> float | None:
-    """The largest of the ranks' medians; None for what cannot be told."""
+    """Return the largest of the ranks' medians; None if a rank has no values."""
     known = [[value for value in rank if value is not None] for rank in values]
     return max(median(rank) for rank in known) if all(known) else None

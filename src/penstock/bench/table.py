@@ -22,20 +22,20 @@ HEAD = (
     "simulated ms",
 )
 SHARED_HEAD = ("intra ms", "uplink MB", "device MB", "limit ms")
-"""Beside, where ranks share attention or experts, or something moves: each may send something else."""
+"""Columns added where ranks share attention or experts, or something moves: sent bytes may differ."""
 LEGEND = (
     "R: microbatches, C: chunks; efficiency: the physical limit over the iteration; exposed: communication "
     "while nothing is computed; beyond compute: share of the iteration beyond computation alone; "
     "compute, inter: how long computation and the network between nodes were busy; overhead: a task was "
     "ready and had not begun; simulated: the prediction, and how much longer the iteration took (%)"
 )
-"""Below a table in a terminal; docs/emulation.md says the same to readers of documents."""
+"""Text below a table in a terminal; docs/emulation.md explains the columns to readers of documents."""
 
 
 def render(result: BenchResult, width: int | None = None) -> str:
-    """What was compared, the limit, and one row per schedule.
+    """Render what was compared, the limit, and one row per schedule.
 
-    width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
+    width: of the terminal; a wider table is printed in parts, one below the other. None = for a document.
     """
     rows = [HEAD, *(_row(case) for case in result.cases)]
     if result.works_differ:
@@ -49,7 +49,7 @@ def render(result: BenchResult, width: int | None = None) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose first row is the head, with cells flush right."""
+    """Return the lines of a table whose first row is the head, with right-aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows]
     rule = "-|-".join("-" * width for width in widths)
@@ -110,7 +110,7 @@ def _row(case: CaseResult) -> tuple[str, ...]:
 
 
 def _simulated(case: CaseResult, seconds: float) -> str:
-    """Milliseconds, with the interval if there is one."""
+    """Return milliseconds, with the interval if there is one."""
     text, ends = f"{1e3 * seconds:.0f}", case.simulated_interval_s
     return text if ends is None else f"{text} [{1e3 * ends[0]:.0f}, {1e3 * ends[1]:.0f}]"
 

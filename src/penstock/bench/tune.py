@@ -1,4 +1,4 @@
-"""Which settings of a schedule are tried before the comparison; the best prediction takes part."""
+"""Settings of a schedule that are tried before the comparison; the one of best prediction takes part."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ALL_REDUCE_CHUNK_BYTES = (1 << 20, 1 << 22)
 
 
 def variants(config: BenchConfig, name: str) -> tuple[ScheduleConfig, ...]:
-    """Settings for schedule `name`: what [schedule] says, or with compare.tune all that are worth a trial.
+    """Return settings for schedule `name`: those of [schedule], or with compare.tune all worth a trial.
 
-    Pieces that do not divide the batch evenly are left out, as long as any others are there.
+    Numbers of pieces that do not divide the batch evenly are left out, as long as there are others.
     """
     given = replace(config.schedule, name=Named.of(name).schedule)
     if not config.compare.tune:

@@ -37,7 +37,7 @@ from penstock.virtual.handlers import sleep_until
 
 @dataclass(frozen=True)
 class Slept:
-    """Iterations of one virtual device by one plan. closing_s: how long it clips and updates."""
+    """Iterations of one virtual device by one plan. closing_s: seconds to clip and update."""
 
     stack: VirtualStack
     plan: StepPlan
@@ -60,10 +60,10 @@ class Slept:
 
 
 class VirtualField:
-    """Every schedule on the same virtual devices; order and prediction rest on links measured before."""
+    """Every schedule on the same virtual devices; order and prediction are based on links measured before."""
 
     def __init__(self, config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> None:
-        """say: told what is done before the first step is compared."""
+        """Prepare the entries. say: called with what is done before the first step is compared."""
         self.label: str | None = config.virtual.label
         self.layout = layout_words(layout)
         self.notes: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class VirtualField:
         return self._transports.traffic
 
     def compute_alone_s(self, entry: Entry, number: int) -> float:
-        """Slept seconds of this rank: nothing needs to be run to know them."""
+        """Return the slept seconds of this rank, which are known without running anything."""
         assert entry.plan is not None, "every entry is a schedule"
         self._stack.use(entry.plan, self._placement(entry.name))
         alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
@@ -114,15 +114,15 @@ class VirtualField:
         return best
 
     def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
-        """Memory of a device that computes, by formula: a virtual one holds only what it sends."""
+        """Return the memory of a device that computes, by formula: a virtual one holds only what it sends."""
         problem = run_problem(self._config_of(name, schedule), self._layout, self._links)
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
         return estimate_memory(problem, choice).total_bytes
 
     def _choice(self) -> Entry:
-        """What the joint search finds, of all dispatches, on links as measured and devices as imitated.
+        """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
 
-        It takes routing to be even.
+        The search assumes even routing.
         """
         problem = run_problem(self._open, self._layout, self._links)
         found = chosen(problem, self.control)
@@ -131,7 +131,7 @@ class VirtualField:
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 
     def _loads_of(self, entry: Entry) -> str:
-        """How evenly experts are loaded in the first measured step, and what crosses nodes."""
+        """Describe how evenly experts are loaded in the first measured step, and what crosses nodes."""
         assert entry.plan is not None, "every entry is a schedule"
         tasks, cost = entry.plan.graph.tasks, self._cost(entry.name, entry.plan)
         spread = cost.load_spread(tasks)
@@ -150,14 +150,14 @@ class VirtualField:
         return first_plan(config, self._layout, base_shape(config, self._layout), self._stack.bucket_sizes)
 
     def _config_of(self, name: str, schedule: ScheduleConfig) -> RunConfig:
-        """Raises ConfigError for a dispatch that these ranks cannot run."""
+        """Return the run of an entry. Raises ConfigError for a dispatch that these ranks cannot run."""
         moe = Named.of(name).moe(self._config.moe)
         config = replace(self._config, moe=moe, schedule=schedule, placement=self._placement(name))
         candidates(config, self._layout)
         return config
 
     def _dispatches(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the entries send rows by, beside what all do that do not say it themselves."""
+        """Return the dispatches of the entries that name one, and those among which a search chooses."""
         found = [Named.of(name).dispatch for name in names if name != AUTO]
         found += candidates(self._open, self._layout) if AUTO in names else []
         return tuple(dict.fromkeys(name for name in found if name is not None))

@@ -1,4 +1,4 @@
-"""Real steps of virtual devices: what transfers take there, and how far predictions are off.
+"""Real steps of virtual devices: the time of transfers, and the error of predictions.
 
 Virtual devices sleep instead of computing, so nothing is learnt of computation here, and it slows no transfer
 down. Bytes are real, and many ranks share few cores.
@@ -33,7 +33,7 @@ from penstock.train.config import RunConfig
 from penstock.virtual import VirtualConfig, VirtualStack, build_virtual
 
 SCHEDULES: Final = (("sequential", 1), ("flowmoe", 2))
-"""With the number of microbatches: nothing overlaps, and much."""
+"""Schedules with their number of microbatches: one without overlap, and one with much."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 5
 BUDGET_S: Final = 10.0
@@ -42,11 +42,11 @@ BUDGET_S: Final = 10.0
 def with_virtual_steps(
     config: RunConfig, virtual: VirtualConfig, machinery: Machinery, file: ClusterFile
 ) -> ClusterFile:
-    """The file with what steps of two layers on these devices say of its links and of whole steps.
+    """Return the file with what steps of two layers on these devices tell of its links and of whole steps.
 
-    All ranks call it together and get the same.
+    All ranks call it together and get the same file.
     """
-    recorded = virtual.routing == "recorded"  # it is of all layers
+    recorded = virtual.routing == "recorded"  # recorded routing is that of all layers
     model = config.model if recorded else two_layers(config.model)
     sample = replace(config, model=model, placement=PlacementConfig())
     stack = build_virtual(sample, virtual, machinery)
@@ -74,13 +74,13 @@ def _plans(config: RunConfig, stack: VirtualStack) -> Iterator[StepPlan]:
 
 
 def _cost(stack: VirtualStack, plan: StepPlan, file: ClusterFile) -> RankCost:
-    """Of the first step's tasks, as the simulator has it."""
+    """Return the cost of the first step's tasks, as the simulator has it."""
     stack.use(plan, stack.placement)
     return replace(stack.cost(0), cluster=ProfiledCluster.build(file))
 
 
 def _watch(stack: VirtualStack, plans: list[StepPlan]) -> list[Watched]:
-    """Some steps of all plans in turns, after one that opens connections."""
+    """Run some steps of all plans in turns, after one that opens connections."""
     control, budget = stack.machinery.control, Budget(stack.machinery.control, BUDGET_S)
     noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
     rounds = 0

@@ -31,7 +31,7 @@ from penstock.words import terminal_width
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the options ask for, beside the configuration."""
+    """The requests of the options, besides the configuration."""
 
     json: bool
     virtual: bool
@@ -54,7 +54,7 @@ def bench(
     wanted: Wanted,
     emulate: EmulateConfig | None,
 ) -> int:
-    """Exit code of the comparison; rank 0 prints the table or one JSON object."""
+    """Run the comparison and return its exit code; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
     _check_fits(config, wanted, emulate)
@@ -69,7 +69,7 @@ def bench(
 
 
 def _check_together(config: BenchConfig, wanted: Wanted) -> None:
-    """Refuse what cannot be compared, and options whose code is not there, before any process starts."""
+    """Refuse what cannot be compared, and options whose code is missing, before any process starts."""
     names = config.compare.peers
     if wanted.virtual and names:
         why = "other systems compute, and virtual devices sleep instead"
@@ -92,8 +92,8 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
 
 
 def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | None) -> None:
-    """Refuse what ranks cannot share, and a model that this machine has no memory for; where there are GPUs,
-    torch says so."""
+    """Refuse sizes that ranks cannot share, and a model that does not fit this machine's memory; where there
+    are GPUs, torch reports that."""
     info = detect(os.environ)
     ranks = processes_of_bench(config) if emulate is None else emulate.shape.ranks
     size = ranks if info is None else info.world_size
@@ -113,8 +113,8 @@ def _compare(
     layout: Layout,
     device: torch.device,
 ) -> BenchResult:
-    """Without an emulated cluster all ranks count as one node with a link of unknown rate."""
-    del device  # what is compared runs on the CPU
+    """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
+    del device  # the compared systems run on the CPU
     with progress_line(shown=layout.rank == 0) as say:
         field = _field(config, wanted, layout, say)
         found = compare(field, config.compare, say)

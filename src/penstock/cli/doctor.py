@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks a cluster before a job, and says what to fix."""
+"""`penstock doctor`: checks a cluster before a job, and says what has to be fixed."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 
 CHECKPOINT_SHARE: Final = 3 / 4
-"""Of weights, gradients and AdamW's moments: gradients are not saved."""
+"""The saved part of weights, gradients and AdamW's moments: gradients are not saved."""
 
 END: Final = "end"
 REPORT_S: Final = 180.0
-"""For the rank that reports, which may still wait for ranks that have gone."""
+"""Seconds for the rank that reports, which may still wait for ranks that have gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command's options. cluster: whose link rates are compared; wait_s: for ranks to come."""
+    """The command's options. cluster: the one whose link rates are compared; wait_s: for ranks to come."""
 
     cluster: str | None
     wait_s: float
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """config: of the run for which there should be room; None if none was given."""
+    """The request. config: of the run for which there should be room; None if none was given."""
 
     config: RunConfig | None
     options: Options
@@ -70,7 +70,7 @@ def doctor(
     options: Options,
     emulate: EmulateConfig | None,
 ) -> int:
-    """Exit code; one rank prints the table, or one JSON object."""
+    """Examine the cluster and return the exit code; one rank prints the table, or one JSON object."""
     config = load(RunConfig, path, given_schedule(overrides))
     asked = Asked(config=config if path is not None or overrides else None, options=options)
     info = detect(os.environ)
@@ -90,7 +90,7 @@ def _ranks(config: RunConfig, info: ProcessInfo | None, emulate: EmulateConfig |
 
 
 def _wanted(asked: Asked, ranks: int) -> Wanted:
-    """What the run needs. Raises ConfigError for a file or a configuration that cannot be used."""
+    """Return the run's needs. Raises ConfigError for a file or a configuration that cannot be used."""
     name, cluster = _assumed(asked)
     if asked.config is None:
         return Wanted(assumed=cluster, cluster_name=name)
@@ -98,7 +98,7 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     need = _rank_memory(config, ranks)
     alone = Layout(world_size=1, ep_size=1, rank=0)
     whole = rank_memory(config.model, config.moe, config.data.batch_per_device, alone)
-    kept = config.train.keep_checkpoints + 1  # an old one goes when the new one is whole
+    kept = config.train.keep_checkpoints + 1  # an old checkpoint is removed once the new one is complete
     return Wanted(
         assumed=cluster,
         cluster_name=name,
@@ -109,7 +109,7 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
 
 
 def _rank_memory(config: RunConfig, ranks: int) -> RankMemory:
-    """By the estimate after which a run is refused."""
+    """Return a rank's memory by the estimate after which a run is refused."""
     if config.plan.layout == AUTO:
         from penstock.autopilot.layouts import least_memory
 
@@ -118,7 +118,7 @@ def _rank_memory(config: RunConfig, ranks: int) -> RankMemory:
 
 
 def _assumed(asked: Asked) -> tuple[str, ClusterFile | None]:
-    """The cluster that a plan was made for, or is to be made for, and what to call it."""
+    """Return the name and the file of the cluster for which a plan was made, or is to be made."""
     if asked.options.cluster is not None:
         return asked.options.cluster, find_cluster(asked.options.cluster)
     plan = None if asked.config is None else asked.config.plan
@@ -154,7 +154,7 @@ def _folders(asked: Asked) -> list[Path]:
 
 
 def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: Wanted) -> int:
-    """Print what was found, on the rank that has it; the exit code of all ranks."""
+    """Print the findings, on the rank that has them; return the exit code of all ranks."""
     if found is None:
         told = meeting.told(END, time.monotonic() + REPORT_S)
         meeting.close(())
@@ -174,7 +174,7 @@ def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: W
 
 
 def doctor_text(checks: Sequence[Check], width: int) -> str:
-    """The table and what follows from it, for a terminal of `width` columns."""
+    """Return the table and what follows from it, for a terminal of `width` columns."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("check", "found", ""):
         table.add_column(name, no_wrap=name != "found", overflow="fold")

@@ -1,4 +1,4 @@
-"""`penstock emulate`: clusters of network namespaces, and the options that put a command into one."""
+"""`penstock emulate`: clusters of network namespaces, and the options that run a command in one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[[argparse.Namespace, Sequence[str]], int]
 DEFAULT_INTER, DEFAULT_INTRA, DEFAULT_MTU_BYTES = "1gbit", "8gbit", 9000
 
 MEETING_PORT: Final = "29500"
-"""torchrun's default. Nothing else listens in a new namespace, so programs can meet there."""
+"""torchrun's default. Nothing else listens in a new namespace, so programs can use it to meet."""
 
 
 def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -58,7 +58,7 @@ def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def add_emulation_options(parser: argparse.ArgumentParser) -> None:
-    """Options with which a command runs its ranks in a cluster of their own; see `emulation`."""
+    """Add the options with which a command runs its ranks in a cluster of its own; see `emulation`."""
     group = parser.add_argument_group(
         "emulated cluster", "Linux, root, and the commands ip and tc are needed."
     )
@@ -70,7 +70,7 @@ def add_emulation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def emulation(options: argparse.Namespace) -> EmulateConfig | None:
-    """The cluster that these options ask for; None if they ask for none."""
+    """Return the cluster that these options ask for; None if they ask for none."""
     if options.emulate is not None:
         return _cluster_config(options, options.emulate, "--emulate")
     given = {"--inter-rate": options.inter_rate, "--intra-rate": options.intra_rate, "--mtu": options.mtu}
@@ -200,7 +200,7 @@ def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
     found, lines = [], []
     for state in clusters():
         cluster = open_cluster(state.name)
-        # The links of a stale cluster may be half made or half removed: there is nothing to ask the kernel.
+        # The links of a stale cluster may be incomplete: there is nothing to ask the kernel.
         uplinks = () if state.is_stale else cluster.uplinks()
         found.append(
             {**_summary(cluster), "owner_pid": state.owner and state.owner.pid, "stale": state.is_stale}
@@ -211,7 +211,7 @@ def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _exec(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Becomes the command, so that its exit code and signals are the command's own."""
+    """Replace this process by the command, so that its exit code and signals are the command's own."""
     del given
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
     if not argv:
@@ -279,7 +279,7 @@ def _print_uplinks(options: argparse.Namespace, cluster: Cluster) -> int:
 
 
 def _summary(cluster: Cluster) -> dict[str, Any]:
-    """`id` and shape, and the rates that it was made with."""
+    """Return `id` and shape, and the rates with which the cluster was made."""
     config = cluster.config
     return {
         "id": cluster.name,

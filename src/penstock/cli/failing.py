@@ -11,25 +11,25 @@ from pathlib import Path
 
 
 def tell(text: str) -> None:
-    """Say it on standard error, and to torchrun."""
+    """Write `text` to standard error, and leave it for torchrun."""
     say(text)
     tell_torchrun(text)
 
 
 def say(text: str) -> None:
-    """Say it on standard error, in one line."""
+    """Write `text` to standard error, in one line."""
     print(f"penstock: {text}", file=sys.stderr, flush=True)
 
 
 def tell_torchrun(text: str) -> None:
-    """Leave what this rank ends with where torchrun looks for it; its last words are then not only a code.
+    """Write the reason for this rank's end where torchrun looks for it, to be reported beside the code.
 
-    The form is that of torch.distributed.elastic's `record`, which knows exceptions alone.
+    The format is that of torch.distributed.elastic's `record`, which handles exceptions alone.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # it has been said on standard error, and the reason must not be this one
+        with suppress(OSError):  # standard error has the reason already; this failure must not replace it
             Path(place).write_text(
                 json.dumps({"message": {"message": text, "extraInfo": more}}), encoding="utf-8"
             )

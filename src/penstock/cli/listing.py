@@ -47,7 +47,7 @@ def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def print_list(what: str | None, *, json_wanted: bool) -> int:
-    """Print tables for the terminal's width, or one JSON object; returns exit code 0."""
+    """Print tables for the terminal's width, or one JSON object; return exit code 0."""
     found = {name: rows for name, rows in _listed().items() if what in (None, name)}
     if json_wanted:
         print(json.dumps(found))
@@ -95,12 +95,12 @@ def _cluster(name: str) -> dict[str, str]:
 
 
 def _about(system: System) -> str:
-    """The first line of the file that defines a schedule: what it is and where it comes from."""
+    """Return the first line of the file that defines a schedule: what it is and where it comes from."""
     return (inspect.getdoc(inspect.getmodule(type(system))) or "").partition("\n")[0]
 
 
 def _table(rows: Rows, width: int) -> Table:
-    """Of at most `width` columns, wrapped between words; what does not fit so is left out."""
+    """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     cells = {head: [head, *(row[head] for row in rows)] for head in rows[0]}
     for head, columns in _widths(cells, width - SIDES).items():
@@ -111,7 +111,7 @@ def _table(rows: Rows, width: int) -> Table:
 
 
 def _widths(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, int]:
-    """Columns for each of the heads that fit: at least for the longest word, the rest where most lacks."""
+    """Return columns for the heads that fit: for its longest word at least, the rest where most lacks."""
     wanted = {head: max(map(len, column)) for head, column in cells.items()}
     found = {
         head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())

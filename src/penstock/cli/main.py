@@ -37,7 +37,7 @@ MOVED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; return its exit code."""
     replace_unencodable()
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(_parser(), given)
@@ -348,7 +348,7 @@ def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Where the file may be left out: argparse takes what comes first for it."""
+    """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
     words = [*([] if options.config is None else [options.config]), *options.overrides]
     path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
     return path, words

@@ -1,4 +1,4 @@
-"""`penstock convert`, `generate` and `evaluate`: what can be done with a trained model on one process."""
+"""`penstock convert`, `generate` and `evaluate`: uses of a trained model on one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.config import UNSET, ConfigError, open_regular
 from penstock.extras import install, needs
 
 LEAST_TEMPERATURE = 1e-4
-"""Logits are divided by it: by much less they are no numbers any more, and already here one token has all."""
+"""Logits are divided by it: far below, they overflow, and already here one token has all the probability."""
 
 CHECKPOINT = "an output folder or a checkpoint of penstock train, or a Hugging Face model folder"
 MISSING = f"this command {needs('transformers')}. {install('transformers')}"
@@ -143,7 +143,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _text_of(file: Path) -> str:
-    """What is in a file of text; raises ConfigError that begins with its path."""
+    """Return the content of a text file. Raises ConfigError that begins with the file's path."""
     with open_regular(file, str(file), "Give a file of text.") as opened:
         data = opened.read()
     try:
@@ -188,7 +188,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _explained(command: Callable[[], int]) -> int:
-    """What the command returns; what a user can mend is told in one line."""
+    """Return the exit code of a command; report in one line what a user can mend."""
     from penstock.train.checkpoint import CheckpointError
 
     try:

@@ -1,4 +1,4 @@
-"""Where a command saves what it found: tried before the work, since the work may take minutes."""
+"""Where a command saves its results: checked before the work, since the work may take minutes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.config import ConfigError
 
 
 def check_out(path: Path, example: str) -> Path:
-    """`path`, whose folder is made. Raises ConfigError if no file can be written there; leaves none, and one
-    that is there stays as it is.
+    """Create the folder of `path` and return `path`. Raises ConfigError if no file can be written there;
+    leaves no new file, and an existing one unchanged.
 
     example: a name for the hint.
     """
@@ -21,7 +21,7 @@ def check_out(path: Path, example: str) -> Path:
         why = _obstacle(path)
         if why is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix=path.name):  # as long as write_json's other name
+            with NamedTemporaryFile(dir=path.parent, prefix=path.name):  # as long as write_json's draft name
                 return path
     except OSError as error:
         why, cause = f"cannot be written ({error.strerror})", error
@@ -30,7 +30,7 @@ def check_out(path: Path, example: str) -> Path:
 
 
 def save_out(save: Callable[[Path], None], path: Path) -> bool:
-    """Whether `save` could write to `path`; if not, stderr says why."""
+    """Call `save` and return whether it could write to `path`; if not, standard error says why."""
     try:
         save(path)
     except OSError as error:
@@ -40,7 +40,7 @@ def save_out(save: Callable[[Path], None], path: Path) -> bool:
 
 
 def _obstacle(path: Path) -> str | None:
-    """What is there already and no file, if anything is."""
+    """Return what prevents a file at `path`, such as a folder of that name; None if nothing does."""
     if path.is_dir():
         return "is a folder"
     if path.exists() and not path.is_file():

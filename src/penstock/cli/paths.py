@@ -9,7 +9,7 @@ from penstock.config import ConfigError, expanded
 
 
 def user_path(text: str) -> Path:
-    """The path, with the home folder that it may begin with; for argparse, which names the option."""
+    """Return the path with a home folder (`~`) expanded; for argparse, which names the option."""
     try:
         return expanded(text, "path")
     except ConfigError as error:

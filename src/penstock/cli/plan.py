@@ -1,4 +1,4 @@
-"""`penstock plan`: what to run on a cluster, which need not be at hand.
+"""`penstock plan`: the best plan for a cluster, which need not be available.
 
 For a published model torch is not loaded; a training configuration needs it.
 """
@@ -74,7 +74,7 @@ EXAMPLE = "plan.json"
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The command's arguments."""
+    """Add the command to `penstock`."""
     plan = commands.add_parser(
         "plan",
         help="find the fastest plan",
@@ -111,7 +111,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_choices(plan: argparse.ArgumentParser) -> None:
-    """What a search may choose, what it assumes, and how long it looks."""
+    """Add options for what a search may choose, what it assumes, and how long it searches."""
     plan.add_argument(
         "--sharded-optimizer",
         choices=("false", "true", "auto"),
@@ -158,7 +158,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
 
 
 def plan_command(options: argparse.Namespace, given: object) -> int:
-    """Exit code: 0, 1 if the plan could not be saved, or 2 by way of ConfigError."""
+    """Run the command and return its exit code: 0, or 1 if the plan could not be saved."""
     del given
     width = terminal_width()
     if options.show is not None:
@@ -207,7 +207,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
 
 
 def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str, ...]]:
-    """The subject with the optimiser that is given or chosen, its plan, and a line on a choice."""
+    """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
     if subject.sharded is None:
         return subject, find(subject.problem), ()
     problem, found, line = find_updated(subject.problem, subject.sharded, find)
@@ -215,17 +215,17 @@ def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str,
 
 
 def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None, routing: str) -> Weighed:
-    """The chosen plan with and without moving, in the order that was chosen."""
+    """Return the chosen plan with and without moving, in the chosen order. routing: in words."""
     return in_full(problem, weigh(problem, [choice], memory=memory, routing=routing), choice)
 
 
 def _updating(routed: Problem, subject: Subject) -> Problem:
-    """The problem with a routing, of the optimiser that was chosen."""
+    """Return the routed problem with the optimiser that was chosen."""
     return replace(routed, shape=replace(routed.shape, updating=subject.problem.shape.updating))
 
 
 def _show(options: argparse.Namespace, width: int) -> int:
-    """Print a saved plan. What belongs to a search is refused, since nothing would come of it."""
+    """Print a saved plan. Raises ConfigError for options of a search, since they would have no effect."""
     for name in SEARCHED:
         if getattr(options, name) is not None:
             option = "CONFIG" if name == "config" else _option(name)
@@ -279,9 +279,9 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
-    """The subject with the optimiser that `--sharded-optimizer` asks for, or with both of them.
+    """Return the subject with the optimiser that `--sharded-optimizer` asks for, or with both of them.
 
-    Raises ConfigError if whole gradients are kept by the one and not to be kept by the other option.
+    Raises ConfigError for `--shard-gradients` without a sharded optimiser.
     """
     sharded, releases = options.sharded_optimizer, bool(options.shard_gradients)
     if sharded not in ("true", "auto"):
@@ -294,7 +294,7 @@ def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
 
 
 def _loaded(subject: Subject, imbalance: float | None) -> Subject:
-    """The same subject with a busiest rank."""
+    """Return the subject with a busiest rank."""
     if imbalance is None:
         return subject
     note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
@@ -304,7 +304,7 @@ def _loaded(subject: Subject, imbalance: float | None) -> Subject:
 
 
 def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
-    """The problem with the routing that --routing names. Raises ConfigError where nothing may move."""
+    """Return the problem with the routing of --routing. Raises ConfigError where --imbalance is set, too."""
     if options.imbalance is not None:
         why, hint = "says which ranks get how many tokens, and so does --imbalance", "Remove one of the two."
         raise ConfigError("--routing", options.routing, why, hint)
@@ -316,7 +316,7 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
 
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
-    """The problem of a training run on this cluster's ranks."""
+    """Return the problem of a training run on this cluster's ranks."""
     for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
@@ -359,7 +359,7 @@ def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget |
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Step], None]]:
-    """A line on stderr while a search runs, if that is a terminal."""
+    """Show a line on standard error while a search runs, if that is a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

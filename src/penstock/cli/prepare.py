@@ -1,4 +1,4 @@
-"""`penstock prepare`: text becomes tokens, once."""
+"""`penstock prepare`: turns text into tokens, once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run_prepare(options: argparse.Namespace) -> int:
-    """Prepare, and print what there is then; returns the exit code."""
+    """Prepare the folder and print its contents; return the exit code."""
     folder: Path = options.out
     _check_out(folder)
     work = _preparation(options)
@@ -103,7 +103,7 @@ def _check_out(folder: Path) -> None:
 
 
 def _problem(folder: Path, error: OSError) -> str:
-    """What could not be done: inputs are files, too."""
+    """Return what could not be done: inputs are files, too."""
     file = Path(error.filename or folder)
     ours = file == folder or folder in (*file.parents, *folder.parents)
     return f"{folder} cannot be written" if ours else f"{file} cannot be read"
@@ -130,14 +130,14 @@ def _preparation(options: argparse.Namespace) -> Preparation:
 
 
 def _about_input(error: ConfigError) -> ConfigError:
-    """The same in the words of this command."""
+    """Return the error in the words of this command."""
     key = "INPUT" if error.key == "path" else error.key
     hint = "Give a path that can be read." if error.hint == HINT else error.hint
     return ConfigError(key, error.value, error.why, hint.replace("data.suffixes", "--suffixes"))
 
 
 def _show(steps: Iterable[Progress]) -> None:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, nothing elsewhere."""
     columns = (
         TextColumn("preparing"),
         BarColumn(),

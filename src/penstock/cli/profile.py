@@ -1,9 +1,8 @@
-"""`penstock profile`: measure the cluster, print what was found, save it as a cluster file."""
+"""`penstock profile`: measures the cluster, prints the findings, and saves them as a cluster file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -45,11 +44,13 @@ DEFAULTS = (
 """The model that `penstock bench` runs, small enough for one core per rank. It has an expert per rank."""
 
 EXAMPLE = "cluster.json"
+MOST_BUDGET_S = 86400
+"""A day, as in a benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the options ask for, beside the configuration."""
+    """The requests of the options, besides the configuration."""
 
     budget_s: float
     out: Path
@@ -59,8 +60,9 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.plot is not None and not is_there("matplotlib"):
             raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
-        if not 0 < self.budget_s < math.inf:
-            raise ConfigError("--budget", self.budget_s, "measuring takes some time, and must end", "Use 60.")
+        if not 0 < self.budget_s <= MOST_BUDGET_S:
+            why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
+            raise ConfigError("--budget", self.budget_s, why, "Use 60.")
 
 
 def profile(
@@ -70,7 +72,7 @@ def profile(
     wanted: Wanted,
     emulate: EmulateConfig | None = None,
 ) -> int:
-    """Exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
+    """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
     info = detect(os.environ)
     config, ranks = _configured(path, overrides, info, emulate)
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
@@ -90,7 +92,7 @@ def profile(
 def _configured(
     path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: EmulateConfig | None
 ) -> tuple[RunConfig, int]:
-    """The configuration for as many ranks as there will be, and that number."""
+    """Return the configuration for the number of ranks that there will be, and that number."""
     usual = () if path is not None else DEFAULTS
     if info is not None:
         ranks = info.world_size

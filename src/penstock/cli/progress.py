@@ -1,4 +1,4 @@
-"""What a command that measures is doing now, on standard error."""
+"""Progress of a command that measures, on standard error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Final
 from rich.console import Console
 
 LINE_EVERY_S: Final = 5.0
-"""In a log file, where every line stays."""
+"""Seconds between lines in a log file, where every line stays."""
 
 
 @contextmanager
 def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Something to tell what is being done: a line that changes on a terminal, elsewhere one now and then.
+    """Yield a function that shows the present work: a changing line on a terminal, else one now and then.
 
-    shown: whether this process is the one that tells it.
+    shown: whether this process is the one that shows it.
     """
     if not shown:
         yield _ignore
@@ -35,7 +35,7 @@ LEAD: Final = 4
 
 
 class _Lines:
-    """Whatever is told is printed, unless that was done a moment ago."""
+    """Prints what it is told, unless it printed another line a moment ago."""
 
     def __init__(self) -> None:
         self._told_s = -LINE_EVERY_S

@@ -1,4 +1,4 @@
-"""Starting the ranks of a command: this very command once more for each of them."""
+"""Start of a command's ranks: the same command once more for each of them."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def on_ranks(
     *,
     reports: bool = False,
 ) -> int:
-    """Exit code of a command that runs on several ranks: starts them, or is one of them and does its `work`.
+    """Start the ranks of a command, or be one of them and do its `work`; return the exit code.
 
     name: of the command, for errors. given: its arguments. processes: without an emulated cluster. program:
     the module whose arguments these are. reports: whether it fails with a report of its own. Raises
-    ConfigError if ranks that something else started are to be emulated, or cannot be started.
+    ConfigError if ranks that another launcher started are to be emulated, or cannot be started.
     """
     info = detect(os.environ)
     if emulate is not None and info is not None and info.launcher != "penstock":
@@ -76,7 +76,7 @@ def on_ranks(
 
 
 def processes_of(config: RunConfig) -> int:
-    """How many local processes a run has: as many as it says, or as serve this machine best."""
+    """Return the number of local processes of a run: as configured, or as suits this machine best."""
 
     def check(processes: int) -> None:
         resolved = config.resolved(processes)
@@ -87,7 +87,7 @@ def processes_of(config: RunConfig) -> int:
 
 
 def processes_of_bench(config: BenchConfig) -> int:
-    """The same for a benchmark."""
+    """Return the number of local processes of a benchmark: as configured, or as suits this machine best."""
 
     def check(processes: int) -> None:
         Layout.build(config.parallel, processes, 0, config.moe.num_experts)
@@ -105,14 +105,14 @@ def start_ranks(
     *,
     reports: bool = False,
 ) -> int:
-    """Exit code of all together.
+    """Start the ranks, wait for them, and return the exit code of all together.
 
     given: arguments of the module `program`. way_out: what to say after a failure. reports: whether ranks
     that fail have said why.
     """
     check_processes(processes)
     command = [sys.executable, "-m", program, *given]
-    # After a failure the others need up to one timeout to notice and to say what they waited for.
+    # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:
         outcome = launch(command, processes, grace_s=timeout_s + SPARE_S, place=place)
     except OSError as error:
@@ -133,7 +133,7 @@ def measure_as_rank(
     measure: Callable[[Layout, torch.device], T],
     finish: Callable[[T], int],
 ) -> int:
-    """Exit code of one rank that joins the others, measures and leaves; rank 0 finishes with the result."""
+    """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result."""
     try:
         keep_freed_memory()
         device = pick_device(info.local_rank)
@@ -155,9 +155,8 @@ def measure_as_rank(
 
 
 def refused(error: ConfigError) -> int:
-    """Exit code of a rank that has found a setting which cannot be used. Of ranks with the same fault one
-    says it; where others have not found it, they hear why this one ends.
-    """
+    """Return the exit code of a rank that has found an unusable setting. Of ranks with the same fault one
+    reports it; where others have not found the fault, they are told why this rank ends."""
     text = str(error)
     if is_first_to_say(text):
         say(text)
@@ -167,9 +166,9 @@ def refused(error: ConfigError) -> int:
 
 
 def end_of_rank(info: ProcessInfo, code: int) -> int:
-    """The exit code of a rank that has closed and flushed all it has, or cannot.
+    """Return the exit code of a rank that has closed and flushed all it has, or cannot.
 
-    One of several ranks leaves at once instead: a Gloo thread that still holds the last exchange's tensor
+    One of several ranks exits at once instead: a Gloo thread that still holds the last exchange's tensor
     needs the interpreter to free it, and aborts the process if the interpreter is shutting down by then.
     After a failure, destroying the process group in order could wait for peers that are gone.
     """

@@ -1,4 +1,4 @@
-"""`penstock report`: a page about a run."""
+"""`penstock report`: writes a page about a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
-    """Exit code. Raises ConfigError for a folder without a run, or with a damaged file."""
+    """Write the page; return the exit code. Raises ConfigError for a folder with damaged files or no run."""
     from penstock.report.page.html import write_page
     from penstock.train.run_folder import read_run
 
@@ -62,7 +62,7 @@ def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
 
 
 def findings(run: FinishedRun) -> dict[str, Any]:
-    """What the page says about the step, as plain data; null where it is not known."""
+    """Return what the page says about the step, as plain data; None where it is not known."""
     from penstock.report.page.findings import binding_of, kinds_of
 
     step, plan = run.step, run.plan
@@ -72,6 +72,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         "steps": len(run.course.steps),
         "predicted_s": None if step is None else step.predicted_s,
         "measured_s": None if step is None else step.measured_s,
+        "traced_s": None if step is None else step.traced_s,
         "bound_s": None if step is None else step.bound_s,
         "binding": None if binding is None else binding.to_dict(),
         "tasks": [
@@ -100,7 +101,7 @@ def _said(run: FinishedRun) -> list[str]:
 
 
 def _save(page: str, path: Path) -> None:
-    """A half-written file never replaces a whole one."""
+    """Write the page so that a half-written file never replaces a whole one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(page, encoding="utf-8")
     partial.replace(path)

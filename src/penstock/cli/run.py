@@ -1,4 +1,4 @@
-"""What every command line of Penstock shares: how its arguments are read, and what becomes of errors."""
+"""What all command lines of Penstock share: the parsing of arguments and the handling of errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIMILAR = {"━": "=", "·": ".", "└": "|", "→": ">", "±": "+-", "\N{MINUS 
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
-    """Settings may stand before and after options: argparse alone takes them in one place only."""
+    """Parse arguments with settings before and after options: argparse alone takes them in one place only."""
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -33,15 +33,15 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 
 def replace_unencodable() -> None:
-    """Let a character that the terminal's encoding lacks be shown as a similar one, or as a `?`: no command
-    ends for it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error shows all of them without being told
+    """Show a character that the terminal's encoding lacks as a similar one, or as a `?`, so that no command
+    fails over one."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes them by default
         codecs.register_error("similar", _similar)
         sys.stdout.reconfigure(errors="similar")
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: what stands for the characters that an encoding lacks."""
+    """Replace the characters that an encoding lacks; an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -49,7 +49,7 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """What the command returns; an error that a user can mend is told in one line, and so is a hint."""
+    """Run a command and return its exit code; report in one line an error that a user can mend, or a hint."""
     try:
         with _telling_hints():
             return command()
@@ -61,14 +61,14 @@ def exit_code(command: Callable[[], int]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # `penstock schedule ... | head` is no failure of ours
+    except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
         sys.stderr.close()
         return 0
 
 
 @contextmanager
 def _telling_hints() -> Iterator[None]:
-    """Hints go to stderr, once: other ranks read the same settings."""
+    """Write hints to standard error, once: other ranks read the same settings."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", HintWarning)
         usual = warnings.showwarning
@@ -84,7 +84,7 @@ def _telling_hints() -> Iterator[None]:
 
 
 def _speaks() -> bool:
-    """Whether this process is the one that tells what all ranks find."""
+    """Return whether this process is the one that reports what all ranks find."""
     from penstock.topology import detect  # loads torch, which commands that only plan do without
 
     info = detect(os.environ)

@@ -1,4 +1,4 @@
-"""`penstock schedule`: the grid of a schedule and its simulated timeline."""
+"""`penstock schedule`: prints the grid of a schedule and its simulated timeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.words import terminal_width
 
 
 def print_schedule(options: argparse.Namespace) -> int:
-    """Print for the terminal's width, or one JSON object."""
+    """Print the schedule for the terminal's width, or one JSON object; return exit code 0."""
     usual = usual_sharing(options.name)
     description = describe_schedule(
         options.name,

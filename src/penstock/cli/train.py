@@ -32,7 +32,7 @@ def train(
     json_wanted: bool,
     emulate: EmulateConfig | None = None,
 ) -> int:
-    """Exit code of the run, in a cluster of its own if `emulate` describes one.
+    """Run the training and return its exit code, in a cluster of its own if `emulate` describes one.
 
     A wrong configuration is refused before any process starts.
     """
@@ -55,7 +55,7 @@ def train(
 def _start_emulated(
     config: RunConfig, emulate: EmulateConfig, given: Sequence[str], info: ProcessInfo | None
 ) -> int:
-    """One rank per device of the cluster, whatever parallel.processes says; ranks are told the same."""
+    """Start one rank per device of the cluster, whatever parallel.processes says; ranks are told so, too."""
     if info is not None:
         hint = "Start penstock train itself, or leave --emulate out."
         why = f"ranks that {info.launcher} started already have a network"
@@ -72,7 +72,7 @@ def _start_emulated(
 def _start_ranks(
     config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None, announced: str = ""
 ) -> int:
-    resolved = config.resolved(processes)  # what can be refused is refused before any process starts
+    resolved = config.resolved(processes)  # a wrong setting is refused before any process starts
     check_source(resolved)
     _check_layout(resolved, processes)
     if config.train.resume is True:
@@ -108,7 +108,7 @@ def _way_out(config: RunConfig) -> str:
     from penstock.train.storage.finished import complete_checkpoints
 
     saved = []
-    with suppress(OSError):  # why the run has ended is worth more
+    with suppress(OSError):  # this error must not hide why the run has ended
         saved = complete_checkpoints(config.output.dir / "checkpoints")
     if not saved:
         return "no checkpoint has been written yet"

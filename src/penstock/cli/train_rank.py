@@ -1,4 +1,4 @@
-"""`penstock train`, as one of its ranks. Loads what training needs, which starting the ranks does without."""
+"""`penstock train`, as one of its ranks. Loads what training needs, which the start of ranks does without."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointErro
 
 
 def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
-    """Exit code of this rank, which joins the others, trains, and prints if it is rank 0."""
+    """Train as this rank, which joins the others and prints if it is rank 0; return its exit code."""
     return end_of_rank(info, _train_as_rank(config, info, json_wanted))
 
 
@@ -53,7 +53,7 @@ def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> i
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
-    """One line on the terminal; what follows it (a grid with the task marked, a traceback) in a file."""
+    """Print one line on the terminal; write the rest (a grid with the task marked, a traceback) to a file."""
     headline, _, details = text.partition("\n")
     give_up(headline)
     where = ""

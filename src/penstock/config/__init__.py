@@ -1,7 +1,8 @@
 """Configuration: settings, their bounds, and files that need not be trusted.
 
-`load.py` turns TOML and `section.key=value` into frozen dataclasses, `bounds.py` says how far a number may go
-and why, `files.py` reads what users and other programs wrote, `error.py` is what they are told.
+`load.py` turns TOML and `section.key=value` into frozen dataclasses, `bounds.py` declares the range of every
+number and the reason, `files.py` reads what users and other programs wrote, `error.py` makes the errors that
+they see.
 """
 
 from penstock.config.bounds import Items, Within, check_bounds

@@ -1,9 +1,9 @@
-"""How far a number may go, declared with the field that holds it, and one check for all of them.
+"""Bounds of numbers, declared with the field that holds them, and one check for all of them.
 
     num_layers: Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")] = 4
 
-A section calls `check_bounds(self)` first thing in its `__post_init__`, so that no later check has to cope
-with a number that makes it run for minutes. `tests/config/test_bounds.py` finds every number without bounds.
+A section calls `check_bounds(self)` first in its `__post_init__`, so that no later check meets a number that
+makes it run for minutes. `tests/config/test_bounds.py` finds every number without bounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True)
 class Within:
-    """A number from `low` to `high`. reason: why not beyond, as a clause that stands by itself.
+    """A number from `low` to `high`. reason: why not beyond, as an independent clause.
 
     above, below: whether `low` or `high` itself is excluded. hint: what to use instead; "" = the nearest.
     """
@@ -35,13 +35,13 @@ class Within:
     hint: str = ""
 
     def holds(self, value: float) -> bool:
-        """Whether `value` may be used; NaN may not."""
+        """Tell whether `value` may be used; NaN may not."""
         enough = value > self.low if self.above else value >= self.low
         return enough and (value < self.high if self.below else value <= self.high)
 
     @property
     def words(self) -> str:
-        """Such as `from 1 to 1024`, or `above 0 and at most 1e+06`."""
+        """Range in words, such as `from 1 to 1024`, or `above 0 and at most 1e+06`."""
         low, high = _number(self.low), _number(self.high)
         if not (self.above or self.below):
             return f"from {low} to {high}"
@@ -50,7 +50,7 @@ class Within:
         )
 
     def check(self, key: str, value: float) -> None:
-        """Raises ConfigError about `key` unless `value` holds."""
+        """Raise ConfigError about `key` unless `value` holds."""
         if self.holds(value):
             return
         nearest = self.low if value <= self.low else self.high
@@ -63,14 +63,14 @@ class Within:
 
 @dataclass(frozen=True)
 class Items:
-    """How many items a list may have."""
+    """The range of the number of items in a list."""
 
     most: int
     reason: str
     least: int = 0
 
     def check(self, key: str, value: Sequence[object]) -> None:
-        """Raises ConfigError about `key` for a list of another length."""
+        """Raise ConfigError about `key` for a list of another length."""
         if not self.least <= len(value) <= self.most:
             why = f"has {len(value)} items and may have {self.least} to {self.most} ({self.reason})"
             raise ConfigError(key, value, why, "Shorten the list." if value else "Give some.")
@@ -80,10 +80,10 @@ Steps = Annotated[int, Within(0, MOST_STEPS, "steps are numbered with eight digi
 """A number of steps."""
 
 Seed = Annotated[int, Within(0, LARGEST_SEED, "random generators take seeds of 63 bits")]
-"""Of a random generator."""
+"""A seed of a random generator."""
 
 Ranks = Annotated[int, Within(1, MOST_RANKS, "the largest clusters have fewer than a million devices")]
-"""Ranks, or nodes."""
+"""A number of ranks, or of nodes."""
 
 SizeBytes = Annotated[int, Within(0, 2**62, "no machine has more memory")]
 """A number of bytes in memory."""
@@ -99,7 +99,7 @@ def check_bounds(section: Any) -> None:
 
 
 def bounded_fields(cls: type) -> Mapping[str, Any]:
-    """The fields that a caller may set, in order: name and annotated type."""
+    """Return the fields that a caller may set, in order: name and annotated type."""
     if cls not in _FIELDS:
         hints = get_type_hints(cls, include_extras=True)
         _FIELDS[cls] = {field.name: hints[field.name] for field in fields(cls) if field.init}
@@ -107,18 +107,18 @@ def bounded_fields(cls: type) -> Mapping[str, Any]:
 
 
 _FIELDS: Final[dict[type, Mapping[str, Any]]] = {}
-"""Looked up once for every class: resolving annotations takes a while."""
+"""Cache of `bounded_fields` by class: resolving annotations takes a while."""
 
 
 def check_length(tp: Any, value: Sequence[object], key: str) -> None:
-    """Check a list before its items are looked at, which for a long one takes a while."""
+    """Raise ConfigError about `key` for a list of a wrong length, before its items are checked one by one."""
     for mark in _marks(tp):
         if isinstance(mark, Items):
             mark.check(key, value)
 
 
 def check_type(tp: Any, value: Any, key: str) -> None:
-    """Check a value and what is in it against the bounds in a type. Raises ConfigError about `key`."""
+    """Check a value and its items against the bounds in a type. Raises ConfigError about `key`."""
     if value is None:
         return
     inner, marks = bare(tp), _marks(tp)
@@ -134,7 +134,7 @@ def check_type(tp: Any, value: Any, key: str) -> None:
 
 
 def bare(tp: Any) -> Any:
-    """The type without the bounds around it."""
+    """Return the type without the bounds around it."""
     return get_args(tp)[0] if get_origin(tp) is Annotated else tp
 
 

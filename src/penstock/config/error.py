@@ -1,4 +1,4 @@
-"""The error about a setting, and how a value looks in it and in a TOML file."""
+"""The error about a setting, and how a value is shown in the error and in a TOML file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ UNSET: Final = ...
 """Stands for the value in a `ConfigError` about a key that has none; the same object after pickling."""
 
 LONGEST_SHOWN, TAIL = 240, 40
-"""A value of more characters is shown by its beginning and its end."""
+"""A value of more characters than the first is shown by its beginning and its end."""
 
 MOST_WORDS = 400
-"""Characters of a reason or a hint, which may quote a file."""
+"""Most characters of a reason or a hint, which may quote a file."""
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 DEEPEST_SHOWN = 8
@@ -24,29 +24,29 @@ MOST_SHOWN_DIGITS = 60
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used: which one, what it is, why not, and what to do about it."""
+    """A setting that cannot be used: its key, its value, why not, and what to do about it."""
 
     def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
         super().__init__(key, value, why, hint)
         self.key, self.value, self.why, self.hint = key, value, why, hint
 
     def __str__(self) -> str:
-        """One line such as `moe.top_k = 9: must be at most 8. Use 8 or fewer.`"""
+        """Return one line such as `moe.top_k = 9: must be at most 8. Use 8 or fewer.`"""
         key = shorten(self.key)
         subject = key if self.value is UNSET else f"{key} = {shorten(_subject(self.value))}"
         return f"{subject}: {shorten(self.why, MOST_WORDS)}. {shorten(self.hint, MOST_WORDS)}".rstrip()
 
     def under(self, prefix: str) -> ConfigError:
-        """The same error with its key inside section `prefix`; an empty prefix is the top level."""
+        """Return the error with its key inside section `prefix`; an empty prefix is the top level."""
         return ConfigError(dotted(prefix, self.key), self.value, self.why, self.hint)
 
 
 class IndivisibleError(ConfigError):
-    """A number that something cannot be shared by evenly: another one can."""
+    """A number by which something cannot be divided evenly; another number may divide it."""
 
 
 def check_name(key: str, value: str, known: Iterable[object], what: str = "") -> None:
-    """Raises ConfigError about `key` for a value not among `known`. what: what they are; "" = as the key."""
+    """Raise ConfigError about `key` unless `value` is among `known`. what: their kind; "" = the key name."""
     names = list(map(str, known))
     if value not in names:
         any_case = {name.lower(): name for name in names}
@@ -56,12 +56,12 @@ def check_name(key: str, value: str, known: Iterable[object], what: str = "") ->
 
 
 def dotted(prefix: str, name: str) -> str:
-    """`prefix.name`, or `name` alone at the top level."""
+    """Return `prefix.name`, or `name` alone at the top level."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:
-    """`text` on one line that a terminal can show: long ones by their beginning, end and length."""
+    """Return `text` on one printable line; a long text is cut to its beginning, end and length."""
     fits = len(text) <= longest
     kept = text if fits else f"{text[: longest // 2]}...{text[-TAIL:]}"
     line = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in kept)
@@ -73,11 +73,11 @@ def _subject(value: object) -> str:
 
 
 def shown(value: object, depth: int = 0) -> str:
-    """`value` as TOML for a message. Unlike `toml_value` it works for any value, however large or deep."""
+    """Return `value` as TOML for a message; unlike `toml_value` for any value, however large or deep."""
     if depth > DEEPEST_SHOWN:
         return "..."
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**MOST_SHOWN_DIGITS:
-        digits = math.floor(math.log10(2) * value.bit_length()) + 1  # str() refuses thousands of digits
+        digits = math.floor(math.log10(2) * value.bit_length()) + 1  # str() rejects thousands of digits
         return f"{'-' if value < 0 else ''}(a number of about {digits} digits)"
     if isinstance(value, list | tuple):
         return f"[{', '.join(shown(item, depth + 1) for item in value[:LONGEST_SHOWN])}]"
@@ -88,13 +88,13 @@ def shown(value: object, depth: int = 0) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """`value` as a TOML value on one line; None, which TOML lacks, as the word that stands for it."""
+    """Return `value` as a TOML value on one line; None, which TOML lacks, becomes the word for it."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's too, except that TOML wants DEL escaped as well.
+        # JSON's escapes are valid in TOML, too, except that TOML requires DEL to be escaped as well.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
@@ -104,5 +104,5 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_key(key: str) -> str:
-    """A key such as TOML reads it: a path has characters that need quotes."""
+    """Return a key as TOML reads it: a path contains characters that need quotes."""
     return key if BARE_KEY.fullmatch(key) else toml_value(key)

@@ -1,7 +1,7 @@
-"""Reading files that users and other programs wrote: nothing blocks, nothing is read without end.
+"""Reads files that users and other programs wrote: nothing blocks, nothing is read without end.
 
-A path may be a pipe without a writer, /dev/zero, a folder, or a file of many gigabytes; what it holds
-may be nested thousands of levels deep or have numbers of thousands of digits. Each is one `ConfigError`.
+A path may be a pipe without a writer, /dev/zero, a folder, or a file of many gigabytes; its content may be
+nested thousands of levels deep or have numbers of thousands of digits. Each of these is one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MOST_JSON_BYTES = 64 * MEBIBYTE
 """A plan of a million tasks takes some 20 MB."""
 
 MOST_DIGITS = 400
-"""Of a whole number; floating point ends at 309 digits."""
+"""Most digits of an integer; floating point ends at 309 digits."""
 
 SHIPPED = Path(__file__).parent / "shipped"
-"""Configurations that are installed with the package; `configs/` of the source code is a link to them."""
+"""Configurations installed with the package; `configs/` in the source code is a link to them."""
 
 KINDS = (
     (stat.S_ISDIR, "is a folder"),
@@ -38,14 +38,14 @@ KINDS = (
 
 
 def found_or_shipped(path: Path) -> Path:
-    """The path, or for a name such as `tiny`, which is no file here, that of the shipped configuration."""
+    """Return the path; for a name such as `tiny` that is no file here, that of the shipped configuration."""
     shipped = SHIPPED / f"{path}.toml"
-    free = is_missing(path) or asked(path.is_dir)  # a run called tiny may lie here
+    free = is_missing(path) or asked(path.is_dir)  # a run called tiny may be here
     return shipped if free and len(path.parts) == 1 and shipped.is_file() else path
 
 
 def asked(question: Callable[[], bool]) -> bool:
-    """What the system says of a path; no where it does not look: the name is too long, a folder is locked."""
+    """Return the system's answer about a path; False where it has none: too long a name, a locked folder."""
     try:
         return question()
     except OSError:
@@ -53,7 +53,7 @@ def asked(question: Callable[[], bool]) -> bool:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether nothing is there for certain; where the system does not look, reading will tell why."""
+    """Tell whether certainly nothing is there; where the system does not look, reading will tell why."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -64,7 +64,7 @@ def is_missing(path: Path) -> bool:
 
 
 def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:
-    """`path` with the home folder that it may begin with; raises ConfigError about `key`."""
+    """Return `path` with a home folder at its beginning expanded; raise ConfigError about `key`."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # where the system knows no such user
@@ -72,9 +72,9 @@ def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path
 
 
 def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> BinaryIO:
-    """The file at `path`, open for reading. Raises ConfigError about `key` if it is none, or cannot be read.
+    """Open the file at `path` for reading. Raises ConfigError about `key` if it cannot be read as a file.
 
-    It is asked what it is after it was opened, and opening does not wait for the writer of a pipe.
+    Its kind is checked after it was opened, and opening does not wait for the writer of a pipe.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
@@ -93,7 +93,7 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
 
 
 def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
-    """The UTF-8 text in a file of at most `most_bytes`; a byte order mark in front is dropped.
+    """Return the UTF-8 text in a file of at most `most_bytes`, without a leading byte order mark.
 
     Raises ConfigError about `key`.
     """
@@ -113,7 +113,7 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
 
 
 def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
-    """What a JSON file holds, by the strict rules of `parse_json`; errors begin with the path."""
+    """Return the content of a JSON file, by the strict rules of `parse_json`; errors begin with the path."""
     text = read_text(path, str(path), hint, most_bytes)
     try:
         return parse_json(text)
@@ -122,10 +122,10 @@ def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. Raises ValueError with a clause that says what is wrong.
+    """Return the content of a JSON text. Raises ValueError with a clause that says what is wrong.
 
-    No key may stand twice in one object. NaN and numbers that floating point cannot hold are left to the
-    bounds of whatever they are for, whose message names the key.
+    No key may occur twice in one object. NaN and numbers that floating point cannot hold are left to the
+    bounds of the setting that they are for, whose message names the key.
     """
     try:
         return json.loads(text, parse_int=_whole, object_pairs_hook=_object)
@@ -161,11 +161,11 @@ def _missing(path: Path) -> str:
 MOST_TOML_BYTES = 256 * 1024
 MOST_DOTS = 256
 LONG_NUMBER = re.compile(rf"[0-9_]{{{MOST_DIGITS + 1}}}")
-"""In one line. Python's parser takes time and memory by the square of the parts of a dotted key."""
+"""Limits of one line: Python's parser takes time and memory by the square of the parts of a dotted key."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table that a TOML text says. Raises ValueError with a clause that says what is wrong."""
+    """Return the table in a TOML text. Raises ValueError with a clause that says what is wrong."""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")

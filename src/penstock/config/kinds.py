@@ -1,4 +1,4 @@
-"""What a setting may be: kinds of values, in words for messages and as examples in TOML."""
+"""Kinds of values that a setting may have, in words for messages and as examples in TOML."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.config.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """A type without structure: its name in a message, an example as TOML, and the TOML types it takes."""
+    """A type without structure: its name in a message, an example in TOML, and the types it accepts."""
 
     words: str
     example: str
@@ -33,17 +33,17 @@ PLAIN: Final[Mapping[Any, Plain]] = {
 
 
 def settable(cls: type) -> list[Field[Any]]:
-    """The fields a caller may set, in order."""
+    """Return the fields that a caller may set, in order."""
     return [field for field in fields(cls) if field.init]
 
 
 def types_of(cls: type) -> dict[str, Any]:
-    """The resolved type of every settable field, with its bounds."""
+    """Return the resolved type of every settable field, with its bounds."""
     return dict(bounded_fields(cls))
 
 
 def inner(tp: Any) -> Any:
-    """X of `X | None` or of `tuple[X, ...]`; any other union or tuple is a mistake in our own code."""
+    """Return X of `X | None` or `tuple[X, ...]`; no setting may have another union or tuple as its type."""
     tp = bare(tp)
     arguments = [each for each in get_args(tp) if each not in (NoneType, Ellipsis)]
     assert len(arguments) == 1 and len(get_args(tp)) == 2, f"a setting cannot be of type {tp}"
@@ -51,7 +51,7 @@ def inner(tp: Any) -> Any:
 
 
 def section_of(tp: Any) -> type | None:
-    """The dataclass that `tp` is, or is when it is not None; None for a single setting."""
+    """Return the dataclass of a section, which may be optional; None for a single setting."""
     tp = bare(tp)
     if get_origin(tp) in (Union, UnionType):
         tp = inner(tp)
@@ -59,12 +59,12 @@ def section_of(tp: Any) -> type | None:
 
 
 def word(choice: object) -> str:
-    """A choice as people write it on the command line."""
+    """Return a choice as people write it on the command line."""
     return choice if isinstance(choice, str) else toml_value(choice)
 
 
 def expected(tp: Any) -> str:
-    """What a value of `tp` must be, to follow `key = value:`."""
+    """Return what a value of `tp` must be, in words that follow `key = value:`."""
     tp = bare(tp)
     origin = get_origin(tp)
     if origin is Literal:
@@ -77,7 +77,7 @@ def expected(tp: Any) -> str:
 
 
 def example(tp: Any) -> str:
-    """A valid value of `tp` as TOML."""
+    """Return a valid value of `tp` as TOML."""
     tp = bare(tp)
     origin = get_origin(tp)
     if origin is Literal:

@@ -1,6 +1,6 @@
-"""A TOML file plus `section.key=value` overrides become one frozen dataclass.
+"""Turns a TOML file and `section.key=value` overrides into one frozen dataclass.
 
-The dataclasses themselves live beside what they configure; nothing here knows a setting. A section may
+The dataclasses themselves are defined beside what they configure; this module knows no setting. A section may
 refuse its own values: its `__post_init__` raises `ConfigError` with the bare field name, and `load` adds the
 section.
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     """Build `cls` from the TOML file at `path` (None: defaults alone), then `section.key=value` overrides.
 
-    A name without a dot or a folder, such as `tiny`, is a file here or else a configuration that is shipped.
+    A name without a dot or a folder, such as `tiny`, is a file here, or else a shipped configuration.
 
     An override's value is read as TOML where that fits the field, as bare text otherwise; of two overrides of
     one key the later counts. Raises `ConfigError` with the full dotted key for anything that does not fit.
@@ -45,23 +45,23 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
 
 def from_dict(cls: type[T], table: object, name: str) -> T:
-    """Build `cls` from plain data such as JSON gives; errors begin with `name`, such as the file's."""
+    """Build `cls` from plain data such as JSON yields; errors begin with `name`, for example the file's."""
     built: T = _build(cls, table, name)
     return built
 
 
 def check_value(tp: Any, value: object, key: str) -> None:
-    """Raises ConfigError about `key` unless `value`, as TOML or JSON has it, is a `tp` within its bounds."""
+    """Raise ConfigError about `key` unless `value`, from TOML or JSON, is a `tp` within its bounds."""
     check_type(tp, _convert(tp, value, key), key)
 
 
 def to_dict(config: object) -> dict[str, Any]:
-    """`config` as plain data for JSON: sections are dicts, tuples lists, paths text; None stays None."""
+    """Return `config` as plain data for JSON: sections as dicts, tuples as lists, paths as text, and None."""
     return {field.name: _plain_data(getattr(config, field.name)) for field in settable(type(config))}
 
 
 def to_toml(config: object) -> str:
-    """`config` as the text of a TOML file that `load` turns into an equal one.
+    """Return `config` as the text of a TOML file that `load` turns into an equal one.
 
     A field that is None is left out where that is its default anyway, and written as "none" elsewhere. Raises
     `ConfigError` for text that would be read back as None.
@@ -73,7 +73,7 @@ def to_toml(config: object) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The table in the TOML file at `path`; `ConfigError` says what stops it from being read."""
+    """Return the table in the TOML file at `path`. Raises ConfigError if it cannot be read."""
     path = found_or_shipped(path)
     text = read_text(path, str(path), "Give the path of a readable TOML file.", MOST_TOML_BYTES)
     try:
@@ -84,7 +84,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _split(cls: type, override: str) -> tuple[str, str]:
-    """The key and the text of `key=text`."""
+    """Return the key and the text of `key=text`."""
     key, equals, text = (part.strip() for part in override.partition("="))
     if key and equals:
         return key, text
@@ -101,7 +101,7 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
     key, tp = dotted(here, name), types_of(cls)[name]
     section = section_of(tp)
     if not rest:
-        # Even a whole table is refused: it would silently drop what the file says about the section.
+        # Even a whole table is refused, since it would silently drop what the file says about the section.
         if section and not _says_none(text):
             raise _not_a_section(section, key, _parse(text))
         table[name] = _override_value(tp, text, key)
@@ -121,7 +121,7 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
 
 
 def _override_value(tp: Any, text: str, key: str) -> object:
-    """What `text` spells in TOML if the field takes that or nothing at all, else the bare text."""
+    """Return the TOML value of `text`, or the bare text if the field accepts that alone."""
     spelt = _parse(text)
     for value in (spelt, text):
         with suppress(ConfigError):
@@ -131,7 +131,7 @@ def _override_value(tp: Any, text: str, key: str) -> object:
 
 
 def _parse(text: str) -> object:
-    """The TOML value `text` spells, or `text` itself."""
+    """Return the TOML value that `text` spells, or `text` itself."""
     try:
         document = parse_toml(f"value = {text}")
     except ValueError:
@@ -143,7 +143,7 @@ def _parse(text: str) -> object:
 
 
 def _build(cls: type, table: object, key: str, base: object = None) -> Any:
-    """The section `cls` at dotted `key`; what `table` leaves out comes from `base`, else from defaults."""
+    """Build section `cls` at dotted `key`; what `table` leaves out comes from `base`, else from defaults."""
     if not isinstance(table, dict):
         raise _not_a_section(cls, key, table)
     types, values = types_of(cls), _defaults(cls, base)
@@ -160,14 +160,14 @@ def _build(cls: type, table: object, key: str, base: object = None) -> Any:
 
 
 def _required(tp: Any, key: str) -> object:
-    """A field that was not set: a section may still consist of defaults, anything else is missing."""
+    """Return the default of a field that was not set: only a section may consist of defaults."""
     if is_dataclass(tp):
         return _convert(tp, {}, key)
     raise ConfigError(key, UNSET, f"is missing; it {expected(tp)}", f"For example {key}={example(tp)}.")
 
 
 def _convert(tp: Any, value: object, key: str, base: object = None) -> Any:
-    """`value`, as TOML gives it, as a `tp`; `base` is the section it is laid over, if it is one."""
+    """Convert `value`, as TOML yields it, to `tp`; `base` is the section over which it is laid, if any."""
     bounded, tp = tp, bare(tp)
     origin = get_origin(tp)
     if is_dataclass(tp) and isinstance(tp, type):
@@ -232,7 +232,7 @@ def _convert_plain(tp: Any, value: object, key: str) -> object:
 
 
 def _check_text(key: str, text: str) -> None:
-    """Neither a path nor a file of ours can hold a NUL, or half of a character that takes two."""
+    """Raise ConfigError for a NUL or half of a surrogate pair, which neither paths nor files can hold."""
     if "\0" in text:
         raise ConfigError(key, text, "holds a NUL character", "Leave it out.")
     if any("\ud800" <= each <= "\udfff" for each in text):
@@ -243,7 +243,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def _defaults(cls: type, base: object) -> dict[str, Any]:
-    """What each field is when nothing sets it; a required field is absent."""
+    """Return what each field is when nothing sets it; a required field is absent."""
     if base is not None:
         return {field.name: getattr(base, field.name) for field in settable(cls)}
     fixed = {field.name: field.default for field in settable(cls) if field.default is not MISSING}
@@ -259,7 +259,7 @@ def _says_none(value: object) -> bool:
 
 
 def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every single setting below `cls`: its dotted key and its type."""
+    """Yield every single setting below `cls`: its dotted key and its type."""
     for name, tp in types_of(cls).items():
         section = section_of(tp)
         key = dotted(prefix, name)
@@ -277,7 +277,7 @@ def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
 
 
 def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
-    """No such setting: hints at the nearest name here, the same name further down, or all names here."""
+    """Return the error for an unknown setting, with the nearest name, its place below, or all names."""
     names = list(types_of(cls))
     near = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
     near += [key for key, _ in _leaves(cls, section) if key.rpartition(".")[2] == name]
@@ -300,7 +300,7 @@ def _plain_data(value: object) -> Any:
 
 
 def _lines(config: object, section: str, base: object) -> Iterator[str]:
-    """Single settings first, then each section under its own header, as TOML wants it."""
+    """Yield single settings first, then each section under its own header, as TOML requires."""
     cls = type(config)
     defaults, sections = _defaults(cls, base), []
     for name, tp in types_of(cls).items():
@@ -314,7 +314,7 @@ def _lines(config: object, section: str, base: object) -> Iterator[str]:
 
 
 def _storable(tp: Any, value: object, key: str) -> object:
-    """`value` as plain data, unless reading it back would turn a text into None."""
+    """Return `value` as plain data; raise ConfigError if reading it back would turn a text into None."""
     tp = bare(tp)
     optional = get_origin(tp) in (Union, UnionType)
     if isinstance(value, Table):

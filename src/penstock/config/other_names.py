@@ -1,6 +1,6 @@
-"""Settings under the names that other programs have for them: accepted, with a hint.
+"""Settings under the names that other programs give them: accepted, with a hint.
 
-A section says so itself::
+A section declares these names itself::
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {"tensor_parallel_size": "mp_size"}
 """
@@ -14,7 +14,7 @@ from penstock.config.error import ConfigError, dotted
 
 
 class HintWarning(UserWarning):
-    """What a command tells its user in a line of its own, once."""
+    """A hint that a command prints for its user on a line of its own, once."""
 
 
 class OtherNameWarning(HintWarning):
@@ -22,7 +22,7 @@ class OtherNameWarning(HintWarning):
 
 
 def own_name(cls: type, name: str, section: str) -> str:
-    """The name of a setting of `cls`, whose dotted key is `section`; warns if it was given under another."""
+    """Return a setting's own name in section `section`; warn if it was given under another program's name."""
     own: str = getattr(cls, "ALSO_CALLED", {}).get(name, name)
     if own != name:
         key = dotted(section, name)
@@ -31,9 +31,9 @@ def own_name(cls: type, name: str, section: str) -> str:
 
 
 def rename(cls: type, table: dict[str, Any], section: str) -> dict[str, Any]:
-    """`table` itself, with its settings under their own names.
+    """Rename the settings in `table` to their own names, and return `table`.
 
-    Raises ConfigError for one that stands in it under two names.
+    Raises ConfigError for a setting that occurs in it under two names.
     """
     for name in [name for name in table if name in getattr(cls, "ALSO_CALLED", {})]:
         own = own_name(cls, name, section)

@@ -1,4 +1,4 @@
-"""A setting that is a table: names and values of which this package knows nothing."""
+"""A setting that is a table: names and values that this package does not interpret."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class Table(tuple[tuple[str, Any], ...]):
-    """Pairs of a name and a value, sorted by name, so that equal ones are equal and can be hashed."""
+    """Pairs of a name and a value, sorted by name, so that equal tables compare equal and can be hashed."""
 
     def __new__(cls, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> Self:
         return super().__new__(cls, sorted(dict(items).items()))

@@ -1,4 +1,4 @@
-"""What a cluster costs: alpha-beta models of its links, rates of its devices."""
+"""Costs of a cluster: alpha-beta models of its links, rates of its devices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LEAST_START_UP_S = 5e-324
 """The smallest number above zero."""
 
 Rate = Annotated[float, Within(1e-3, MOST_RATE, "beyond, durations leave the range of floating point")]
-"""Per second."""
+"""Units (operations or bytes) per second."""
 
 StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
-"""Seconds before anything happens."""
+"""Seconds before the first byte moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class AlphaBeta:
     beta_s_per_byte: float
 
     def seconds(self, size_bytes: float) -> float:
-        """Time for a collective of `size_bytes` in its own group; 0 if there is nothing to move."""
+        """Return seconds of a collective of `size_bytes` in its own group; 0 if nothing is to be moved."""
         return self.alpha_s + self.beta_s_per_byte * size_bytes if size_bytes > 0 else 0.0
 
 
@@ -65,9 +65,9 @@ class ClusterConfig:
         check_bounds(self)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
-        """The cluster with this many times the bandwidth between nodes, inside nodes, and speed of devices.
+        """Return the cluster with these factors on bandwidth between and inside nodes, and speed of devices.
 
-        Never beyond the bounds of a cluster, so that any of them can be asked what would help.
+        No rate goes beyond the bounds of a cluster, so that any cluster can be asked what would help.
         """
         return replace(
             self,
@@ -79,10 +79,9 @@ class ClusterConfig:
         )
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        """Argument: bytes of the buffer each rank sends, its own share included. int: ranks on nodes unknown.
+        """Return the model of an all-to-all; argument: bytes of each rank's send buffer, own share included.
 
-        axes: along which they meet.
-
+        group: a span, or the number of ranks on unknown nodes. axes: along which they meet.
         A rank sends to every other in turn. What leaves a node passes its card while the rest passes the
         devices' links, so the busier of the two counts.
         """
@@ -96,24 +95,25 @@ class ClusterConfig:
         )
 
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        """One leg of a dispatch or combine. Argument: bytes of the rows that each rank has for all experts.
+        """Return model of a leg of a dispatch or combine; argument: bytes of a rank's rows for all experts.
 
         span: of the expert group; for a hierarchical dispatch it covers whole nodes. axes: along which a flat
-        one meets.
+        dispatch meets.
         """
         if DISPATCHES[dispatch].hops == FLAT:
             return self.all_to_all(span, axes)
         leg = even_leg(dispatch, op, span.nodes, span.most)
         if leg.lane is Lane.INTRA:
             start_s, rate, sharing = self.intra_latency_s, self.intra_bytes_per_s, 1.0
-        else:  # the devices of a node send at once, where it is the node's rate
+        else:  # where the rate is the node's, its devices share it
             start_s, rate = self.link_latency_s, self.link_bytes_per_s
             sharing = leg.sharing * max(1, span.crossing) if self.link_rate_of == "node" else 1.0
         return AlphaBeta(alpha_s=leg.messages * start_s, beta_s_per_byte=leg.share * sharing / rate)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
-        """Argument: bytes of the tensor. int: ranks on nodes unknown.
+        """Return the model of an all-reduce; its argument is the bytes of the tensor.
 
+        group: a span, or the number of ranks on unknown nodes.
         Hierarchical, as libraries do it: sums are scattered inside nodes, each share is reduced by a ring
         over nodes, and gathered inside them. Pieces follow each other, so the busiest link counts.
         """
@@ -127,10 +127,10 @@ class ClusterConfig:
         )
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
-        """A collective among ranks of one node.
+        """Return the model of a collective among ranks of one node.
 
-        Argument: bytes of the gathered output, of the input that is summed and scattered, of the tensor that
-        is summed; the last is done as the other two.
+        Its argument is the bytes of the gathered output (all_gather), of the input that is summed and
+        scattered (reduce_scatter), or of the tensor that is summed (all_reduce, done as the other two).
         """
         times = 2 if collective == "all_reduce" else 1
         share = times * (ranks - 1) / ranks
@@ -139,32 +139,32 @@ class ClusterConfig:
         )
 
     def pair(self, span: Span) -> AlphaBeta | None:
-        """Combine and the gather after it at the same time (Parm's SAA), as one operation; None = not known.
+        """Return the model of simultaneous combine and gather (Parm's SAA); None = not known.
 
-        Argument: bytes of the buffer that each rank sends. span: of combine.
+        Its argument is the bytes of the buffer that each rank sends. span: of combine.
         """
         del span  # rates do not say how much the two overlap
         return None
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
-        """A compute task whose forward has these operations and copies. Backward is twice forward.
+        """Return the seconds of a compute task whose forward has these operations and copies.
 
-        pieces: the number of parts in which the work is done; by assumption that costs nothing, as in
-            published planners.
+        Backward is twice forward. pieces: the number of parts in which the work is done; by assumption they
+        cost nothing, as in published planners.
         """
         del op, pieces
-        scale = 2 if phase is Phase.BACKWARD else 1  # a split backward is two halves of that
+        scale = 2 if phase is Phase.BACKWARD else 1  # each half of a split backward counts once
         return self.task_overhead_s + scale * self.nominal_s(flops, moved_bytes)
 
     def nominal_s(self, flops: float, moved_bytes: float) -> float:
-        """What so much work takes by the two rates alone."""
+        """Return the seconds of this work by the two rates alone."""
         return flops / self.flops_per_s + moved_bytes / self.memory_bytes_per_s
 
     def _busier(self, inside: float, card: float) -> float:
-        """Seconds per byte of which these shares pass a device's link, and a card."""
+        """Return the seconds per byte where these shares pass a device's link, and a card."""
         return max(inside / self.intra_bytes_per_s, card / self.link_bytes_per_s)
 
 
 def as_span(group: Span | int) -> Span:
-    """A number of ranks on unknown nodes, as a span."""
+    """Return a number of ranks on unknown nodes as a span."""
     return Span.apart(group) if isinstance(group, int) else group

@@ -1,6 +1,6 @@
-"""The cluster file: what was measured of a cluster, or what is known of one that is not at hand.
+"""The cluster file: what was measured of a cluster, or what is known of one that is not available.
 
-JSON that people can read and write. `links` and `tasks` may be empty: the rates answer for what is missing.
+JSON that people can read and write. `links` and `tasks` may be empty: the rates stand in for what is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.mesh import Group
 from penstock.ops import OPS
 
 OLDEST, VERSION = 1, 2
-"""1 has no figures of real steps."""
+"""Versions of the file that can be read; version 1 has no figures of real steps."""
 
 WHOSE_RATE: Final = "is missing, so nobody can tell whose rate link_bytes_per_s is"
 WHAT_TO_WRITE: Final = (
@@ -39,7 +39,7 @@ WHAT_TO_WRITE: Final = (
 )
 
 PAIR: Final = "simultaneous_pair"
-"""Combine and the gather that follows it, at the same time: Parm's SAA, with its alpha_o and beta_o."""
+"""Combine and the gather that follows it, run simultaneously: Parm's SAA, with its alpha_o and beta_o."""
 
 PRODUCT: Final = "matmul"
 """The kernel that multiplies matrices of the model's sizes."""
@@ -54,7 +54,7 @@ COLLECTIVES = (
     "point_to_point",
     PAIR,
 )
-"""What is measured of links, beside the legs of dispatches, which go by the dispatch's name and their op."""
+"""Collectives that are measured, besides legs of dispatches, which have the dispatch's name and an op."""
 
 
 AGAIN = "Measure it again, or correct the number."
@@ -63,6 +63,7 @@ SecondsPerUnit = Annotated[
     float, Within(0, 1e3, "nothing is slower than a byte in that time", True, hint=AGAIN)
 ]
 Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
+Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=AGAIN)]
 Scatter = Annotated[float, Within(0, 1e3, "a duration that scatters more says nothing", hint=AGAIN)]
 Quality = Annotated[float, Within(-1e300, 1, "1 is a perfect line", hint=AGAIN)]
 Residual = Annotated[float, Within(0, 1e300, "it is a distance", hint=AGAIN)]
@@ -75,7 +76,7 @@ MOST_MODELS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How well a line explains what was measured. points: [size, seconds], outliers included.
+    """Quality of a line through measured points. points: [size, seconds], outliers included.
 
     r2: 1 is a perfect line. residual: typical distance of a point from the line, relative to the line.
     """
@@ -90,14 +91,14 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkModel:
-    """`t = alpha + beta * n` of one collective in one kind of group on one lane.
+    """Model `t = alpha + beta * n` of one collective in one kind of group on one lane.
 
     n: bytes by the convention of ClusterConfig: what each rank sends to all (all-to-all), the gathered output
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
     group: ep, node, rail, edp, world, esp, mp, dp or ep x esp, as Group names them. op: the leg of a
     hierarchical dispatch, else "".
-    in_steps: how many times longer a transfer takes in a step than by this line. beside: how many times
-    longer again beside computation; None = as the file says of all transfers.
+    in_steps: how many times longer a transfer takes in a step than by this line. beside: additional factor
+    beside computation; None = as the file says of all transfers.
     """
 
     collective: str
@@ -108,7 +109,7 @@ class LinkModel:
     beta_s_per_byte: SecondsPerUnit
     op: str = ""
     in_steps: Factor = 1.0
-    beside: Factor | None = None
+    beside: Slowdown | None = None
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -125,16 +126,16 @@ class LinkModel:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskModel:
-    """What a compute task takes: `alpha + scale * nominal`, nominal being its work by the two rates.
+    """Model of a compute task: `alpha + scale * nominal`, where nominal is its work by the two rates.
 
-    op, phase: as in task names (AT, F). beside: how many times longer beside traffic.
+    op, phase: as in task names (AT, F). beside: how many times longer the task takes beside traffic.
     """
 
     op: str
     phase: str
     alpha_s: Seconds
     scale: Factor
-    beside: Factor = 1.0
+    beside: Slowdown = 1.0
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class TaskModel:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelModel:
-    """`t = alpha + beta * work` of one kind of computation by itself, on all ranks at once: for the reader.
+    """Model `t = alpha + beta * work` of one kind of computation alone, on all ranks at once: for the reader.
 
     unit: flop or byte.
     """
@@ -161,16 +162,16 @@ class KernelModel:
 
     @property
     def points(self) -> Points:
-        """Work and seconds of every measurement that took any."""
+        """Work and seconds of every measurement that took any time."""
         return () if self.fit is None else tuple(each for each in self.fit.points if each[1] > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFit:
-    """Real steps over their simulation from everything else in the file.
+    """Ratio of real steps to their simulation from everything else in the file.
 
     ratio: measured over simulated seconds, typically. low, high: between which 95 % of steps are expected.
-    steps: how many were measured.
+    steps: number of measured steps.
     """
 
     ratio: Factor
@@ -185,13 +186,13 @@ class StepFit:
             raise ConfigError("ratio", self.ratio, why, AGAIN)
 
     def around(self, predicted_s: float) -> tuple[float, float]:
-        """Between which a step is expected of which `predicted_s` are predicted, `ratio` included."""
+        """Return the interval in which a step predicted at `predicted_s` (`ratio` included) is expected."""
         return predicted_s * self.low / self.ratio, predicted_s * self.high / self.ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where and when it was measured."""
+    """Place and time of a measurement."""
 
     host: str
     date: str
@@ -223,7 +224,7 @@ class ClusterFile:
     links: Annotated[tuple[LinkModel, ...], Items(MOST_MODELS, "one per collective and group")] = ()
     tasks: Annotated[tuple[TaskModel, ...], Items(MOST_MODELS, "one per op and phase")] = ()
     kernels: Annotated[tuple[KernelModel, ...], Items(MOST_MODELS, "they are for the reader")] = ()
-    transfers_beside_compute: Factor = 1.0
+    transfers_beside_compute: Slowdown = 1.0
     jitter: Scatter = 0.0
     slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
     steps: StepFit | None = None
@@ -252,20 +253,19 @@ class ClusterFile:
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """The highest rate of a matrix product on one rank, all of them multiplying at once; None = none was
-        measured."""
+        """Highest rate of a matrix product on one rank while all ranks multiply; None = not measured."""
         rates = (
             point[0] / point[1] for each in self.kernels if each.name == PRODUCT for point in each.points
         )
         return max(rates, default=None)
 
     def link(self, collective: str, group: str, op: str = "") -> LinkModel | None:
-        """The measured model, if there is one."""
+        """Return the measured model; None if there is none."""
         found = (x for x in self.links if (x.collective, x.group, x.op) == (collective, group, op))
         return next(found, None)
 
     def beside(self, other: ClusterFile) -> ClusterFile:
-        """The file with what it lacks of links and tasks as another has them, measured by the same rates."""
+        """Return file with missing links and tasks taken from another file, measured by the same rates."""
         links = {(x.collective, x.group, x.op, x.ranks): x for x in (*other.links, *self.links)}
         tasks = {(x.op, x.phase): x for x in (*other.tasks, *self.tasks)}
         own = [x for x in links.values() if x in self.links], [x for x in tasks.values() if x in self.tasks]
@@ -276,12 +276,15 @@ class ClusterFile:
         )
 
     def save(self, path: Path) -> None:
-        """Write it where the path says; a half-written file never replaces a whole one."""
+        """Write the file to a path; a half-written file never replaces a whole one."""
         write_json(path, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> ClusterFile:
-        """A file of this or an older version. Raises ConfigError naming file and key that are wrong."""
+        """Read a file of this or an older version.
+
+        Raises ConfigError naming the file and the key that is wrong.
+        """
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
@@ -289,7 +292,7 @@ class ClusterFile:
         return replace(file, version=VERSION)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:
-        """The cluster with these multiples of bandwidth between nodes and inside nodes, and of compute."""
+        """Return the cluster with these factors on bandwidth between and inside nodes, and on compute."""
         factors = {"inter": inter, "intra": intra}
         links = tuple(
             replace(link, beta_s_per_byte=link.beta_s_per_byte / factors.get(link.lane, 1.0))

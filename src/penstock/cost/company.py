@@ -2,7 +2,7 @@
 
 A task that has company for a share of its time (computation for a transfer, traffic for computation) takes
 `alone * (1 + share * (beside - 1))` times its seconds by the model. Both factors are fitted to steps that
-really ran. Other programs lengthen any of their tasks, so the fit is of least absolute deviations.
+really ran. Other programs may lengthen any of their tasks, so the fit is of least absolute deviations.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from penstock.cost.cluster_file import StepFit
 Numbers = npt.NDArray[np.float64]
 
 CONTRAST = 0.3
-"""Shares of company that differ by less do not tell what company does."""
+"""Least difference between shares of company from which its effect can be told."""
 
 MOST_BESIDE = 3.0
-"""Company that is said to triple a duration would be something else."""
+"""Largest factor of company: one that seems to more than triple a duration has another cause."""
 
 ALONE = (0.5, 2.0)
 MOST_SCATTER = 0.25
-"""Tasks that scatter more, or take another time than that, say nothing that holds for the next step."""
+"""Limits beyond which tasks' scatter, or their time alone, tells nothing about the next step."""
 
 LEAST_SIGHTINGS = 4
 NORMAL = 1.4826
@@ -35,16 +35,19 @@ NORMAL = 1.4826
 
 PASSES = 50
 NEAR = 1e-4
-"""Deviations below this weigh alike."""
+"""Deviation below which all deviations have equal weight."""
 
 INTERVAL = 1.96
-"""Standard deviations between which 95 % of normally distributed steps lie."""
+"""Standard deviations on either side within which 95 % of normally distributed steps lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """A task as it ran. modelled_s: what it takes by itself. ratio: measured over modelled seconds. share: of
-    its time in which the other side was busy, too."""
+    """A task in a real step.
+
+    modelled_s: its seconds alone by the model. ratio: measured over modelled seconds. share: of its time in
+    which the other side was busy, too.
+    """
 
     modelled_s: float
     ratio: float
@@ -61,7 +64,7 @@ class Company:
 
     @property
     def words(self) -> str:
-        """Why they are not to be used; "" if they are."""
+        """Why the factors are not to be used; "" if they are."""
         if self.scatter > MOST_SCATTER:
             return f"it differs by {100 * self.scatter:.0f} % from step to step"
         if not ALONE[0] <= self.alone <= ALONE[1]:
@@ -69,15 +72,15 @@ class Company:
         return ""
 
     def ratio(self, share: float) -> float:
-        """Seconds in a step over seconds by itself, with company for this share of the time."""
+        """Return seconds in a step over seconds alone, with company for this share of the time."""
         return self.alone * (1 + share * (self.beside - 1))
 
 
 def fit_company(seen: Sequence[Sighting], usual: float = 1.0) -> Company | None:
-    """The factors that explain the tasks; None if there are too few.
+    """Return the factors that explain the tasks; None if there are too few tasks.
 
-    usual: the factor beside the other side where shares are too much alike to tell. A longer task counts for
-    more, as it does in a step.
+    usual: the factor of company where shares are too similar to tell it. A longer task counts for more, as it
+    does in a step.
     """
     if len(seen) < LEAST_SIGHTINGS:
         return None
@@ -94,8 +97,10 @@ def fit_company(seen: Sequence[Sighting], usual: float = 1.0) -> Company | None:
 
 
 def _slope(shares: Numbers, ratios: Numbers, weights: Numbers) -> float:
-    """The factor of company by the line of least absolute deviations, by least squares weighted again and
-    again."""
+    """Return the factor of company by the line of least absolute deviations.
+
+    It is found by repeatedly reweighted least squares.
+    """
     matrix, now = np.stack([np.ones_like(shares), shares], axis=1), weights
     line = np.array([1.0, 0.0])
     for _ in range(PASSES):
@@ -106,7 +111,7 @@ def _slope(shares: Numbers, ratios: Numbers, weights: Numbers) -> float:
 
 
 def _quantile(values: Numbers, weights: Numbers, part: float) -> float:
-    """The least value that, with all below it, has this part of the weight."""
+    """Return the least value up to which values have this part of the weight."""
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     place = int(np.searchsorted(below, part * below[-1]))
@@ -114,10 +119,11 @@ def _quantile(values: Numbers, weights: Numbers, part: float) -> float:
 
 
 def fit_steps(ratios: Sequence[Sequence[float]]) -> StepFit:
-    """What measured over simulated seconds of whole steps say of the next step. ratios: by plan, by step.
+    """Return what the ratios of measured to simulated whole steps say of the next step.
 
-    Every plan counts once in the typical ratio. The interval is of another plan's step: it holds what plans
-    differ by, and what steps of one plan scatter by.
+    ratios: by plan, by step.
+    Every plan counts once in the typical ratio. The interval is for a step of another plan: it covers the
+    differences between plans, and the scatter of steps of one plan.
     """
     plans = [median(map(math.log, steps)) for steps in ratios]
     middle = median(plans)

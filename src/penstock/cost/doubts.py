@@ -1,4 +1,4 @@
-"""What measurements could not tell, for people: all of it in a file, one sentence where a plan is shown."""
+"""What measurements could not tell, in words: in full in a file, in one sentence where a plan is shown."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _DIFFERS = re.compile(r"(.+): predicted as measured by itself, since it differs 
 
 
 def scattered(what: str, why: str) -> str:
-    """The doubt about a kind of work that real steps say nothing of, and is taken as it was by itself."""
+    """Return the doubt about work that is predicted as measured by itself: real steps tell nothing of it."""
     return f"{what}: predicted as measured by itself, since {why}"
 
 
 def listed(doubts: Sequence[str]) -> tuple[str, ...]:
-    """All of them, where measurements are shown; what differs from step to step is named in one line."""
+    """Return all doubts, to show with measurements; work that differs between steps is named in one line."""
     differing = [found for doubt in doubts if (found := _DIFFERS.fullmatch(doubt))]
     if len(differing) < 2:
         return tuple(doubts)
@@ -30,9 +30,9 @@ def listed(doubts: Sequence[str]) -> tuple[str, ...]:
 
 
 def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -> tuple[str, ...]:
-    """One line for all of them, with its label; none if there are none.
+    """Return one labelled line for all doubts; () if there are none.
 
-    intervals: whether predictions have them. remedy: what can be done where the plan is shown.
+    intervals: whether predictions have intervals. remedy: advice for where the plan is shown.
     """
     if not doubts:
         return ()

@@ -1,9 +1,9 @@
-"""A straight line through measured durations, when some of them are wrong.
+"""A straight line through measured durations, some of which may be wrong.
 
-An error counts by its share of the square root of the duration: between seconds, where the largest size alone
-would count, and shares, where a start-up that other programs disturb would bend the line at the sizes that
-take most of a step. A program that ran beside it makes a duration longer by any amount, so up to a quarter of
-the points are left out if they do not fit the others (least trimmed deviations, then least squares over the
+An error is weighed by the square root of the duration: a compromise between seconds, where the largest size
+alone would count, and shares, where a start-up that other programs disturb would bend the line at the sizes
+that take most of a step. Another program makes a duration longer by any amount, so up to a quarter of the
+points are left out if they do not fit the others (least trimmed deviations, then least squares over the
 points near that line).
 """
 
@@ -21,30 +21,30 @@ Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 LEAST_POINTS = 5
-"""With fewer there is no telling which one is wrong."""
+"""Least number of points among which a wrong one can be told."""
 
 MOST_PAIRS = 2000
 KEPT = 0.75
-"""At least that share of the points is used."""
+"""Least share of the points that is used."""
 
 CUT = 3.5
 NORMAL = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
 
 NEAR = 0.05
-"""A point within that share of the line is never left out."""
+"""Relative distance from the line within which a point is never left out."""
 
 PASSES = 10
 FLAT = 0.01
-"""Where durations do not grow with the work, this share of the longest is said to come from it."""
+"""Share of the typical duration that is attributed to the work where durations do not grow with it."""
 
 
 @dataclass(frozen=True)
 class LineFit:
-    """`t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
+    """Line `t = alpha_s + beta * n`. alpha_s >= 0, beta > 0.
 
     r2: share of the variance that the line explains, of the points used. residual: median distance of all
-    points from the line, relative to it. used: for every point, whether the line rests on it.
+    points from the line, relative to it. used: for every point, whether it was used for the line.
     """
 
     alpha_s: float
@@ -58,9 +58,9 @@ class LineFit:
 
 
 def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> LineFit:
-    """The line through points (size, seconds), sizes and seconds above 0. Needs one point.
+    """Fit a line through points (size, seconds), at least one, with sizes and seconds above 0.
 
-    trusted: how many of the largest sizes are never left out, where they alone tell the slope.
+    trusted: number of the largest sizes that are never left out, where they alone tell the slope.
     """
     assert points, "a line needs a point"
     sizes, times = (np.array(column, dtype=float) for column in zip(*points, strict=True))
@@ -82,9 +82,9 @@ def fit_line(points: Sequence[tuple[float, float]], *, trusted: int = 0) -> Line
 def _most_agreed(
     sizes: Numbers, times: Numbers, sure: Flags, usual: tuple[float, float]
 ) -> tuple[float, float]:
-    """The line through two points, or the usual one, that three quarters of the points are nearest to.
+    """Return the line, through two points or the usual one, to which three quarters of points are nearest.
 
-    sure: points that are among those in any case.
+    sure: points that belong to these three quarters in any case.
     """
     pairs = [pair for pair in combinations(range(len(sizes)), 2) if sizes[pair[0]] != sizes[pair[1]]]
     first, second = np.array(pairs[:: -(-len(pairs) // MOST_PAIRS)]).T
@@ -102,7 +102,7 @@ def _most_agreed(
 
 
 def _near(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Flags:
-    """The points that a line is fitted through next."""
+    """Return the points through which a line is fitted next."""
     distances = _distances(line, sizes, times)
     least = float(np.sort(distances)[_kept(len(distances)) - 1])
     scattered = distances <= max(CUT * NORMAL * float(np.median(distances)), least)
@@ -115,20 +115,20 @@ def _kept(count: int) -> int:
 
 
 def _shares(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
-    """Of every point the distance from the line, over the line."""
+    """Return the distance of every point from the line, over the line."""
     expected_s = line[0] + line[1] * sizes
     shares: Numbers = np.abs(times - expected_s) / expected_s
     return shares
 
 
 def _distances(line: tuple[float, float], sizes: Numbers, times: Numbers) -> Numbers:
-    """Of every point the error that counts."""
+    """Return the error of every point as it is weighed."""
     distances: Numbers = np.abs(times - line[0] - line[1] * sizes) / np.sqrt(times)
     return distances
 
 
 def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
-    """Neither number negative."""
+    """Return start-up and slope by least squares, neither of them negative."""
     largest, weights = sizes.max(), 1 / np.sqrt(times)
     if sizes.min() == largest:
         return 0.0, float(np.median(times) / largest)
@@ -141,10 +141,10 @@ def _least_squares(sizes: Numbers, times: Numbers) -> tuple[float, float]:
 
 
 def _not_negative(matrix: Numbers, values: Numbers) -> tuple[float, float]:
-    """Least squares with two unknowns, neither of them negative; all numbers given are positive.
+    """Solve least squares with two unknowns, neither of them negative; all given numbers are positive.
 
-    Where the free minimum has a negative unknown, that one is zero. scipy's `nnls` finds the same, and takes
-    longer to load than all measuring: every rank of a run that profiles would wait for it.
+    Where the free minimum has a negative unknown, that unknown is zero. scipy's `nnls` finds the same, and
+    takes longer to load than all measuring: every rank of a run that profiles would wait for it.
     """
     both = np.linalg.lstsq(matrix, values, rcond=None)[0]
     if both.min() >= 0:
@@ -154,7 +154,7 @@ def _not_negative(matrix: Numbers, values: Numbers) -> tuple[float, float]:
 
 
 def _r2(line: tuple[float, float], sizes: Numbers, times: Numbers) -> float:
-    """1 for a perfect line; 0 where the line says no more than the mean does."""
+    """Return 1 for a perfect line, 0 for a line that explains no more than the mean does."""
     left = float(np.sum((times - line[0] - line[1] * sizes) ** 2))
     spread = float(np.sum((times - times.mean()) ** 2))
     if spread <= 1e-12 * float(np.sum(times**2)):  # equal durations: nothing to explain

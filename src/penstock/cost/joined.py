@@ -1,5 +1,6 @@
-"""How many rows travel where one row is for all of a token's experts in a node, or on a rank. No torch.
+"""Numbers of rows that travel where one row serves all of a token's experts in a node, or on a rank.
 
+No torch.
 Shapes: E experts in equal parts (nodes, or ranks) of L, k of them chosen by every token.
 """
 
@@ -18,14 +19,14 @@ from penstock.workloads.apportion import Counts
 Odds = npt.NDArray[np.float64]
 
 ALWAYS: Final = 0.999
-"""An expert that every token chooses is taken to have this share, since odds have to be finite."""
+"""Share assumed for an expert that every token chooses, since odds have to be finite."""
 
 
 @lru_cache(maxsize=1024)
 def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, limit: int = 1) -> float:
-    """In how many of equal parts a token's experts are on average, if every choice is as likely.
+    """Return in how many of equal parts a token's experts are on average, if all choices are equally likely.
 
-    groups, limit: a token's experts come from `limit` of so many groups of experts (DeepSeek). Without them
+    groups, limit: a token's experts come from `limit` of `groups` groups of experts (DeepSeek). Without them
     it is n (1 - C(E - E / n, k) / C(E, k)), for many experts n (1 - (1 - 1 / n)^k).
     """
     size, share = num_experts // groups, num_experts // parts
@@ -41,7 +42,7 @@ def distinct_parts(parts: int, num_experts: int, top_k: int, groups: int = 1, li
 
 
 def _held_by_chosen(inside: Sequence[int], limit: int) -> dict[int, int]:
-    """In how many ways `limit` groups have so many experts of a part together. inside: of every group."""
+    """Return the ways in which `limit` groups hold a number of a part's experts. inside: of every group."""
     ways = {(0, 0): 1}
     for held in inside:
         longer = dict(ways)
@@ -53,11 +54,12 @@ def _held_by_chosen(inside: Sequence[int], limit: int) -> dict[int, int]:
 
 
 def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
-    """Rows of every source for every part, [sources, parts], of what it has for each of their experts.
+    """Return rows of every source for every part, [sources, parts], from its inputs for their experts.
 
-    inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is taken
-    to choose k different ones with odds that give each expert its share; with even counts that is exactly
-    `distinct_parts`. nearness: of that, since choices limited to groups meet in fewer parts.
+    inputs: [sources, parts, L]. Counts do not say which experts are chosen together. So every token is
+    assumed to choose k different ones with odds that give each expert its share; with even counts the result
+    is exactly `distinct_parts`. nearness: factor on the result, since choices limited to groups meet in fewer
+    parts.
     """
     rows, busiest = inputs.sum(axis=2), inputs.max(axis=2, initial=0)
     tokens = np.maximum(np.ceil(rows.sum(axis=1) / top_k), inputs.max(axis=(1, 2), initial=0))[:, None]
@@ -68,9 +70,10 @@ def distinct_rows(inputs: Counts, top_k: int, nearness: float = 1.0) -> Counts:
 
 
 def _missed(share: Odds, top_k: int) -> Odds:
-    """How likely a token chooses nothing in a part, [sources, parts]. share: of tokens that choose an expert.
+    """Return the probability that a token chooses nothing in a part, [sources, parts].
 
-    Of k choices among all: the sum of products of the odds of k experts elsewhere, over that of any k.
+    share: of tokens that choose an expert. Of k choices among all: the sum of products of the odds of k
+    experts elsewhere, over that of any k.
     """
     sources, parts, held = share.shape
     even = top_k / max(parts * held - top_k, 1)  # keeps products of many odds in range
@@ -87,7 +90,7 @@ def _missed(share: Odds, top_k: int) -> Odds:
 
 
 def _products(polynomials: Odds) -> Iterator[Odds]:
-    """Of none, of the first, of the first two, and so on, to the power k."""
+    """Yield the products of no polynomial, of the first, of the first two, and so on, to the power k."""
     found = np.zeros_like(polynomials[0])
     found[:, 0] = 1
     yield found

@@ -1,4 +1,4 @@
-"""JSON files that are whole or not there at all."""
+"""JSON files that are complete or not there at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
-    """Write for people, too, and make the folder; a half-written file never replaces a whole one."""
+    """Write a readable JSON file and make its folder; a half-written file never replaces a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the legs of a dispatch move if routing is even, read off the legs themselves."""
+"""Bytes and messages of the legs of a dispatch under even routing, read off the legs themselves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.ops.transfers import outward
 class EvenLeg:
     """One leg, per byte of the rows that each rank has.
 
-    share: bytes over the link of the busiest rank. sharing: how many such ranks' worth a node sends at once.
-    messages: of that rank, to others.
+    share: bytes over the link of the busiest rank. sharing: what a node sends at once, in shares of such a
+    rank. messages: that the busiest rank sends to others.
     """
 
     lane: Lane
@@ -28,7 +28,7 @@ class EvenLeg:
 
 
 def even_leg(dispatch: str, op: str, nodes: int, node_size: int) -> EvenLeg:
-    """The leg of a registered dispatch in an expert group that covers whole nodes; combine has the same."""
+    """Return the leg of a registered dispatch in an expert group of whole nodes; combine has the same leg."""
     return _even_leg(DISPATCHES[dispatch], outward(op), nodes, node_size)
 
 
@@ -36,7 +36,7 @@ def even_leg(dispatch: str, op: str, nodes: int, node_size: int) -> EvenLeg:
 def _even_leg(dispatch: Dispatch, op: str, nodes: int, node_size: int) -> EvenLeg:
     ranks = nodes * node_size
     number = [hop.op for hop in dispatch.hops].index(op)
-    table = np.broadcast_to(np.int64(1), (ranks, ranks))  # a row for everyone, in no memory
+    table = np.broadcast_to(np.int64(1), (ranks, ranks))  # a row for every rank, without memory
     rows, messages = [], 0
     for rank in range(node_size):  # nodes are alike
         place = Place(rank, ranks, node_size)

@@ -22,14 +22,14 @@ Amounts = npt.NDArray[np.float64]
 
 
 def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
-    """The node of every one of these ranks, counted from 0."""
+    """Return the node of every one of these ranks, counted from 0."""
     per_node = work.devices_per_node or work.ranks_per_node * work.esp_size
     nodes = [node_of(rank, per_node) for rank in ranks]
     return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
 
 
 def links_of(work: Workload, cluster: ClusterConfig, ranks: Sequence[int]) -> Links:
-    """The links between these ranks, by the cluster's rates."""
+    """Return the links between these ranks, by the cluster's rates."""
     return Links(
         nodes=tuple(nodes_of(work, ranks).tolist()),
         across_s_per_byte=1 / cluster.link_bytes_per_s,
@@ -50,7 +50,7 @@ class NodeLinks:
     cluster: ClusterConfig
 
     def argument(self, sent_PP: Amounts) -> Amounts:
-        """Of an even all-to-all, the buffer with which it takes as long as each rank's links do, [P].
+        """Return the buffer of an even all-to-all that takes as long as each rank's links do here, [P].
 
         sent_PP: from rank to rank, in any unit; what stays on a rank takes no time.
         """
@@ -60,7 +60,7 @@ class NodeLinks:
         return argument
 
     def crossing(self, sent_PP: Amounts) -> float:
-        """What leaves its node, or its rank where there is one node."""
+        """Return the amount that leaves its node, or its rank where there is one node."""
         links = self._links
         return float((sent_PP * (links.across if max(links.nodes) else links.inside)).sum())
 

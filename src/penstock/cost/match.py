@@ -1,4 +1,4 @@
-"""Whether a cluster file was measured on the machines that are here now."""
+"""Comparison of a cluster file with the machines that are used now."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NO_MATTER = ("date",)
 
 
 def mismatch(file: ClusterFile, machine: Machine, ranks: int, nodes: int) -> str | None:
-    """Why a measured file may not hold here: one line for a warning. None if it fits.
+    """Return why a measured file may not hold here, as one line for a warning; None if it fits.
 
-    machine, ranks, nodes: of here and now. A file written by hand describes no measured machine, so it is
+    machine, ranks, nodes: those used now. A file written by hand describes no measured machine, so it is
     never compared.
     """
     if file.measured is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
 from penstock.graph import Phase, Task
+from penstock.mesh import Seconds
 from penstock.trace.records import TaskRecord
 
 Kind = tuple[int, str, Phase]
@@ -16,21 +19,35 @@ Kind = tuple[int, str, Phase]
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says."""
+    """Seconds per kind of task; a task of a kind that never ran costs what `fallback` says.
+
+    by_rank: seconds on every rank, arrays [ranks], where they are known, for tasks that ranks compute alone.
+    """
 
     seconds: dict[Kind, float]
     fallback: Callable[[Task], float]
+    by_rank: dict[Kind, Seconds] = field(default_factory=dict)
 
     def __call__(self, task: Task) -> float:
         kind = (task.layer, task.op, task.phase)
         return self.seconds[kind] if kind in self.seconds else self.fallback(task)
 
+    def on_ranks(self, task: Task) -> float | Seconds:
+        """Return seconds on every rank, [ranks]; one number where all take equally long.
+
+        With dropless routing another rank may be the slowest one in every layer: the sum over layers of the
+        slowest rank's seconds is then longer than what any rank computes.
+        """
+        found = self.by_rank.get((task.layer, task.op, task.phase))
+        return self(task) if found is None else found
+
     @staticmethod
     def from_records(records: Iterable[TaskRecord], fallback: Callable[[Task], float]) -> MeasuredCost:
-        """Of computation the median over tasks and steps on the slowest rank, for which all others wait.
+        """Read costs off records: for computation the median over tasks and steps on the slowest rank.
 
-        A collective lasts on a rank as long as that rank waits for the last one to arrive; only the last
-        one sees the transfer alone. So of a collective the shortest duration over ranks counts.
+        All other ranks wait for the slowest one. A collective lasts on a rank as long as that rank waits for
+        the last one to arrive; only the last one sees the transfer alone. So the shortest duration over ranks
+        counts.
         """
         together: dict[tuple[int, Task], list[float]] = defaultdict(list)
         apart: dict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -45,6 +62,9 @@ class MeasuredCost:
         for (_, task), seconds in together.items():
             kinds[task.layer, task.op, task.phase].append(min(seconds))
         found = {kind: median(seconds) for kind, seconds in kinds.items()}
-        for (kind, _), seconds in apart.items():
-            found[kind] = max(found.get(kind, 0.0), median(seconds))
-        return MeasuredCost(found, fallback)
+        ranks = 1 + max((rank for _, rank in apart), default=0)
+        by_rank = {kind: np.zeros(ranks) for kind, _ in apart}
+        for (kind, rank), seconds in apart.items():
+            by_rank[kind][rank] = median(seconds)
+        found |= {kind: float(each.max()) for kind, each in by_rank.items()}
+        return MeasuredCost(found, fallback, by_rank)

@@ -1,4 +1,4 @@
-"""What a model asks of its devices for one token, whatever a schedule makes of it."""
+"""Operations that a model needs for one token, independently of the schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.workload import Workload
 
 PASSES = 3
-"""A backward pass multiplies twice what a forward pass does: for gradients of inputs, and of weights."""
+"""Forward and backward, in forward passes: backward makes gradients of inputs and of weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """per_token: floating-point operations of the matrix products of a forward and a backward pass, of the
-    whole model. peak_per_s: what all ranks together can do; None = not measured.
+    """Operations of a model, and the peak of its devices.
+
+    per_token: floating-point operations of the matrix products of a forward and a backward pass, of the whole
+    model. peak_per_s: operations per second of all ranks together; None = not measured.
     """
 
     per_token: float
@@ -23,8 +25,9 @@ class ModelFlops:
 
     @staticmethod
     def of(work: Workload, moe_layers: Sequence[bool], file: ClusterFile | None) -> ModelFlops:
-        """moe_layers: for every layer, whether it is one. file: of the cluster, if it was measured.
+        """Count the operations of a model.
 
+        moe_layers: for every layer, whether it is an MoE layer. file: of the cluster, if it was measured.
         Every token counts as many experts as it may choose, also those that have no room for it. Attention
         counts what a causal mask leaves.
         """
@@ -35,12 +38,12 @@ class ModelFlops:
         )
 
     def utilisation(self, tokens_per_s: float) -> float | None:
-        """The share of the peak that the model's own products make up; None where no peak is known."""
+        """Return the share of the peak that the model's own products use; None where no peak is known."""
         return None if self.peak_per_s is None else self.per_token * tokens_per_s / self.peak_per_s
 
 
 def _forward(work: Workload, moe_layers: Sequence[bool]) -> float:
-    """Operations of one token, of which `work` says what they take."""
+    """Return the operations of one token in a forward pass, by the sizes of `work`."""
     rows = work.slots_per_sample * work.num_experts / work.seq_len or work.top_k
     sparse = work.attention_flops(1) + work.expert_flops(rows) + work.shared_flops(1)
     dense = work.attention_flops(1) - work.router_flops(1) + work.dense_flops(1)

@@ -1,4 +1,4 @@
-"""What every task that communicates hands to the transport, in sizes. No torch: the simulator reads it too.
+"""Buffers that every communication task hands to the transport, in sizes. No torch: the simulator reads them.
 
 Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
 """
@@ -39,7 +39,7 @@ TOKEN_MOVES: Final = (*tensor.MOVES, Op.PEAKS, Op.CHOICES)
 
 @dataclass(frozen=True)
 class Move:
-    """What a task hands to the transport on one rank; `collective` "" = nothing.
+    """Buffers that a task hands to the transport on one rank; `collective` "" = none.
 
     input_splits, output_splits: rows of `row_bytes` to and from every member of the group; of an all-gather
     and an all-reduce the first is this rank's rows.
@@ -53,17 +53,20 @@ class Move:
 
     @property
     def sent_bytes(self) -> int:
-        """Of the buffer that is handed over."""
+        """Bytes of the buffer that is handed over."""
         return sum(self.input_splits) * self.row_bytes
 
 
 def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: int, row_bytes: int) -> Move:
-    """A collective whose whole tensor has rows of these sizes, one for each member. place: this rank's."""
+    """Return the move of a collective whose whole tensor has rows of these sizes, one size per member.
+
+    place: this rank's.
+    """
     mine = (sizes[place],)
     match collective:
         case "all_gather":
             return Move(collective, group, mine, sizes, row_bytes)
-        case "reduce_scatter":  # a part to everyone, who sums them: see `scatter_sums` of the transport
+        case "reduce_scatter":  # every member gets and sums parts: see `scatter_sums` of the transport
             return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
         case "all_reduce":
             return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)
@@ -72,19 +75,19 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
 
 @dataclass(frozen=True)
 class TokenMoves:
-    """Tokens between ranks that share attention: every sample is cut alike."""
+    """Moves of tokens between ranks that share attention: every sample is cut alike."""
 
     even: StepCost
 
     def move(self, task: Task, rank: int) -> Move:
-        """Of one rank."""
+        """Return what one rank hands to the transport."""
         work, mesh = self.even.workload, self.even.workload.mesh
         assert task.microbatch is not None, task
         samples = split_sizes(work.batch, task.cut.microbatches)[task.microbatch]
         lengths = split_sizes(work.seq_len, work.mp_size)
         row_bytes = round(work.hidden_bytes(1))
         sizes = tuple(samples * length for length in lengths)
-        if task.op == Op.PEAKS:  # of all tokens, by every shard of the vocabulary
+        if task.op == Op.PEAKS:  # every shard of the vocabulary sends those of all tokens
             sizes, row_bytes = (samples * work.seq_len,) * work.mp_size, tensor.PEAK_BYTES
         if task.op == Op.CHOICES:
             row_bytes = work.num_experts * tensor.COUNT_BYTES
@@ -95,9 +98,9 @@ class TokenMoves:
 
 @dataclass(frozen=True)
 class RowMoves:
-    """Rows on their way to experts and back, in whatever way they meet all shards of these.
+    """Moves of rows on their way to experts and back, in whatever way they meet all shards of the experts.
 
-    rows_PRCYE: that every rank brings for every expert. placement: where experts are.
+    rows_PRCYE: rows that every rank brings for every expert. placement: where experts are.
     """
 
     even: StepCost
@@ -107,7 +110,7 @@ class RowMoves:
     # ---- of one rank ---------------------------------------------------------------------------------------
 
     def move(self, task: Task, rank: int) -> Move:
-        """What a rank hands to the transport."""
+        """Return what a rank hands to the transport."""
         row_bytes = round(self.row_bytes(task))
         if task.op not in TRANSFERS:
             sizes, place = self._sizes(task)[rank], self.even.workload.mesh.place(rank, task.axes)
@@ -119,14 +122,14 @@ class RowMoves:
         return Move("all_to_all", leg.axes, sent, received, row_bytes)
 
     def row_bytes(self, task: Task) -> float:
-        """Of a row as the task moves it."""
+        """Return the bytes of a row as the task moves it."""
         return self.even.row_bytes(outward=task.op in HOME)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """What a COUNTS task sends and is to receive on one rank.
+        """Return what a COUNTS task sends and is to receive on one rank.
 
         Sent: [T, C, N]. Received: the same from every rank that is asked, [W, C, N]; where a rank must know
-        what the others send to each other, all that they send, [W, T, C, N].
+        what the others send to each other, everything that they send, [W, T, C, N].
         """
         assert task.microbatch is not None, task
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
@@ -141,7 +144,7 @@ class RowMoves:
 
     @property
     def needs_table(self) -> bool:
-        """Whether everybody tells everybody all that it sends."""
+        """Whether every rank tells every other everything that it sends."""
         work, form = self.even.workload, self.even.shape.expert_form
         repeated = work.mp_size > 1 and form in ("s2", "baseline")
         return work.esp_size > 1 or repeated or (self._legs.needs_table and not self._legs.joins_rows)
@@ -149,14 +152,14 @@ class RowMoves:
     # ---- of all ranks --------------------------------------------------------------------------------------
 
     def received(self, task: Task) -> Counts:
-        """Rows that every rank's experts get, [P]: those of all shards, whoever brings them."""
+        """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
         by_target = self._table(task).sum(axis=(1, 2, 4))
         return np.repeat(by_target.reshape(-1), self.even.workload.esp_size)
 
     def busier(self, task: Task) -> Rows:
-        """Rows over every rank's link in its busier direction, as the argument of the task's collective, [P].
+        """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
 
-        With even routing the argument is what `work` of the op says.
+        With even routing the argument is the one in the op's `work`.
         """
         collective = self.even.work(task).collective
         if collective == "leg":
@@ -177,7 +180,7 @@ class RowMoves:
         return busier
 
     def _remote(self, task: Task) -> Rows:
-        """Rows to or from other ranks in this leg, whichever are more, [P]."""
+        """Return rows to or from other ranks in this leg, whichever are more, [P]."""
         if not self._legs.needs_table and not self._fused(task):
             planes_GHST = self._planes(task)
             busier = np.maximum(planes_GHST.sum(axis=3), planes_GHST.sum(axis=2))
@@ -187,17 +190,17 @@ class RowMoves:
         return np.array([self._remote_of(task, rank) for rank in range(self.even.workload.world_size)])
 
     def crossing(self, task: Task) -> float:
-        """Rows that leave their node, or their rank where there is one node."""
+        """Return the rows that leave their node, or their rank where there is one node."""
         return self._links.crossing(self._ranks(task))
 
     def _knows_nodes(self, task: Task) -> bool:
-        """Whether some rows of a flat transfer stay inside nodes, and so take another link than the rest."""
+        """Return whether some rows of a flat transfer stay inside nodes, and so take other links."""
         flat = not self._legs.needs_table and not self._fused(task)
         span = self.even.workload.span(Group.EXPERT)
         return flat and span.nodes > 1 and span.most > 1
 
     def _ranks(self, task: Task) -> Rows:
-        """Rows from rank to rank of the world, [P, P]."""
+        """Return rows from rank to rank of the world, [P, P]."""
         planes_GHST, mesh = self._planes(task), self.even.workload.mesh
         found = np.zeros((mesh.world_size, mesh.world_size))
         for ranks in mesh.groups(Group.EXPERT):
@@ -223,7 +226,7 @@ class RowMoves:
         return float(max(sent - leg.input_splits[own], received - leg.output_splits[own]))
 
     def _share(self, task: Task) -> float:
-        """Of the argument of an even leg, what goes over the busiest rank's link."""
+        """Return the part of an even leg's argument that goes over the busiest rank's link."""
         work = self.even.workload
         if self._fused(task):
             members = work.mesh.size(task.axes)
@@ -233,7 +236,7 @@ class RowMoves:
     # ---- tables --------------------------------------------------------------------------------------------
 
     def _leg(self, task: Task, rank: int) -> Leg:
-        """A leg towards the experts."""
+        """Return the leg of a task towards the experts."""
         group, place, shard = self._place(rank)
         if self._fused(task):
             table_SHT = self._table(task)[group].sum(axis=3)
@@ -247,18 +250,18 @@ class RowMoves:
         return self._legs.legs(self._planes(task)[group, shard], there)[number]
 
     def _planes(self, task: Task) -> Counts:
-        """Rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
+        """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
         if self._legs.joins_rows:
             return self._along_rails(task)
         if self.even.workload.one_copy_per_rank:
             return self._joined(task)[1][:, None]
         table_GSHT: Counts = self._table(task).sum(axis=4)
-        if task.cut.row_copies > 1:  # gathered before they leave
+        if task.cut.row_copies > 1:  # rows are gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
 
     def _joined(self, task: Task) -> tuple[Counts, Counts]:
-        """Rows of every rank for every node, [G, S, nodes], and for every rank, [G, S, T], of joined rows."""
+        """Return joined rows of every rank for every node, [G, S, nodes], and for every rank, [G, S, T]."""
         work, key = self.even.workload, (task.microbatch, task.cut.held, task.layer, task.op in HOME)
         if key not in self._known_joined:
             table_GSTN = self._table(task)[:, :, 0]
@@ -276,7 +279,7 @@ class RowMoves:
         return {}
 
     def _with_rows(self, table_GSHTN: Counts) -> Counts:
-        """With numbers of joined rows behind those of the inputs of experts, whatever they are."""
+        """Append room for the numbers of joined rows, of any value, to the inputs of experts."""
         work = self.even.workload
         if not work.joins_rows:
             return table_GSHTN
@@ -284,7 +287,7 @@ class RowMoves:
         return np.concatenate([table_GSHTN, np.zeros((*table_GSHTN.shape[:4], kinds), np.int64)], axis=4)
 
     def _along_rails(self, task: Task) -> Counts:
-        """Rows from rank to rank of the same place in its node, [G, 1, S, T]."""
+        """Return rows from rank to rank of the same place in its node, [G, 1, S, T]."""
         nodes_GPN, size = self._joined(task)[0], self.even.workload.ranks_per_node
         groups, ranks, nodes = nodes_GPN.shape
         found = np.zeros((groups, ranks, nodes, size), dtype=np.int64)
@@ -293,7 +296,7 @@ class RowMoves:
         return found.reshape(groups, 1, ranks, ranks)
 
     def _sizes(self, task: Task) -> Counts:
-        """Rows of every member of a task's group, by rank, [P, W]."""
+        """Return the rows of every member of a task's group, by rank, [P, W]."""
         return self._sizes_by_op[task.op](task)
 
     @cached_property
@@ -303,11 +306,11 @@ class RowMoves:
         return {**after, **before, **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), self._turns)}
 
     def _brought(self, task: Task) -> Counts:
-        """What came to a rank's experts by way of each of their shards."""
+        """Return the rows that came to a rank's experts by way of each of their shards."""
         return self._by_shard(self._table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
 
     def _leaving(self, task: Task) -> Counts:
-        """What each of the ranks that share a rank's experts sends."""
+        """Return the rows that each of the ranks that share a rank's experts sends."""
         return self._by_shard(self._table(task).sum(axis=(3, 4)))
 
     def _by_shard(self, sizes_GPH: Counts) -> Counts:
@@ -315,15 +318,15 @@ class RowMoves:
         return np.repeat(sizes_GPH.reshape(-1, shards), shards, axis=0)
 
     def _turns(self, task: Task) -> Counts:
-        """What each of the ranks with the same rows is dealt of them."""
+        """Return the rows that each of the ranks with the same rows is dealt."""
         shares = self.even.workload.mp_size
         rows_PCE = self._held(self.rows_PRCYE, task)
         return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
 
     def _table(self, task: Task) -> Counts:
-        """Rows of the task's microbatch and chunk as they travel, [G, S, H, T, N].
+        """Return rows of the task's microbatch and chunk as they travel, [G, S, H, T, N].
 
-        The last one is kept: a leg's price asks for it rank by rank.
+        The last table is kept: a leg's price asks for it rank by rank.
         """
         key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
         if key not in self._last_table:
@@ -337,7 +340,7 @@ class RowMoves:
         return {}
 
     def _travelling(self, task: Task) -> Counts:
-        """What every rank sends for every expert, or gets back, [P, R, C, Y, E]."""
+        """Return the rows that every rank sends for every expert, or gets back, [P, R, C, Y, E]."""
         del task  # rows come home to where they started
         return self._dealt
 
@@ -350,7 +353,7 @@ class RowMoves:
         return dealt(self.rows_PRCYE, self.even.shape, self.even.workload)
 
     def _held(self, rows_PRCYE: Counts, task: Task) -> Counts:
-        """Of the slices that a task has, [P, C, E]."""
+        """Return the rows of the slices that a task has, [P, C, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
         held = task.cut.held
         rows: Counts = rows_PRCYE[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
@@ -360,11 +363,11 @@ class RowMoves:
 
     @staticmethod
     def _fused(task: Task) -> bool:
-        """Whether a row goes to every shard of its expert at once."""
+        """Return whether a row goes to every shard of its expert at once."""
         return task.axes == Group.EXPERT_SHARDS
 
     def _place(self, rank: int) -> tuple[int, int, int]:
-        """Which group of ranks with all experts a rank is in, its place there, and its shard."""
+        """Return a rank's group of ranks that hold all experts, its place there, and its shard."""
         mesh = self.even.workload.mesh
         group = mesh.group(rank, Group.EXPERT_SHARDS)
         return group, mesh.place(rank, Group.EXPERT), mesh.place(rank, Group.SHARDS)
@@ -374,10 +377,10 @@ class RowMoves:
         return Place(place, work.ep_size, work.ranks_per_node)
 
     def _moe_layer(self, task: Task) -> int:
-        """The task's layer counted among MoE layers."""
+        """Return the number of the task's layer among MoE layers."""
         return sum(self.even.shape.moe_layers[: task.layer])
 
 
 def to_experts(task: Task) -> bool:
-    """Rows go to the experts in dispatch; in backward, gradients go there in combine."""
+    """Return whether data goes to the experts: rows in dispatch, or in backward gradients in combine."""
     return (task.op in HOME) is task.forward

@@ -1,4 +1,4 @@
-"""Where samples and experts are in one step, layer by layer, once they move. No torch.
+"""Places of samples and experts in one step, layer by layer, once they move. No torch.
 
 Shapes: D groups of ranks with the same samples, B samples of such a group, I samples of an expert group, V
 its devices (groups of ranks with the same samples), Y MoE layers, E experts, P ranks of the world, R
@@ -43,11 +43,11 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Placed:
-    """Samples and experts of one step.
+    """Places of samples and experts in one step.
 
     held_YDB: [Y + 1, D, B], which sample is at every place before each MoE layer, and after the last one;
     samples are numbered group by group, as the batch has them. hostings: by MoE layer, the same in all expert
-    groups; () = experts stay. planning_s: that a rank plans its share of the next step's guests.
+    groups; () = experts stay. planning_s: seconds in which a rank plans its share of the next step's guests.
     """
 
     held_YDB: Counts
@@ -55,15 +55,15 @@ class Placed:
     planning_s: float = 0.0
 
     def leaving(self, counts_DBYE: Counts) -> Counts:
-        """Counts of the samples that are at every place when rows leave for the experts of a layer."""
+        """Return counts of the samples that are at every place when rows leave for the experts of a layer."""
         return _seen(counts_DBYE, self.held_YDB[:-1])
 
     def arriving(self, counts_DBYE: Counts) -> Counts:
-        """Counts of the samples that are at every place when a layer's rows have come home."""
+        """Return counts of the samples that are at every place when a layer's rows have come home."""
         return _seen(counts_DBYE, self.held_YDB[1:])
 
     def moved(self, moe_layer: int, first: int, last: int) -> Counts:
-        """How many samples of places `first` to `last` go from group to group in a layer, [D, D]."""
+        """Return how many samples of places `first` to `last` go from group to group in a layer, [D, D]."""
         before_DB, after_DB = self.held_YDB[moe_layer : moe_layer + 2, :, first:last]
         groups, samples = after_DB.shape
         origin = np.empty(self.held_YDB[0].size, np.int64)
@@ -74,7 +74,7 @@ class Placed:
 
     @staticmethod
     def still(counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
-        """Every sample where the batch has it."""
+        """Return the places of a step where every sample stays where the batch has it."""
         groups, samples, layers, _ = counts_DBYE.shape
         places_DB = np.arange(groups * samples).reshape(groups, samples)
         return Placed(np.broadcast_to(places_DB, (layers + 1, groups, samples)), hostings)
@@ -88,7 +88,7 @@ def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """How two steps were routed that follow each other: token copies [D, B, Y, E] of samples for experts.
+    """Routing of two consecutive steps: token copies [D, B, Y, E] of samples for experts.
 
     before: of the step from whose loads guests are planned. now: of the step that is priced.
     """
@@ -97,7 +97,7 @@ class Evidence:
     now_DBYE: Counts
 
     def of_layers(self, moe_layers: Sequence[int]) -> Evidence:
-        """The same of some of the MoE layers."""
+        """Return the evidence of some of the MoE layers."""
         kept = list(moe_layers)
         return Evidence(self.before_DBYE[:, :, kept], self.now_DBYE[:, :, kept])
 
@@ -107,7 +107,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMover:
-    """Gives samples their homes, as NetMoE's tasks do. predicts: whether the next layer counts."""
+    """Assigns samples to homes, as NetMoE's tasks do. predicts: whether the next layer counts."""
 
     work: Workload
     shape: StepShape
@@ -116,13 +116,13 @@ class SampleMover:
 
     @staticmethod
     def of(how: PlacementConfig, work: Workload, shape: StepShape) -> SampleMover:
-        """As section [placement] says."""
+        """Return the mover that section [placement] describes."""
         return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
 
     def placed(self, counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
-        """Where samples of these counts are before and after every layer.
+        """Return the places of samples with these counts before and after every layer.
 
-        The next layer's gate is taken to foretell exactly what samples will ask of it.
+        The next layer's gate is assumed to predict exactly what samples will ask of it.
         """
         groups, samples, layers, experts = counts_DBYE.shape
         by_sample = counts_DBYE.reshape(groups * samples, layers, experts)
@@ -165,7 +165,7 @@ class SampleMover:
         return assign(problem, self.solver)
 
     def _chunks(self) -> Iterator[range]:
-        """Places of a group's samples that stay together: those of a slice of a microbatch."""
+        """Yield the places of a group's samples that stay together: those of a slice of a microbatch."""
         start = 0
         for microbatch in split_sizes(self.work.batch, self.shape.microbatches):
             for size in split_sizes(microbatch, self.shape.slices):
@@ -174,26 +174,26 @@ class SampleMover:
 
 
 def row_weight(work: Workload, shape: StepShape) -> float:
-    """How many rows under way weigh as much as what follows one token of a moved sample beside them."""
+    """Return the number of rows in transit that weigh as much as what follows one token of a moved sample."""
     residual_bytes = 0 if shape.residual_in_rows else FLOAT32_BYTES * work.hidden_size
     shared_bytes = work.hidden_bytes(1) if work.shared_ffn_hidden_size else 0
     return (residual_bytes + shared_bytes) / work.wire_bytes(1)
 
 
 def device_groups(work: Workload) -> list[list[int]]:
-    """By group of ranks that holds all experts, the groups of ranks with the same samples in it."""
+    """Return, by group of ranks that holds all experts, the groups of ranks with the same samples in it."""
     mesh = work.mesh
     axes = counting_axes(work)
     return [list(dict.fromkeys(mesh.place(r, Group.DATA) for r in ranks)) for ranks in mesh.groups(axes)]
 
 
 def counting_axes(work: Workload) -> Axes:
-    """The ranks that hold all experts of a layer between them."""
+    """Return the axes of the ranks that together hold all experts of a layer."""
     return Group.EXPERT if work.esp_size == 1 else Group.EXPERT_SHARDS
 
 
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
-    """Rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
+    """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
     found = np.zeros((len(counts_IE), hosting.positions), np.int64)
     for place in np.unique(places_I):
         (here,), split = np.nonzero(places_I == place), RowSplit.of(hosting, int(place))
@@ -209,7 +209,7 @@ def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Ho
 
 
 def expert_costs(even: StepCost) -> ExpertCosts:
-    """What a planner of guests must know of a step's sizes and its cluster; slack as Eq 8 has it."""
+    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8."""
     work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
@@ -225,9 +225,9 @@ def expert_costs(even: StepCost) -> ExpertCosts:
 
 
 def splits_exactly(choice: Decision, work: Workload) -> bool:
-    """Whether rows are split among the hosts of their expert by the loads of their own step.
+    """Return whether rows are split among the hosts of their expert by the loads of their own step.
 
-    Raises ConfigError where that was asked for and cannot be.
+    Raises ConfigError where that was asked for and is impossible.
     """
     joined = "moe.one_copy_per_rank=true sends one row for several experts" if work.one_copy_per_rank else ""
     why = why_not_exact(choice) or joined
@@ -247,8 +247,10 @@ def planned_hostings(
     costs: Sequence[ExpertCosts],
     exact: bool = True,
 ) -> tuple[Hosting, ...]:
-    """What every layer hosts by a planner's name, from the loads of the step before: nothing where that would
-    not have paid. costs: by layer."""
+    """Return the hosting of every layer by a planner's name, from the loads of the step before.
+
+    A layer hosts nothing where hosting would not have paid. costs: by layer.
+    """
     plan, hostings = find_planner(planner), list[Hosting]()
     common = partial(ExpertProblem, placement=placement, guest_slots=guest_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
@@ -259,17 +261,17 @@ def planned_hostings(
 
 
 def planning_share(work: Workload, layers: int) -> float:
-    """The part of planning all layers' guests that the busiest rank does: each plans some of the layers."""
+    """Return the part of planning all layers' guests on the busiest rank: each rank plans some layers."""
     return -(-layers // work.mesh.size(counting_axes(work))) / max(1, layers)
 
 
 def guest_planning_s(work: Workload, planner: str, layers: int) -> float:
-    """Seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
+    """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
     return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
 
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
-    """Rows by place in an expert group, of all such groups together, [Y, ranks of an expert group, E]."""
+    """Return rows by place in an expert group, over all such groups, [Y, ranks of an expert group, E]."""
     rows_PYE = cut_rows(counts_DBYE, shape, work).sum(axis=(1, 2))
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
@@ -279,9 +281,9 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 @dataclass(frozen=True, eq=False)
 class RowSplit:
-    """How the rows from one rank are split among positions: few of all pairs of expert and position occur.
+    """Split of the rows from one rank among positions, for the K pairs of expert and position that occur.
 
-    before, upto: of an expert's SPLIT parts, those for positions below this one, and for it, too; all [K].
+    before, upto: of an expert's SPLIT parts, those for positions below this one, and those up to it; all [K].
     """
 
     expert: Counts
@@ -291,7 +293,7 @@ class RowSplit:
 
     @staticmethod
     def of(hosting: Hosting, place: int) -> RowSplit:
-        """place: of the rank in its expert group."""
+        """Return the split of the rank at `place` in its expert group."""
         found = []
         for expert, parts in enumerate(hosting.splits[place]):
             upto = 0
@@ -302,12 +304,12 @@ class RowSplit:
 
     @property
     def parts(self) -> Counts:
-        """Of SPLIT, that go to each position."""
+        """Parts, of SPLIT, that go to each position."""
         return self.upto - self.before
 
 
 def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
-    """Rows by position instead of by expert, [P, H]."""
+    """Return rows by position instead of by expert, [P, H]."""
     if hosting.limit is not None:
         nodes = tuple(node_of(rank, work.ranks_per_node) for rank in range(work.ep_size))
         split, groups = (
@@ -320,6 +322,6 @@ def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
     for place in range(work.ep_size):
         (here,), own = np.nonzero(place_P == place), RowSplit.of(hosting, place)
         rows_PK = rows_PE[here][:, own.expert]
-        sent_PK = rows_PK * own.upto // SPLIT - rows_PK * own.before // SPLIT  # loses no row
+        sent_PK = rows_PK * own.upto // SPLIT - rows_PK * own.before // SPLIT  # no row is lost
         np.add.at(found, (here[:, None], own.position), sent_PK)
     return found

@@ -1,4 +1,4 @@
-"""What is under way in a step whose samples and experts move: other rows go home than left. No torch.
+"""Data in transit in a step whose samples and experts move: other rows go home than left. No torch.
 
 Shapes: those of `penstock.cost.placed`.
 """
@@ -26,17 +26,17 @@ from penstock.placing.told import told_bytes
 from penstock.workloads import Counts
 
 PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_GUESTS)
-"""What follows samples and experts that move: as many bytes as there are of these."""
+"""Ops that move what follows samples and experts: their bytes are proportional to the number that moves."""
 PLACEMENT_MOVES: Final = (*PLACED_MOVES, Op.SAMPLE_LOADS, Op.SAMPLE_HOMES)
-"""The same, and what ranks tell each other of samples."""
+"""All ops of placement: those of PLACED_MOVES, and those by which ranks tell each other of samples."""
 INTEGER_BYTES: Final = 8
 SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
-"""What finding new homes takes, per sample and device beside a fixed part: twice what a 2 GHz core needs."""
+"""Seconds to find new homes, fixed and per cell (see `solving_s`): twice what a 2 GHz core needs."""
 
 
 @dataclass(frozen=True)
 class PlacedMoves(RowMoves):
-    """Rows leave from where samples were, and come home to where they are next. Guests take rows of others.
+    """Moves of rows that leave from where samples were and come home to where they are next; with guests.
 
     rows_PRCYE: of the samples that leave. arriving_PRCYE: of those to which rows come home.
     """
@@ -45,25 +45,25 @@ class PlacedMoves(RowMoves):
     placed: Placed
 
     def move(self, task: Task, rank: int) -> Move:
-        """What a rank hands to the transport."""
+        """Return what a rank hands to the transport."""
         own = self._own_moves.get(task.op)
         return super().move(task, rank) if own is None else own(task, rank)
 
     def load(self, task: Task) -> Rows:
-        """How many times as much as its work says a transfer takes, by the links of every rank, [P]."""
+        """Return the load of a transfer over that of its work, by the links of every rank, [P]."""
         if task.op == Op.COMPARE_GUESTS:
             told = self._told_bytes(task) / self.even.work(task).sent_bytes
             return np.full(self.even.workload.world_size, told)
         return self._sample_load(task) if task.op == Op.SAMPLE_MOVE else self._guest_load(task)
 
     def solving_s(self, task: Task) -> float:
-        """Seconds until the new homes of a microbatch are found, by all ranks alike."""
+        """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
         devices = len(device_groups(self.even.workload)[0])
         samples = len(self._samples(task))
         return SOLVING_S + SOLVING_S_PER_CELL * samples * devices**2
 
     def crossing(self, task: Task) -> float:
-        """Rows that leave their node, or their rank where there is one node, and what moves beside them."""
+        """Return rows that leave their node, or rank where there is one node, and what moves with them."""
         if task.op != Op.SAMPLE_MOVE:
             return super().crossing(task)
         work, weight = self.even.workload, row_weight(self.even.workload, self.even.shape)
@@ -75,7 +75,7 @@ class PlacedMoves(RowMoves):
             here = copies_of(self.placed.hostings[self._moe_layer(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
-        return self._links.argument(sent) / self.even.shape.guest_slots  # its work fills every slot
+        return self._links.argument(sent) / self.even.shape.guest_slots  # the task's work fills every slot
 
     def _sample_load(self, task: Task) -> Rows:
         assumed_bytes = self.even.work(task).sent_bytes
@@ -84,7 +84,7 @@ class PlacedMoves(RowMoves):
         return load
 
     def _moved(self, task: Task) -> Rows:
-        """Samples from rank to rank, each of those that share them with its part of the tokens, [P, P]."""
+        """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
         mesh, places = self.even.workload.mesh, self._samples(task)
         moved_DD = self.placed.moved(self._moe_layer(task), places.start, places.stop)
         found = np.zeros((mesh.world_size, mesh.world_size))
@@ -93,7 +93,7 @@ class PlacedMoves(RowMoves):
         return found
 
     def _samples(self, task: Task) -> range:
-        """The places in a group's batch that a task's microbatch has."""
+        """Return the places in a group's batch of a task's microbatch."""
         assert task.microbatch is not None, task
         sizes = split_sizes(self.even.workload.batch, task.cut.microbatches)
         first = sum(sizes[: task.microbatch])
@@ -103,14 +103,18 @@ class PlacedMoves(RowMoves):
         return self._dealt if outward(task.op) == task.op else self.arriving_PRCYE
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """As in any step; where rows are split by the loads of it, all ranks' rows by expert, [W, C, E]."""
+        """Return what a COUNTS task sends and is to receive on one rank, as in any step.
+
+        Where rows are split by the loads of the step itself, it receives all ranks' rows by expert, [W, C,
+        E].
+        """
         if not self.splits(task):
             return super().exchanged_counts(task, rank)
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
         return rows_PCE[rank], rows_PCE[list(self._members(task, rank))]
 
     def splits(self, task: Task) -> bool:
-        """Whether rows of the task's layer are split by the loads of the step."""
+        """Return whether rows of the task's layer are split by the loads of the step."""
         hostings = self.placed.hostings
         return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
 
@@ -118,7 +122,7 @@ class PlacedMoves(RowMoves):
         if not self.splits(task):
             return super()._table(task)
         key = task.microbatch, task.cut.held, task.layer
-        if key not in self._known_tables:  # every slice is split for itself
+        if key not in self._known_tables:  # every slice is split by itself
             rows_PCE = self._held(self.rows_PRCYE, task)
             slices = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
             self._known_tables[key] = np.sum(slices, axis=0)
@@ -151,7 +155,7 @@ class PlacedMoves(RowMoves):
         }
 
     def _sample_counts(self, task: Task, rank: int) -> Move:
-        """Every sample's rows by position, and what it is expected to want of the next layer."""
+        """Return the move of every sample's rows by position, and of those expected in the next layer."""
         experts, layer = self.even.workload.num_experts, self._moe_layer(task)
         here = self.placed.hostings[layer].positions if self.placed.hostings else experts
         last = layer + 1 == sum(self.even.shape.moe_layers)
@@ -159,26 +163,26 @@ class PlacedMoves(RowMoves):
         return self._gathered(task, rank, len(self._samples(task)), row_bytes)
 
     def _hashes(self, task: Task, rank: int) -> Move:
-        """Of what every rank has found."""
+        """Return the move of hashes of the homes that every rank has found."""
         return self._gathered(task, rank, 1, DIGEST_BYTES)
 
     def _hostings(self, task: Task, rank: int) -> Move:
-        """Every rank's share of what is planned."""
+        """Return the move of every rank's share of the planned hostings."""
         return self._gathered(task, rank, 1, round(self._told_bytes(task) / len(self._members(task, rank))))
 
     def _told_bytes(self, task: Task) -> int:
-        """What all ranks tell each other of guests, as if the next step had those of this one."""
+        """Return bytes that all ranks exchange about guests, as if the next step had those of this one."""
         members = self.even.workload.mesh.size(task.axes)
         return 2 * DIGEST_BYTES * members + sum(map(told_bytes, self.placed.hostings))
 
     def _with_samples(self, task: Task, rank: int) -> Move:
-        """What follows a sample beside its rows: labels and so on; gradients back."""
+        """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
         samples = self._samples(task)
         moved_DD = self.placed.moved(self._moe_layer(task), samples.start, samples.stop)
         return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
 
     def _guests(self, task: Task, rank: int) -> Move:
-        """A piece of every guest's parameters to its host, or of its gradients to its owner."""
+        """Return move of a piece of every guest's parameters to its host, or of gradients to its owner."""
         assert task.piece is not None, task
         elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
         piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
@@ -190,7 +194,10 @@ class PlacedMoves(RowMoves):
         return Move("all_gather", task.axes, (rows,), (rows,) * members, row_bytes)
 
     def _exchanged(self, task: Task, rank: int, sent: Counts, along: Axes, row_bytes: int) -> Move:
-        """sent: forward, from place to place along these axes; what stays is not handed over."""
+        """Return the move of an exchange between places along these axes.
+
+        sent: forward, from place to place; what stays is not handed over.
+        """
         mesh, table = self.even.workload.mesh, sent if task.forward else sent.T
         mine = mesh.place(rank, along)
         places = [mesh.place(member, along) for member in self._members(task, rank)]
@@ -201,7 +208,7 @@ class PlacedMoves(RowMoves):
         return Move("all_to_all", task.axes, there, back, row_bytes)
 
     def _sample_bytes(self, task: Task, rank: int) -> int:
-        """Of what follows a sample from this rank: of its part of the tokens, where ranks share those."""
+        """Return bytes that follow a sample from this rank, which may have a part of its tokens only."""
         work = self.even.workload
         tokens = split_sizes(work.seq_len, work.mp_size)[work.mesh.place(rank, Group.TENSOR)]
         apart = not self.even.shape.residual_in_rows

@@ -1,4 +1,4 @@
-"""A cluster as its file describes it, for the cost of tasks."""
+"""The cluster that a file describes, for the cost of tasks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from penstock.ops.transfers import FLAT, outward
 class ProfiledCluster(ClusterConfig):
     """Measured models where the file has them, its rates elsewhere.
 
-    company: which part of a task's time the other side (computation or transfers) is assumed to be busy,
-    too; 1 is right where everything overlaps, which is what orders are made for.
+    company: the part of a task's time in which the other side (computation or transfers) is assumed to be
+    busy, too; 1 is right where everything overlaps, which orders aim at.
     """
 
     file: ClusterFile
     company: float = 1.0
 
     def __post_init__(self) -> None:
-        """The file's rates have been checked where they were read."""
+        """Do nothing: the file's rates have been checked where they were read."""
 
     @staticmethod
     def build(file: ClusterFile, company: float = 1.0) -> ProfiledCluster:
@@ -46,7 +46,7 @@ class ProfiledCluster(ClusterConfig):
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
-        """Of groups along these axes, or else of those that share experts."""
+        """Return the model for groups along these axes, or else for those that share experts."""
         found = [link for link in self.file.links if link.collective == "all_to_all"]
         own = [link for link in found if link.group == Group.name(axes)]
         usual = [link for link in found if link.group == Group.name(Group.EXPERT)]
@@ -66,7 +66,7 @@ class ProfiledCluster(ClusterConfig):
 
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == (collective, "intra")]
-        if collective == "all_reduce" and not found:  # not measured; its two halves may be
+        if collective == "all_reduce" and not found:  # its two halves may have been measured
             both = self.inside("reduce_scatter", ranks), self.inside("all_gather", ranks)
             return AlphaBeta(
                 alpha_s=sum(each.alpha_s for each in both),
@@ -79,7 +79,10 @@ class ProfiledCluster(ClusterConfig):
         return None if found is None or found.ranks != span.ranks else self._in_steps(found.model, found)
 
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
-        """pieces: where the file was measured, every piece has the fixed part of a task."""
+        """Return the seconds of a compute task by its measured model, or by the rates.
+
+        pieces: where the file was measured, every piece has the fixed part of a task.
+        """
         model = self._task(op, phase)
         if model is None:
             return super().compute_s(op, phase, flops, moved_bytes)
@@ -88,15 +91,17 @@ class ProfiledCluster(ClusterConfig):
         return alone_s * (1 + self.company * (model.beside - 1))
 
     def _task(self, op: str, phase: Phase) -> TaskModel | None:
-        """The model of an op's tasks; what runs again takes as long as it took at first."""
+        """Return the model of an op's tasks; a recomputed task takes as long as the first time."""
         wanted = Phase.FORWARD if phase is Phase.AGAIN else phase
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, wanted)), None)
 
     def _of_size(
         self, by_rates: Callable[[Any], AlphaBeta], group: Span | int, links: Sequence[LinkModel]
     ) -> AlphaBeta:
-        """The line of a group of this size: as measured, or else of the nearest size, with the start-up and
-        the bytes per rank that the collective has among `ranks`; without any, by the rates."""
+        """Return the line of a group of this size: measured, scaled from the nearest size, or by the rates.
+
+        Scaling uses the start-up and the bytes per rank that the collective has among `ranks`.
+        """
         usable = [link for link in links if link.ranks > 1]
         ranks = group if isinstance(group, int) else group.ranks
         if ranks == 1 or not usable:
@@ -112,7 +117,7 @@ class ProfiledCluster(ClusterConfig):
         return self._in_steps(alone, nearest)
 
     def _in_steps(self, alone: AlphaBeta, link: LinkModel | None = None) -> AlphaBeta:
-        """A transfer as it is in a step with the assumed company, by the factors of the link that told it."""
+        """Return a transfer's model in a step with the assumed company, by the factors of its link."""
         usual = self.file.transfers_beside_compute
         beside = usual if link is None or link.beside is None else link.beside
         factor = (1.0 if link is None else link.in_steps) * (1 + self.company * (beside - 1))

@@ -1,4 +1,4 @@
-"""What a step costs on every rank when tokens are not spread evenly. No torch: the simulator reads it too.
+"""Cost of a step on every rank when tokens are not spread evenly. No torch: the simulator reads it, too.
 
 Shapes: those of `penstock.cost.rows`.
 """
@@ -31,7 +31,7 @@ Seconds = npt.NDArray[np.float64]
 
 
 def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
-    """The batch of all ranks, as a workload routes it."""
+    """Return the batch of all ranks, as a workload routes it."""
     return RoutingSizes(
         groups=work.mesh.size(Group.DATA),
         samples=work.batch,
@@ -59,77 +59,77 @@ class RoutedCost:
     placed: Placed | None = None
 
     def __call__(self, task: Task) -> Seconds:
-        """Seconds on every rank, [P]; of a transfer without the time to wait for partners."""
+        """Return seconds on every rank, [P]; of a transfer without the time to wait for partners."""
         return self.seconds(task) if task.lane.computes else self.transfer_s(task)
 
     def seconds(self, task: Task) -> Seconds:
-        """Seconds of a compute task on every rank, [P]."""
+        """Return seconds of a compute task on every rank, [P]."""
         if task.op != Op.EXPERTS:
             return self._everywhere(self._even.compute_s(task))
         even_rows = self._even.rows(task) * task.cut.row_copies
         return self._even.loaded_s(task, self._moves.received(task).astype(np.float64) / max(even_rows, 1))
 
     def transfer_s(self, task: Task) -> Seconds:
-        """Seconds of a communication task on every rank, [P], by its busier direction."""
+        """Return seconds of a communication task on every rank, [P], by its busier direction."""
         work = self._even.work(task)
         if isinstance(self._moves, PlacedMoves) and task.op in PLACED_MOVES:
             return self._by_load(task, self._moves.load(task))
         if isinstance(self._moves, PlacedMoves) and task.op == Op.SAMPLE_PLACES:
             return self._everywhere(self._moves.solving_s(task))
         if isinstance(self._moves, PlacedMoves) and task.op == Op.COUNTS and self._moves.splits(task):
-            members = float(self.workload.mesh.size(task.axes))  # everybody gets what all others have
+            members = float(self.workload.mesh.size(task.axes))  # every rank gets what all others have
             return self._everywhere(self._even.carried_s(task, members))
         if self.placed is not None and task.op == Op.PLAN_GUESTS:
             return self._everywhere(max(self.placed.planning_s, self._even.communication_s(task)))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
-        # The model's argument is what a rank has for all experts if routing is even.
+        # The model's argument is a rank's bytes for all experts under even routing.
         load = self._moves.row_bytes(task) * self._moves.busier(task) / work.sent_bytes
         return self._by_load(task, load)
 
     def _by_load(self, task: Task, load: Seconds) -> Seconds:
-        """Seconds of a transfer on every rank, [P], when it carries `load` times its usual bytes there."""
+        """Return seconds of a transfer on every rank, [P], that carries `load` times its usual bytes."""
         found, where = np.unique(load, return_inverse=True)
         seconds = np.array([self._even.carried_s(task, each) for each in found.tolist()])
         return seconds[where]
 
     def reduced_bytes(self, task: Task) -> int:
-        """Bytes of gradients in one piece of an all-reduce."""
+        """Return bytes of gradients in one piece of an all-reduce."""
         return self._even.reduced_bytes(task)
 
     def alone_s(self, tasks: Iterable[Task]) -> Seconds:
-        """What the computation of a step takes on every rank if nothing is ever waited for, [P]."""
+        """Return the seconds of a step's computation on every rank if nothing is ever waited for, [P]."""
         compute = [self.seconds(task) for task in tasks if task.lane.computes]
         total: Seconds = np.stack(compute).sum(axis=0)
         return total
 
     def move(self, task: Task, rank: int) -> Move:
-        """What a task that moves rows or tokens hands to the transport on one rank."""
+        """Return what a task that moves rows or tokens hands to the transport on one rank."""
         return (self._tokens if task.op in TOKEN_MOVES else self._moves).move(task, rank)
 
     def exchanged_counts(self, task: Task, rank: int) -> tuple[Counts, Counts]:
-        """What a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""
+        """Return what a COUNTS task sends and is to receive on one rank, see `RowMoves.exchanged_counts`."""
         assert task.op == Op.COUNTS, task
         return self._moves.exchanged_counts(task, rank)
 
     def crossing_rows(self, tasks: Iterable[Task]) -> float:
-        """Rows that leave their node in the forward pass, or their rank where there is one node."""
+        """Return rows that leave their node in the forward pass, or their rank where there is one node."""
         crossing = (Op.DISPATCH, Op.COMBINE, Op.SAMPLE_MOVE)
         there = [task for task in tasks if task.forward and task.op in crossing]
         return sum(self._moves.crossing(task) for task in there)
 
     def imbalance(self, tasks: Iterable[Task]) -> float:
-        """Rows of the busiest rank's experts over the mean, in the layer where that is largest."""
+        """Return the rows of the busiest rank's experts over the mean, in the layer where that is largest."""
         rows = self._expert_rows(tasks)
         return max((float(each.max() / max(1.0, each.mean())) for each in rows), default=1.0)
 
     def load_spread(self, tasks: Iterable[Task]) -> float:
-        """Standard deviation of ranks' rows over their mean, averaged over layers."""
+        """Return the standard deviation of ranks' rows over their mean, averaged over layers."""
         rows = self._expert_rows(tasks)
         return sum(float(each.std() / max(1.0, each.mean())) for each in rows) / max(1, len(rows))
 
     def _expert_rows(self, tasks: Iterable[Task]) -> list[Seconds]:
-        """Rows that every rank's experts get in a step, by layer, [P] each."""
+        """Return rows that every rank's experts get in a step, by layer, [P] each."""
         rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
         for task in tasks:
             if task.forward and task.op == Op.EXPERTS:

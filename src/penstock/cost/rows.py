@@ -1,4 +1,4 @@
-"""How many rows every rank sends to every expert, in every piece of a step.
+"""Numbers of rows that every rank sends to every expert, in every piece of a step.
 
 Shapes: D groups of ranks with the same samples, P ranks, B samples of such a group, R microbatches, C slices,
 Y MoE layers, E experts (total), G groups of ranks that hold all experts, S source and T target in such a
@@ -20,16 +20,16 @@ from penstock.workloads.apportion import Counts, apportion
 
 
 def gate_shares(shape: StepShape) -> int:
-    """Ranks that have each a part of every sample's tokens at the gate."""
+    """Return the number of ranks that each have a part of every sample's tokens at the gate."""
     return shape.sharing.mp_size if FORM_TOKENS[shape.expert_form] == "split" else 1
 
 
 def cut_rows(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
-    """Rows that each rank brings for each expert in each piece: [P, R, C, Y, E].
+    """Return the rows that each rank brings for each expert in each piece: [P, R, C, Y, E].
 
-    Dropless they follow the counts; ranks that share attention have each the rows of its tokens, or all of
-    them the same. With a capacity_factor every expert has its slots, used or not; where rows are joined, what
-    is chosen up to so many.
+    Dropless, they follow the counts; ranks that share attention each have the rows of their own tokens, or
+    all have the same rows. With a capacity_factor every expert has its slots, used or not; where rows are
+    joined, it has the chosen rows up to the number of slots.
     """
     _, _, layers, experts = counts_DBYE.shape
     rows = np.zeros((work.world_size, shape.microbatches, shape.slices, layers, experts), dtype=np.int64)
@@ -47,7 +47,7 @@ def cut_rows(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 
 def dealt(rows_PRCYE: Counts, shape: StepShape, work: Workload) -> Counts:
-    """What every rank sends of what it brings: those with the same rows deal them, where the step does."""
+    """Return the rows that every rank sends of those it brings: ranks with the same rows may deal them."""
     if shape.expert_form != "s2" or work.mp_size == 1:
         return rows_PRCYE
     turns = [work.mesh.place(rank, Group.TENSOR) for rank in range(work.world_size)]
@@ -55,13 +55,13 @@ def dealt(rows_PRCYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 
 def in_turn(rows: Counts, turn: Counts | int, shares: int) -> Counts:
-    """The number of rows that one turn gets when rows are dealt in `turns`; turns count from 0."""
+    """Return the number of rows that one turn gets when rows are dealt to `shares` turns, counted from 0."""
     share: Counts = (rows - turn + shares - 1) // shares
     return share
 
 
 def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: int = 1) -> Counts:
-    """Rows of one piece by who brings them and who holds their expert: [G, S, H, T, N].
+    """Return rows of one piece by who brings them and who holds their expert: [G, S, H, T, N].
 
     A source is its place in the group and its shard. shards: ranks that share every expert.
     """
@@ -70,14 +70,14 @@ def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: in
 
 
 def _slots(work: Workload, samples: int, shares: int) -> int:
-    """Slots of an expert for the tokens of one rank in a microbatch; of the longest part of samples."""
+    """Return slots of an expert for one rank's tokens in a microbatch, by the longest part of samples."""
     if work.slots_per_sample:
         return samples * work.slots_per_sample
     return work.slots(samples * split_sizes(work.seq_len, shares)[0])
 
 
 def _kept(rows_PCYE: Counts, slots: int) -> Counts:
-    """What is left when every expert takes `slots` rows of a rank at most, earlier slices first."""
+    """Return rows that are kept when every expert takes at most `slots` of a rank, earlier slices first."""
     taken: Counts = np.minimum(rows_PCYE.cumsum(axis=1), slots)
     kept: Counts = np.diff(taken, axis=1, prepend=0)
     return kept
@@ -99,7 +99,7 @@ def _cut_microbatch(counts_DBYE: Counts, shape: StepShape, work: Workload, rows_
 
 @lru_cache(maxsize=16)
 def _owners(work: Workload, parts: int) -> tuple[Counts, Counts]:
-    """Of every rank the group whose samples it has, and which part of their tokens."""
+    """Return for every rank the group whose samples it has, and which part of their tokens."""
     ranks = range(work.world_size)
     part = [work.mesh.place(rank, Group.TENSOR) if parts > 1 else 0 for rank in ranks]
     return np.array([work.mesh.place(rank, Group.DATA) for rank in ranks]), np.array(part)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group are, and what they share: the nodes that a collective crosses."""
+"""Places of a group's ranks, and the links that they share: the nodes that a collective crosses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from penstock.mesh import Axes, Mesh, node_of
 class Span:
     """Groups of `ranks` members each, all of which communicate at the same time, as they do in a step.
 
-    nodes: that a group covers at most. most, fewest: members that it has on one of them. leaving: what leaves
-    the busiest node in an all-to-all, in buffers of one rank. crossing: groups that leave the busiest node.
+    nodes: most nodes that a group covers. most, fewest: members of a group on one of its nodes. leaving: what
+    leaves the busiest node in an all-to-all, in buffers of one rank. crossing: groups that leave the busiest
+    node.
     """
 
     ranks: int
@@ -27,18 +28,18 @@ class Span:
 
     @staticmethod
     def regular(nodes: int, per_node: int, at_once: int = 1) -> Span:
-        """`per_node` members on each of `nodes`; at_once: groups of this kind that share these nodes."""
+        """Return the span of `per_node` members on each of `nodes`; at_once: groups on these nodes."""
         members = [node for node in range(nodes) for _ in range(per_node)]
         return Span.of([members] * at_once)
 
     @staticmethod
     def apart(ranks: int) -> Span:
-        """Every member on a node of its own: what is assumed where nodes are unknown."""
+        """Return the span with every member on a node of its own, as is assumed where nodes are unknown."""
         return Span.regular(ranks, 1)
 
     @staticmethod
     def of(groups: Iterable[Sequence[int]]) -> Span:
-        """Groups of the same size, each as the nodes of its members."""
+        """Return the span of groups of one size, each given as the nodes of its members."""
         leaving, crossing = Counter[int](), Counter[int]()
         counts = [Counter(members) for members in groups]
         for count in counts:
@@ -59,7 +60,7 @@ class Span:
 
 @lru_cache(maxsize=256)
 def span_of(mesh: Mesh, axes: Axes, node_size: int) -> Span:
-    """The groups along `axes`, of a world with `node_size` consecutive ranks in a node.
+    """Return the span of the groups along `axes`, in a world with `node_size` consecutive ranks in a node.
 
     node_size 0: not known, every rank counts as a node.
     """

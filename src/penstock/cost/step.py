@@ -24,7 +24,7 @@ from penstock.step.shape import FORM_TOKENS
 
 @dataclass(frozen=True)
 class StepCost:
-    """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are worked out once."""
+    """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once."""
 
     shape: StepShape
     workload: Workload
@@ -53,12 +53,12 @@ class StepCost:
 
     @cached_property
     def _samples(self) -> tuple[int, ...]:
-        """Of every microbatch."""
+        """Samples of every microbatch."""
         return split_sizes(self.workload.batch, self.shape.microbatches)
 
     @cached_property
     def _gradients(self) -> dict[str, tuple[int, ...]]:
-        """Bytes by op and layer."""
+        """Bytes of gradients by op and layer."""
         return self.workload.gradients_of(self.shape.expert_form)
 
     @cached_property
@@ -67,7 +67,7 @@ class StepCost:
 
     @cached_property
     def _kinds(self) -> list[int]:
-        """For every layer the first one that is like it."""
+        """The first layer that is like it, for every layer."""
         shape = self.shape
         columns: list[Sequence[object]] = [
             shape.moe_layers,
@@ -82,18 +82,18 @@ class StepCost:
         return [first.setdefault(kind, i) for i, kind in enumerate(zip(*columns, strict=True))]
 
     def work(self, task: Task) -> Work:
-        """What the task asks of a rank. Raises ScheduleError for an unregistered op."""
+        """Return what the task asks of a rank. Raises ScheduleError for an unregistered op."""
         spec = spec_of(task.op)
         assert spec.work is not None, "an op is registered with its work"
         return spec.work(task, self._sizes)
 
     def communication_s(self, task: Task, load: float = 1.0) -> float:
-        """load: how many times as many rows as with even routing."""
+        """Return seconds of a communication task. load: rows as a multiple of those under even routing."""
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds
 
     def carried_s(self, task: Task, load: float) -> float:
-        """Seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
+        """Return the seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
         return self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
 
     def compute_s(self, task: Task) -> float:
@@ -101,7 +101,7 @@ class StepCost:
         return seconds
 
     def loaded_s(self, task: Task, load: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Seconds per rank when its experts receive `load` times the even share of rows."""
+        """Return seconds per rank when its experts receive `load` times the even share of rows."""
         return np.asarray(self._computed_s(task, load))
 
     def _computed_s(self, task: Task, load: Any) -> Any:
@@ -110,7 +110,7 @@ class StepCost:
         return self.cluster.compute_s(task.op, task.phase, flops, copied_bytes, work.pieces)
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
-        """Seconds of the task's collective in the groups that it meets; without one, of its copies."""
+        """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
         cluster, sizes = self.cluster, self.workload
         sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
         match work.collective:
@@ -125,30 +125,30 @@ class StepCost:
                 return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
             case "all_gather" | "reduce_scatter" if not stays_inside(
                 task.axes
-            ):  # as much as if parts differed
+            ):  # it costs as much as if parts differed
                 return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case collective:
                 return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
 
     def forward_work(self, task: Task) -> tuple[float, float]:
-        """Floating-point operations and bytes copied of the forward task."""
+        """Return the floating-point operations and copied bytes of the forward task."""
         work = self.work(task)
         return work.flops, work.copied_bytes
 
     def row_bytes(self, *, outward: bool) -> float:
-        """Of a row under way, with what it brings along, see `Workload.row_bytes`."""
+        """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""
         columns = CARRIED_COLUMNS if outward and self.shape.residual_in_rows else 0
         return self.workload.row_bytes(outward=outward) + columns * self.workload.element_bytes
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
-        """Bytes in one leg of a dispatch, see `Workload.leg_bytes`."""
+        """Return bytes in one leg of a dispatch, see `Workload.leg_bytes`."""
         work = self.workload
         plain_bytes = work.row_bytes(outward=outward)
         per_row = self.row_bytes(outward=outward) / plain_bytes
         return per_row * work.leg_bytes(rows, outward=outward, between=between)
 
     def rows(self, task: Task) -> float:
-        """Token copies that a rank sends to all experts in the task's chunk."""
+        """Return token copies that a rank sends to all experts in the task's chunk."""
         assert task.microbatch is not None and task.chunk is not None, task
         cut, sizes = task.cut, self.workload
         whole, shards = (task.microbatch, cut.microbatches), cut.token_shards
@@ -157,7 +157,7 @@ class StepCost:
         return sum(sizes.rows(*whole, s, cut.slices, *ranks) for s in cut.held)
 
     def reduced_bytes(self, task: Task) -> int:
-        """Bytes of gradients, or of their parameters, in one piece of a layer's.
+        """Return bytes of gradients, or of their parameters, in one of a layer's pieces.
 
         A layer is cut once, however many its pieces.
         """
@@ -170,7 +170,7 @@ class StepCost:
 
 
 class StepSizes:
-    """The sizes that ops ask for, of a step's workload and shape."""
+    """Sizes that ops ask for, of a step's workload and shape."""
 
     def __init__(self, step: StepCost) -> None:
         work = step.workload
@@ -190,21 +190,21 @@ class StepSizes:
         self._mesh, self._samples = work.mesh, step._samples
 
     def tokens(self, task: Task) -> int:
-        """Tokens of the task's microbatch, this rank's part where ranks share them."""
+        """Return the tokens of the task's microbatch, or this rank's part where ranks share them."""
         assert task.microbatch is not None, task
         return self._tokens(task.microbatch, task.cut.microbatches, task.cut.token_shards)
 
     def samples(self, task: Task) -> int:
-        """Samples of the task's microbatch on a rank."""
+        """Return the samples of the task's microbatch on a rank."""
         assert task.microbatch is not None, task
         return self._samples[task.microbatch]
 
     def members(self, task: Task) -> int:
-        """Ranks that meet in the task."""
+        """Return the number of ranks that meet in the task."""
         return self._mesh.size(task.axes)
 
     def owners(self, task: Task) -> int:
-        """Ranks that share what the task updates or gathers."""
+        """Return the number of ranks that share what the task updates or gathers."""
         return self._mesh.size(REDUCTIONS[KINDS[task.op]].axes_of(sharing=self.mp_size > 1))
 
 
@@ -212,8 +212,9 @@ class StepSizes:
 class UnevenRanks:
     """A cost on ranks that differ: an array [ranks] for compute tasks.
 
-    slowness: by rank, how many times longer its computation takes. load: by rank, how many times as many
-    tokens its experts get as with even routing; a transfer takes as long as the busiest rank's. Empty: alike.
+    slowness: by rank, how many times longer its computation takes. load: by rank, its experts' tokens as a
+    multiple of those under even routing; a transfer takes as long as the busiest rank's. Empty: all ranks
+    alike.
     """
 
     even: StepCost

@@ -1,4 +1,4 @@
-"""How much every task computes and moves, from the sizes of the model and of the step."""
+"""Computation and bytes of every task, from the sizes of the model and of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
 from penstock.decision.field import PartialByForm
 from penstock.dispatch import DISPATCHES
-from penstock.mesh import Axes, Mesh, num_nodes
+from penstock.mesh import Axes, Mesh, node_of, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import ExpertForm
@@ -22,15 +22,15 @@ from penstock.step.shape import ExpertForm
 FLOAT32_BYTES = 4
 
 
-@lru_cache(maxsize=4096)  # a search cuts the same few sizes by the hundred thousand
+@lru_cache(maxsize=4096)  # a search cuts a few sizes hundreds of thousands of times
 def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
-    """Sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
+    """Return sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
     small, rest = divmod(total, pieces)
     return tuple(small + (i < rest) for i in range(pieces))
 
 
 def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """`total` cut in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
+    """Cut `total` in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
     if len(set(parts)) <= 1:
         return split_sizes(total, len(parts))
     whole = sum(parts)
@@ -40,19 +40,19 @@ def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
-    """Slots per expert for `tokens` tokens of one rank: ceil(f * k * tokens / E), at least `minimum`."""
+    """Return slots per expert for `tokens` of one rank: ceil(f * k * tokens / E), at least `minimum`."""
     exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float
     return max(minimum, math.ceil(exact))
 
 
 def compressed_row_bytes(form: str, hidden_size: int) -> int:
-    """Bytes of a row as bfloat16, or as int8: a byte per number and a float32 scale, filled up."""
+    """Return bytes of a row as bfloat16, or as int8: a byte per number and a float32 scale, padded."""
     return 2 * hidden_size if form == "bfloat16" else FLOAT32_BYTES * (-(-hidden_size // FLOAT32_BYTES) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
-    """What a rank has of a model that is not trained as a whole, or not in float32.
+    """Bytes on a rank of a model that is not trained as a whole, or not in float32.
 
     weights: of all parameters, frozen ones too. trained_experts: of those of its experts that are trained.
     """
@@ -68,7 +68,7 @@ class Workload:
     num_experts is the total; capacity_factor None means dropless (even routing is assumed for cost).
     expert_matrices: 2 for GELU experts, 3 for SwiGLU. element_bytes: of activations on the wire.
     slots_per_sample: rows of each sample at each expert where that is fixed (SoftMoE); 0 = it is not.
-    wire_row_bytes: bytes of a row under way, where it is not a hidden state as it is; none = as it is.
+    wire_row_bytes: bytes of a row in transit, where it is not a plain hidden state; none = a plain one.
     coded: whether encoding and decoding rows is not part of what tasks were measured to take.
     one_copy_per_rank: one row serves all of a token's experts on a rank. expert_groups: how many groups of
     experts there are, and how many of them a token may use; none = it may use all.
@@ -126,7 +126,7 @@ class Workload:
         )
 
     def gradients_of(self, form: ExpertForm) -> dict[str, tuple[int, ...]]:
-        """The same in a step with this expert form, by the op that reduces them."""
+        """Return bytes of every layer's gradients with this expert form, by the op that reduces them."""
         sizes = self.gradient_bytes.of_form(form)
         return {
             Op.ALL_REDUCE: sizes.replicated,
@@ -147,7 +147,7 @@ class Workload:
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Where experts are: even and contiguous."""
+        """Placement of experts: even and contiguous."""
         return ExpertPlacement.even(self.num_experts, self.ep_size)
 
     @property
@@ -162,7 +162,7 @@ class Workload:
 
     @property
     def joins_rows(self) -> bool:
-        """Whether a row is for all of a token's experts in a node, or on a rank."""
+        """Whether one row serves all of a token's experts in a node, or on a rank."""
         return self.one_copy_per_rank or DISPATCHES[self.dispatch].joins_rows
 
     @property
@@ -170,19 +170,28 @@ class Workload:
         """Whether every expert has slots that travel whether they are used or not."""
         return (self.capacity_factor is not None and not self.joins_rows) or self.slots_per_sample > 0
 
+    @property
+    def known_per_node(self) -> int:
+        """Ranks of the world in one node; 0 = not known."""
+        return self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
+
+    @property
+    def world_nodes(self) -> int:
+        """Nodes that all ranks cover; 1 where nodes are not known."""
+        return node_of(self.world_size - 1, self.known_per_node or self.world_size) + 1
+
     def span(self, axes: Axes) -> Span:
-        """Where the groups along `axes` are, and what they share."""
-        known = self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
-        return span_of(self.mesh, axes, known)
+        """Return the span of the groups along `axes`: where they are, and what they share."""
+        return span_of(self.mesh, axes, self.known_per_node)
 
     def tokens(self, microbatch: int, microbatches: int, shares: int = 1) -> int:
-        """Tokens of one microbatch on one rank; of the rank with most, if `shares` ranks cut every sample."""
+        """Return tokens of one microbatch on one rank: that with most, if `shares` ranks cut every sample."""
         return split_sizes(self.batch, microbatches)[microbatch] * split_sizes(self.seq_len, shares)[0]
 
     def rows(
         self, microbatch: int, microbatches: int, chunk: int, chunks: int, shares: int = 1, dealt: int = 1
     ) -> float:
-        """Token copies that one rank sends to all experts in one chunk of one microbatch.
+        """Return token copies that one rank sends to all experts in one chunk of one microbatch.
 
         shares: ranks that cut every sample; each counts slots for its own tokens. dealt: ranks that route the
         same tokens and deal each other the rows of every expert.
@@ -199,60 +208,60 @@ class Workload:
         return kept if self.fixed_slots else min(chosen, kept)
 
     def slots(self, tokens: int) -> int:
-        """Of every expert for so many tokens of a rank, with a capacity_factor."""
+        """Return slots of every expert for this number of a rank's tokens, with a capacity_factor."""
         assert self.capacity_factor is not None, "slots are limited"
         return capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
 
     def attention_flops(self, tokens: int) -> float:
-        """Four projections, causal scores and values, router."""
+        """Return operations of four projections, causal scores and values, and the router."""
         projections = 8 * self.hidden_size**2
         scores = 2 * self.seq_len * self.hidden_size
         return tokens * (projections + scores + 2 * self.hidden_size * self.num_experts)
 
     def router_flops(self, tokens: int) -> float:
-        """The gate's matrix product."""
+        """Return operations of the gate's matrix product."""
         return tokens * 2 * self.hidden_size * self.num_experts
 
     def expert_flops(self, rows: float) -> float:
-        """Forward matrix products of `rows` token copies."""
+        """Return operations of the forward matrix products of `rows` token copies."""
         return rows * 2 * self.expert_matrices * self.hidden_size * self.ffn_hidden_size
 
     @property
     def expert_bytes(self) -> float:
-        """Of the parameters of one expert, or of a rank's shard of it."""
+        """Bytes of the parameters of one expert, or of a rank's shard of it."""
         numbers = self.expert_matrices * self.hidden_size * self.ffn_hidden_size
         return numbers * FLOAT32_BYTES / self.esp_size
 
     def dense_flops(self, tokens: int) -> float:
-        """The feed-forward part of a dense block: two matrices."""
+        """Return operations of the feed-forward part of a dense block: two matrices."""
         return tokens * 4 * self.hidden_size * self.dense_ffn_hidden_size
 
     def logit_bytes(self, tokens: int) -> float:
-        """Bytes of the logits over the whole vocabulary."""
+        """Return bytes of the logits over the whole vocabulary."""
         return tokens * self.vocab_size * self.element_bytes
 
     def head_flops(self, tokens: int) -> float:
         return tokens * 2 * self.hidden_size * self.vocab_size
 
     def shared_flops(self, tokens: int) -> float:
-        """The shared experts."""
+        """Return operations of the shared experts."""
         return tokens * 2 * self.expert_matrices * self.hidden_size * self.shared_ffn_hidden_size
 
     def wire_bytes(self, rows: float) -> float:
-        """Bytes of `rows` rows under way."""
+        """Return bytes of `rows` rows in transit."""
         return self.hidden_bytes(rows) if self.wire_row_bytes is None else rows * self.wire_row_bytes
 
     def compressed(self, form: str) -> Workload:
-        """The same with rows of another form under way."""
+        """Return the workload with rows in transit in another form."""
         row_bytes = compressed_row_bytes(form, self.hidden_size)
         return replace(self, wire_row_bytes=row_bytes, coded=row_bytes != self.wire_row_bytes)
 
     def coding_bytes(self, rows: float) -> float:
-        """Bytes that encoding or decoding so many rows reads and writes."""
+        """Return bytes that encoding or decoding this number of rows reads and writes."""
         return self.hidden_bytes(rows) + self.wire_bytes(rows) if self.coded else 0.0
 
     def row_bytes(self, *, outward: bool) -> float:
-        """Bytes of a row on its way to experts (or of its gradient on the way back), or home.
+        """Return bytes of a row on its way to experts (or of its gradient on the way back), or home.
 
         Where it is for several experts, their numbers and weights travel beside it.
         """
@@ -260,21 +269,21 @@ class Workload:
         return self.wire_bytes(1) + beside
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
-        """Bytes in one leg of a dispatch with even routing. rows: one for each choice.
+        """Return bytes in one leg of a dispatch with even routing. rows: one for each choice.
 
         outward: see `row_bytes`. between: whether it is the leg between nodes.
         """
         return rows * self.joined_share(between=between) * self.row_bytes(outward=outward)
 
     def joined_share(self, *, between: bool) -> float:
-        """How many rows travel in a leg for each choice."""
+        """Return the number of rows that travel in a leg for each choice."""
         if not self.joins_rows:
             return 1.0
         parts = self.nodes if between and not self.one_copy_per_rank else self.ep_size
         return self._distinct(parts, *(self.expert_groups or (1, 1))) / self.top_k
 
     def nearness(self, parts: int) -> float:
-        """How many of so many parts of the experts a token meets, over what it would without groups."""
+        """Return how many of `parts` parts of the experts a token meets, over the number without groups."""
         if self.expert_groups is None:
             return 1.0
         return self._distinct(parts, *self.expert_groups) / self._distinct(parts, 1, 1)
@@ -283,5 +292,5 @@ class Workload:
         return distinct_parts(parts, self.num_experts, self.top_k, groups, limit)
 
     def hidden_bytes(self, rows: float) -> float:
-        """Bytes of `rows` hidden states."""
+        """Return bytes of `rows` hidden states."""
         return rows * self.hidden_size * self.element_bytes

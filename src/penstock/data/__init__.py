@@ -1,4 +1,4 @@
-"""What a model is trained on: text as bytes, tokens that were prepared, mixtures of both. No torch."""
+"""What a model is trained on: text as bytes, prepared tokens, mixtures of both. No torch."""
 
 from penstock.data.config import DataConfig
 from penstock.data.corpus import Corpus, load_corpora

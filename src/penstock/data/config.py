@@ -1,4 +1,4 @@
-"""Section `[data]`: where the text comes from and how much of it a step takes."""
+"""Section `[data]`: where the text comes from and how much of it a step uses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MOST_WEIGHT: Final = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how much of it a step takes.
+    """Where the text comes from and how much of it a step uses.
 
     `path`               a file, a folder, or None for the standard library of the running Python
     `mixture`            table of paths and weights instead of `path`: samples of each in that proportion
-    `tokenizer`          a tokenizer.json; None for bytes, or for what prepared tokens were made with
+    `tokenizer`          a tokenizer.json; None for bytes, or for the tokenizer of prepared tokens
     `end_of_document`    the token between two documents; None for the tokenizer's usual one
-    `field`              of JSON lines and Parquet files: the one with the text
-    `separate_documents` no token attends to another document than its own, or is to predict its first token
-    `cache`              where tokens are kept that a run has to prepare itself; None for ~/.cache/penstock
+    `field`              the field of JSON lines and Parquet files that holds the text
+    `separate_documents` no token attends to another document than its own, or predicts another's first token
+    `cache`              where a run keeps tokens that it prepares itself; None for ~/.cache/penstock
     `batch_per_device`   samples per rank and step; ranks that share attention (mp_size) have the same ones
     `held_out_fraction`  share of the text kept for evaluation, at most 0.5
     `suffixes`           which files of a folder are text; a path to one file ignores it

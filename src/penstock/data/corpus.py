@@ -1,9 +1,9 @@
-"""The texts of a run: opened where they can be read as they lie, prepared first where they cannot.
+"""The texts of a run: opened where they can be read as they are, prepared first where they cannot.
 
 Without a path the text is the Python standard library of the running interpreter: real text, about 11 MB, on
 every machine. Text without a tokenizer is read as bytes, every byte a token. A folder that `penstock prepare`
 has written is read as tokens. Anything else (a tokenizer is named, or files hold documents in a field) is
-prepared in the folder `data.cache` when a run first meets it.
+prepared in the folder `data.cache` when a run first needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Corpus", "ToPrepare", "check_alike", "load_corpora", "prepared_folde
 
 MIN_TEXT_BYTES = 1024
 STANDARD_LIBRARY_SUFFIXES = (".py",)
-# Installed packages differ between machines, and the tests hold odd encodings and generated tables.
+# Installed packages differ between machines; tests contain unusual encodings and generated tables.
 STANDARD_LIBRARY_LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib"}
 )
@@ -40,7 +40,7 @@ class Corpus:
     """One text to train on, which stays where it is.
 
     `text`    its tokens
-    `source`  where it came from, for people: the place, the number of files and of bytes or tokens
+    `source`  a description of its origin: the place, the number of files and of bytes or tokens
     `share`   of all samples, where there are several texts
     """
 
@@ -58,7 +58,7 @@ class ToPrepare:
 
     @property
     def is_done(self) -> bool:
-        """Whether an earlier run has prepared it."""
+        """Whether an earlier run has prepared the text."""
         return (self.folder / WHOLE).exists()
 
 
@@ -66,8 +66,9 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
     """Open the texts that `config` names, the files of each one after another in a fixed order.
 
     Raises `ConfigError` on `path` when it does not exist, holds no text file or too little text, or when any
-    of its files cannot be read or has yet to be prepared; on `tokenizer` where tokens were made with another;
-    on `mixture` where texts have different tokenizers, end documents with different tokens, or share a file.
+    of its files cannot be read or has yet to be prepared; on `tokenizer` where prepared tokens were made with
+    another tokenizer; on `mixture` where texts have different tokenizers, end documents with different
+    tokens, or share a file.
     """
     check_alike(config)
     check_apart(config)
@@ -75,7 +76,7 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
 
 
 def check_alike(config: DataConfig) -> None:
-    """Raise ConfigError where texts mean different things by the same token. Reads and prepares none."""
+    """Raise ConfigError where a token means different things in two texts. Reads and prepares no text."""
     first, ending = next(iter(config.parts)), dict[int, str | None]()
     tokenizer, _ = _tokens_of(config, first)
     for path in config.parts:
@@ -94,8 +95,10 @@ def check_alike(config: DataConfig) -> None:
 
 
 def check_apart(config: DataConfig) -> None:
-    """Raise ConfigError where texts of a mixture have a file in common: one would train on what the other
-    holds out. Reads none."""
+    """Raise ConfigError where texts of a mixture have a file in common. Reads no text.
+
+    Otherwise one text would train on what the other holds out.
+    """
     owners = dict[Hashable, str | None]()
     for path in config.parts if len(config.parts) > 1 else ():
         for file in _own_files(config, path):
@@ -106,22 +109,22 @@ def check_apart(config: DataConfig) -> None:
 
 
 def _known_by(file: Path) -> Hashable:
-    """The same for one file under all of its names: links of both kinds lead to it."""
+    """Return a key that is the same for one file under all of its names, including links of both kinds."""
     try:
         found = file.stat()
-    except OSError:  # whoever opens it says what is wrong
+    except OSError:  # opening it later reports what is wrong
         return file
     return found.st_dev, found.st_ino
 
 
 def _own_files(config: DataConfig, path: str | None) -> Iterator[Path]:
-    """The files of a text; of tokens the folder."""
+    """Yield the files of a text; for prepared tokens their folder."""
     if path is not None:
         yield from [place_of(path)] if _is_prepared(path) else files_of(path, config.suffixes)
 
 
 def _tokens_of(config: DataConfig, path: str | None) -> tuple[str, int | None]:
-    """The digest of the tokenizer of a text, and the token that ends its documents, if any does."""
+    """Return the digest of a text's tokenizer, and the token that ends its documents, if any does."""
     waiting = _to_prepare(config, path)
     if waiting is not None:
         return waiting.work.tokenizer.digest, waiting.work.tokenizer.end
@@ -137,7 +140,7 @@ def _is_prepared(path: str) -> bool:
 
 
 def to_prepare(config: DataConfig) -> list[ToPrepare]:
-    """What must be prepared before the texts can be opened, or has been for an earlier run."""
+    """Return what must be prepared before the texts can be opened, or was prepared for an earlier run."""
     found = (_to_prepare(config, path) for path in config.parts)
     return [each for each in found if each is not None]
 
@@ -164,7 +167,7 @@ def _tokens(path: str | None, folder: Path, source: str, share: float) -> Corpus
 
 
 def _check_tokenizer(config: DataConfig, text: Readable, path: str) -> None:
-    """Prepared tokens know what made them; a tokenizer that is named must be that one."""
+    """Raise ConfigError if a tokenizer is named with which the tokens were not prepared."""
     assert isinstance(text, Tokens)
     if config.tokenizer is None:
         return
@@ -178,7 +181,7 @@ def _check_tokenizer(config: DataConfig, text: Readable, path: str) -> None:
 
 
 def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
-    """None where the text can be read as it lies."""
+    """Return the preparation of a text; None where the text can be read as it is."""
     if path is None:
         if config.tokenizer is None:
             return None
@@ -199,7 +202,7 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
 
 
 def prepared_folder(cache: Path | None, work: Preparation) -> Path:
-    """Where a run keeps tokens that it has prepared: a name by what they are made from."""
+    """Return where a run keeps tokens that it prepares: a folder named by a digest of its inputs."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "penstock")
     root = expanded(str(usual if cache is None else cache), "cache", "Name a folder that can be written.")
     return root / "tokens" / work.made_from[:32]
@@ -219,7 +222,7 @@ def _load_standard_library() -> Corpus:
 
 
 def _join(path: str | None, place: str, files: Sequence[Path], share: float) -> Corpus:
-    """One text of all files, with a newline between two so that no line runs on into the next file."""
+    """Return one text of all files, with a newline between two so that no line runs into the next file."""
     text = Text(path, files)
     if text.size < MIN_TEXT_BYTES:
         hint = f"Give at least {MIN_TEXT_BYTES}; megabytes are better."

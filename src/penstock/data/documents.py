@@ -1,6 +1,6 @@
-"""Documents in files: plain text, JSON lines, Parquet; in pieces, in a fixed order, from any place on.
+"""Documents in files (plain text, JSON lines, Parquet): in pieces, in a fixed order, from any position.
 
-A text file is one document; a long one comes in several pieces, cut after a line. A line of JSON and a row of
+A text file is one document; a long one comes in several pieces, cut after a line. A line of JSON or a row of
 a Parquet file is a document: the text of its field. A document without a text is left out.
 """
 
@@ -28,12 +28,16 @@ TABLES: Final = (*JSON_LINES, *PARQUET)
 PIECE_BYTES: Final = 1 << 20
 MOST_LINE_BYTES: Final = 1 << 28
 ROWS: Final = 64
-"""Of a Parquet file that are read at once."""
+"""Rows of a Parquet file that are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """text: of a document, up to its end if `ends`. after: where reading goes on. read_bytes: to get here."""
+    """A piece of a document.
+
+    text: the piece's text, up to the document's end if `ends`. after: where reading continues. read_bytes:
+    size of what was read for this piece.
+    """
 
     text: str
     ends: bool
@@ -42,12 +46,12 @@ class Piece:
 
 
 def is_table(file: Path, kinds: Sequence[str] = TABLES) -> bool:
-    """Whether a file holds documents in a field, by its extension in small letters or capitals."""
+    """Tell whether a file holds documents in a field, by its extension in lower or upper case."""
     return file.suffix.lower() in kinds
 
 
 def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece]:
-    """All documents from `start` on. Raises TextError about what is in a file, by its name and place."""
+    """Yield all documents from `start` on. Raises TextError, with file and place, about unusable content."""
     for number in range(start.file, len(files)):
         file, at = files[number], start.at if number == start.file else 0
         if is_table(file, PARQUET):
@@ -59,7 +63,7 @@ def pieces(files: Sequence[Path], field: str, start: Position) -> Iterator[Piece
 
 
 def check_readable(file: Path, field: str) -> None:
-    """Raise ConfigError about `path` if a file cannot be opened, or what reads it is not installed."""
+    """Raise ConfigError about `path` if a file cannot be opened, or the package that reads it is missing."""
     if is_table(file, PARQUET):
         _table(file, field)
     else:
@@ -69,7 +73,7 @@ def check_readable(file: Path, field: str) -> None:
 
 def _text(file: Path, number: int, at: int) -> Iterator[Piece]:
     with file.open("rb") as opened:
-        # Where a piece ends depends on where it begins alone, however reading came there.
+        # The end of a piece depends on its beginning alone, however reading arrived there.
         while opened.seek(at) == at and (data := opened.read(PIECE_BYTES + 1)):
             more = len(data) > PIECE_BYTES
             cut = _cut(data[:PIECE_BYTES]) if more else len(data)
@@ -79,7 +83,7 @@ def _text(file: Path, number: int, at: int) -> Iterator[Piece]:
 
 
 def _cut(data: bytes) -> int:
-    """Where to cut a piece: after its last line, or where no character of UTF-8 is cut in two."""
+    """Return where to cut a piece: after its last line, or where no UTF-8 character is split."""
     line = data.rfind(b"\n") + 1
     if line:
         return line
@@ -98,7 +102,7 @@ def _json_lines(file: Path, number: int, field: str, at: int) -> Iterator[Piece]
 
 
 def _field(file: Path, line: bytes, field: str, at: int) -> str:
-    """The text of a line of JSON; empty for null."""
+    """Return the text of a line of JSON; "" for null."""
     where = f"{file}, the line from byte {at:,} on"
     if len(line) > MOST_LINE_BYTES:
         raise TextError(f"{where}: is longer than {MOST_LINE_BYTES >> 20} MiB")
@@ -113,7 +117,7 @@ def _field(file: Path, line: bytes, field: str, at: int) -> str:
         return ""
     if not isinstance(text, str):
         raise TextError(f"{where}: field {field!r} is no text")
-    return text.encode("utf-8", "replace").decode()  # JSON may hold half of a character that takes two
+    return text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
 
 
 def _parquet(file: Path, number: int, field: str, at: int) -> Iterator[Piece]:
@@ -149,7 +153,7 @@ def _table(file: Path, field: str) -> pyarrow.parquet.ParquetFile:
     with open_regular(file, "path", HINT, str(file)):
         pass
     try:
-        # Else it reads all of a row group at once, which may be the whole file.
+        # Otherwise it reads all of a row group at once, which may be the whole file.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=PIECE_BYTES, pre_buffer=False)
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError("path", str(file), f"is no Parquet file ({error})", HINT) from error

@@ -1,8 +1,8 @@
-"""Files of any number, read where they lie, of which a few are open at a time.
+"""Reads any number of files in place, of which a few are open at a time.
 
-What is asked for is read with `pread`, so the system's page cache holds it once for all ranks, and none of it
-counts as a process's own memory. A file that changes while a run reads it is an error with its name; mapped
-into memory, one that is cut short would kill the process with SIGBUS.
+Content is read with `pread`, so the system's page cache holds it once for all ranks, and none of it counts as
+a process's own memory. A file that changes while a run reads it causes an error with its name; if it were
+mapped into memory and cut short, the process would be killed with SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final
 from penstock.config import ConfigError, open_regular
 
 MOST_OPEN: Final = 64
-"""Files that are open at the same time; a system allows some hundreds."""
+"""Largest number of files that are open at the same time; a system allows some hundreds."""
 
 HINT: Final = "Give a path that can be read, or none to train on Python's standard library."
 
 
 class TextError(RuntimeError):
-    """A file that was there when the run began and cannot be read any more, or is another one now."""
+    """A file that existed when the run began cannot be read any more, or has changed."""
 
 
 class Files:
-    """Some files by number.
+    """Some files, by number.
 
-    Raises `ConfigError` about `path` for what is no ordinary file or cannot be read, and `TextError` when a
-    file has changed since. Takes some hundred bytes of memory per file.
+    Raises `ConfigError` about `path` for anything that is not a regular file or cannot be read, and
+    `TextError` when a file has changed since. Takes some hundred bytes of memory per file.
 
     path: the setting that named the files, for messages.
     """
@@ -41,11 +41,11 @@ class Files:
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Of every file."""
+        """Sizes of all files."""
         return [size for size, _ in self._states]
 
     def read(self, number: int, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop` of a file."""
+        """Return the bytes from `start` to `stop` of a file."""
         found, file = [], self.files[number]
         try:
             descriptor = self._descriptor(number)
@@ -63,7 +63,7 @@ class Files:
             os.close(descriptor)
 
     def _descriptor(self, number: int) -> int:
-        """Of a file, which is opened if it is not; the one that was not used for longest is closed then."""
+        """Return the descriptor of a file, opening it if necessary instead of the least recently used one."""
         if number in self._open:
             self._open.move_to_end(number)
             return self._open[number]
@@ -74,7 +74,7 @@ class Files:
 
 
 def _state(descriptor: int) -> tuple[int, int]:
-    """What tells a file from the same one after it was written to: size and time of the last change."""
+    """Return what changes when a file is written to: its size and the time of the last change."""
     found = os.fstat(descriptor)
     return found.st_size, found.st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""Which files a path means."""
+"""Finds the files that a path stands for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.config import ConfigError, expanded
 from penstock.data.files import HINT
 
 NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
-"""Extensions of files that are not text, and are refused."""
+"""Extensions of files that are not text and are refused."""
 
 
 def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The file at `path`, or those of a folder that end in `suffixes`; raises ConfigError about `path`."""
+    """Return the file at `path`, or a folder's files ending in `suffixes`; raise ConfigError about `path`."""
     place = place_of(path)
     files = files_below(path, place, suffixes) if is_folder(path, place) else [place]
     for file in files:
@@ -29,33 +29,33 @@ def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def place_of(path: str) -> Path:
-    """Where a text is, home folders expanded; raises ConfigError about `path`."""
+    """Return the place of a text with its home folder expanded; raise ConfigError about `path`."""
     return expanded(path, "path", HINT)
 
 
 def is_folder(path: str, place: Path) -> bool:
-    """Whether a folder is there; raises ConfigError where nothing is."""
+    """Tell whether the path is a folder; raise ConfigError where nothing exists."""
     try:
         return stat.S_ISDIR(place.stat().st_mode)
     except OSError as error:
         raise _unreadable(path, error) from error
-    except ValueError as error:  # a NUL in it
+    except ValueError as error:  # the path contains a NUL
         raise ConfigError("path", path, f"is no path ({error})", HINT) from error
 
 
 def files_below(
     path: str | None, folder: Path, suffixes: tuple[str, ...], left_out: frozenset[str] = frozenset()
 ) -> list[Path]:
-    """Files below `folder` ending in `suffixes`, by relative path; links to folders are not followed."""
+    """Return files below `folder` ending in `suffixes`, by relative path; links to folders are ignored."""
 
-    def refuse(error: OSError) -> NoReturn:  # Path.rglob would skip an unreadable folder without a word
+    def refuse(error: OSError) -> NoReturn:  # Path.rglob would silently skip an unreadable folder
         raise _unreadable(path, error) from error
 
     found: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name not in left_out]
         found += [Path(parent, name) for name in names if name.endswith(suffixes)]
-    # The order in which a file system lists its entries differs between machines; this one does not.
+    # File systems list their entries in different orders; this order is the same on all machines.
     return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 

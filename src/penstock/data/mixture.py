@@ -1,7 +1,7 @@
 """Which text a sample is from: a pure function of its number, so it needs no state and no exchange.
 
-Samples come in cycles of `CYCLE`, in each of which every text has its share, to the nearest sample, in a
-random order that depends on the seed and the number of the cycle alone.
+Samples come in cycles of `CYCLE`. In each cycle every text has its share, to the nearest sample, in a random
+order that depends on the seed and the number of the cycle alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.workloads import apportion
 
 CYCLE: Final = 1 << 16
 STREAM: Final = 1
-"""Tells the order of texts from that of samples, which have the same seed."""
+"""Separates the order of texts from that of samples, which has the same seed."""
 
 
 class Dealer:
@@ -29,7 +29,7 @@ class Dealer:
         self._cycle, self._order = -1, (np.empty(0, np.int64), np.empty(0, np.int64))
 
     def deal(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """For samples by number: which text each is from, and how many of that text come before it."""
+        """Return, for samples by number, the text of each, and how many samples of that text precede it."""
         if self._due.size == 1:
             return np.zeros_like(numbers), numbers
         cycles, places = np.divmod(numbers, CYCLE)
@@ -42,7 +42,7 @@ class Dealer:
         return texts, before
 
     def until(self, counts: Sequence[int]) -> int:
-        """How many samples can be dealt before one of the texts, with so many each, has no other left."""
+        """Return how many samples can be dealt before one of the texts, with these counts, is exhausted."""
         if self._due.size == 1:
             return counts[0]
         ends = []
@@ -53,7 +53,7 @@ class Dealer:
         return min(ends)
 
     def _ordered(self, cycle: int) -> tuple[Indices, Indices]:
-        """The text of every place of a cycle, and how many of that text come before it there."""
+        """Return the text at every place of a cycle, and how many of that text precede it in the cycle."""
         if cycle != self._cycle:
             drawn = Shuffled(CYCLE, self._seed, cycle, STREAM).at(np.arange(CYCLE))
             order = np.searchsorted(np.cumsum(self._due), drawn, side="right").astype(np.int64)

@@ -1,8 +1,9 @@
 """Random orders of any length that can be read at any place.
 
-Up to `MOST_LISTED` entries an order is a list, drawn at once. A longer one is computed where it is read, by a
-Feistel cipher: a keyed function that maps the numbers below a power of four to each other one to one. What it
-maps past the end is mapped again until it falls below (cycle walking), two or three times on average.
+Up to `MOST_LISTED` entries an order is a list, drawn at once. A longer order is computed where it is read, by
+a Feistel cipher: a keyed function that maps the numbers below a power of four one-to-one onto each other. A
+number that it maps past the end is mapped again until it falls below (cycle walking), two or three times on
+average.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 MOST_LISTED = 1 << 22
-"""A list of as many takes 16 MiB."""
+"""A list of this many entries takes 16 MiB."""
 
 ROUNDS = 8
 
@@ -29,11 +30,11 @@ class Shuffled:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the order is in memory."""
+        """Whether the order is a list in memory."""
         return self.count <= self._most_listed
 
     def at(self, places: Indices) -> Indices:
-        """What stands at these places, each below `count`."""
+        """Return the numbers at these places, each below `count`."""
         if self.is_listed:
             return self._list[places].astype(np.int64)
         found = self._encrypt(places.astype(np.uint64))
@@ -43,7 +44,7 @@ class Shuffled:
 
     @cached_property
     def _list(self) -> npt.NDArray[np.int32]:
-        # The same draws as for a list of 64 bits per number, which runs of earlier versions had.
+        # These are the same draws as for a list of 64 bits per number, which earlier versions used.
         numbers = np.arange(self.count, dtype=np.int32)
         self._generator.shuffle(numbers)
         return numbers
@@ -57,7 +58,7 @@ class Shuffled:
         return np.random.Generator(np.random.PCG64(self._seed))
 
     def _encrypt(self, numbers: Words) -> Words:
-        """A permutation of the numbers of twice `half` bits."""
+        """Permute the numbers of twice `half` bits."""
         half = np.uint64(max(1, -(-(self.count - 1).bit_length() // 2)))
         mask = np.uint64((1 << int(half)) - 1)
         left, right = numbers >> half, numbers & mask
@@ -67,7 +68,7 @@ class Shuffled:
 
 
 def _mixed(words: Words) -> Words:
-    """The finaliser of splitmix64: every bit of a word changes half of all."""
+    """Apply the finaliser of splitmix64: flipping any bit of a word changes half of its bits on average."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

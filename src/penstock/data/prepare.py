@@ -1,8 +1,8 @@
-"""Files of text become a folder of tokens: flat in memory, safe to kill, and continued where it was.
+"""Turns files of text into a folder of tokens: in constant memory, safe to kill, and resumable.
 
-A shard is done when it has its name and the record says so; what comes after it is written again. Pieces of
-text and shards begin and end in the same places however often the work was interrupted, so the result is the
-same to the last byte.
+A shard is finished when it has its final name and the record lists it; what comes after it is written again.
+Pieces of text and shards begin and end in the same places however often the work was interrupted, so the
+result is the same to the last byte.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.data.tokenizer import Tokenizer, as_array
 
 SHARD_TOKENS: Final = 1 << 27
 BATCH_CHARACTERS: Final = 1 << 20
-"""Text that is given to the tokenizer at once, which cuts it with several threads."""
+"""Characters that are given to the tokenizer at once, which processes them with several threads."""
 
 LOCK: Final = ".lock"
 WAIT_S: Final = 0.5
@@ -45,7 +45,10 @@ WAIT_S: Final = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """read_bytes: of the inputs, of `total_bytes`. tokens and documents: written so far."""
+    """How far a preparation is.
+
+    read_bytes: of the inputs, of `total_bytes`. tokens and documents: written so far.
+    """
 
     read_bytes: int
     total_bytes: int
@@ -55,10 +58,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Some files, and what is to become of them.
+    """Some files, and how they become tokens.
 
-    field: of files that have fields, the one with the text. shard_tokens: a shard is closed when it has as
-    many. source: the inputs, for people.
+    field: of files that have fields, the one with the text. shard_tokens: a shard is closed when it has this
+    number of tokens. source: a description of the inputs.
     """
 
     files: tuple[Path, ...]
@@ -68,13 +71,13 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
 
     def check(self) -> None:
-        """Raise ConfigError if an input cannot be opened, or has no such field."""
+        """Raise ConfigError if an input cannot be opened, or lacks the field."""
         for file in self.files:
             check_readable(file, self.field)
 
     @property
     def made_from(self) -> str:
-        """Digest of everything that the tokens depend on; files by name, size and time of the last change."""
+        """Digest of everything on which the tokens depend; files by name, size and time of last change."""
         facts = [self.field, self.tokenizer.digest, self.tokenizer.end, self.shard_tokens]
         for file in self.files:
             found = file.stat()
@@ -82,7 +85,7 @@ class Preparation:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def run(self, folder: Path, *, waits: bool = False) -> Iterator[Progress]:
-        """Write the folder, or what is missing of it; a whole one of the same files stays as it is.
+        """Write the folder, or what is missing in it; a whole folder made from the same files stays as it is.
 
         Yields from time to time. waits: for another process that writes there, instead of refusing. Raises
         ConfigError about `--out` for a folder that holds something else, TextError about an input.
@@ -111,7 +114,7 @@ class Preparation:
         return sum(file.stat().st_size for file in self.files)
 
     def _begun(self, folder: Path, made_from: str) -> Record | None:
-        """The record to go on from; None where the folder is whole."""
+        """Return the record from which to continue; None where the folder is whole."""
         for name in (WHOLE, UNFINISHED):
             if (folder / name).exists():
                 found = read_record(folder / name)
@@ -158,13 +161,13 @@ class Preparation:
             shard.add(as_array(self.tokenizer, ids, shard.dtype, ends=piece.ends))
 
     def _read_before(self, position: Position) -> int:
-        """Bytes of the inputs before a position, of which rows of a table count as none."""
+        """Return the bytes of the inputs before a position; a row of a Parquet file counts as one byte."""
         before = sum(file.stat().st_size for file in self.files[: position.file])
         return min(before + position.at, self._total_bytes)
 
 
 def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces with about `BATCH_CHARACTERS` of text. A new one takes only what the last has left."""
+    """Yield runs of pieces with about `BATCH_CHARACTERS` of text. A new one starts after the previous one."""
     batch: list[Piece] = []
     length = 0
     for piece in coming:
@@ -180,11 +183,11 @@ def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[_TakeLock]:
     with (folder / LOCK).open("w", encoding="utf-8") as file:
-        yield _TakeLock(file.fileno())  # the system releases it when the file is closed
+        yield _TakeLock(file.fileno())  # the system releases the lock when the file is closed
 
 
 class _TakeLock:
-    """Whether the lock on a file could be taken, which it is tried for at every call."""
+    """Tries at every call to take the lock on a file, and returns whether it was taken."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

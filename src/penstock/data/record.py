@@ -1,7 +1,7 @@
-"""What a folder of prepared tokens says about itself, when it is whole and while it is being written.
+"""The record of a folder of prepared tokens, when it is whole and while it is being written.
 
-tokens.json         the record of a whole folder; it is written last, so without it there is none
-unfinished.json     the record of what is whole so far, while there is more to come
+tokens.json         the record of a whole folder; it is written last, so without it the folder is not whole
+unfinished.json     the record of what is finished so far, while more is to come
 tokens-00000.npy    a shard: a NumPy array of unsigned integers, as wide as the vocabulary needs
 tokens-00000.crc32  CRC-32 of every `BLOCK_BYTES` of its tokens, four bytes each
 """
@@ -24,11 +24,11 @@ WHOLE, UNFINISHED, PART = "tokens.json", "unfinished.json", ".part"
 VERSION: Final = 1
 BLOCK_BYTES: Final = 1 << 16
 HEADER_BYTES: Final = 128
-"""NumPy's header of an array of one dimension, always."""
+"""Size of NumPy's header of any array of one dimension."""
 
 CRC_BYTES: Final = 4
 SUM: Final = "sha256"
-"""Of the record, in its file."""
+"""Key of the record's digest in its file."""
 
 HINT: Final = "Copy the folder again, or delete it and run `penstock prepare` once more."
 MOST_SHARDS: Final = 100_000
@@ -38,7 +38,7 @@ Symbol = Annotated[int, Within(0, 2**32 - 1, "tokens have at most four bytes")]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """tokens: how many. sha256: of them."""
+    """One file of tokens. tokens: their number. sha256: of the tokens."""
 
     tokens: Count
     sha256: str
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where reading goes on: in file number `file`, at this byte, or at this row of a Parquet file."""
+    """Where reading continues: in file number `file`, at this byte, or at this row of a Parquet file."""
 
     file: Count = 0
     at: Count = 0
@@ -60,9 +60,11 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """made_from: digest of settings and inputs. source: these, for people. tokenizer: its sha256, or `bytes`.
+    """The description of a folder of prepared tokens.
 
-    end: the token that ends a document; every token is below `vocabulary`. position: where reading goes on.
+    made_from: digest of settings and inputs. source: a description of the inputs. tokenizer: its sha256, or
+    `bytes`. end: the token that ends a document; every token is below `vocabulary`. position: where reading
+    continues.
     """
 
     version: Annotated[int, Within(VERSION, VERSION, "of the format of these files")] = VERSION
@@ -80,7 +82,7 @@ class Record:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The narrowest type that holds every token."""
+        """Narrowest type that holds every token."""
         return width_of(self.vocabulary)
 
     @property
@@ -89,19 +91,19 @@ class Record:
 
     @property
     def digest(self) -> str:
-        """sha256 of all that decides what is read, wherever it came from."""
+        """The sha256 of everything that determines what is read, wherever it came from."""
         facts = to_dict(replace(self, made_from="", source="", position=Position()))
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def width_of(vocabulary: int) -> np.dtype[np.unsignedinteger]:
-    """The narrowest type for tokens below `vocabulary`: one, two or four bytes."""
+    """Return the narrowest type for tokens below `vocabulary`: one, two or four bytes."""
     sizes = ((1 << 8, "<u1"), (1 << 16, "<u2"), (1 << 32, "<u4"))
     return np.dtype(next(name for most, name in sizes if vocabulary <= most))
 
 
 def header(dtype: np.dtype[np.unsignedinteger], tokens: int) -> bytes:
-    """What NumPy writes before the numbers of a shard."""
+    """Return what NumPy writes before the numbers of a shard."""
     written = io.BytesIO()
     facts = {"descr": dtype.str, "fortran_order": False, "shape": (tokens,)}
     np.lib.format.write_array_header_1_0(written, facts)
@@ -118,7 +120,7 @@ def sums_file(folder: Path, number: int) -> Path:
 
 
 def read_record(path: Path) -> Record:
-    """The record in a file; raises ConfigError that begins with its path, also where one digit is wrong."""
+    """Read a record; raise ConfigError that begins with its path, even if a single digit is wrong."""
     table = read_json(path, HINT)
     said = table.pop(SUM, None) if isinstance(table, dict) else None
     found = from_dict(Record, table, str(path))
@@ -128,12 +130,12 @@ def read_record(path: Path) -> Record:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds tokens, or what is to become some: reading that is refused."""
+    """Tell whether a folder holds tokens, or unfinished ones, which may not be read."""
     return (folder / WHOLE).exists() or (folder / UNFINISHED).exists()
 
 
 def whole_record(folder: Path) -> Record:
-    """That of a whole folder; ConfigError about `path` for one that is not."""
+    """Return the record of a whole folder; raise ConfigError about `path` for an unfinished one."""
     if not (folder / WHOLE).exists():
         why = "holds tokens whose preparation has not ended"
         raise ConfigError("path", str(folder), why, "Run the same `penstock prepare` again: it goes on.")
@@ -141,7 +143,7 @@ def whole_record(folder: Path) -> Record:
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write it as a whole or not at all, even if the power fails."""
+    """Write the record as a whole or not at all, even if the power fails."""
     write_whole(path, (json.dumps({**to_dict(record), SUM: _sum_of(record)}, indent=1) + "\n").encode())
 
 
@@ -160,7 +162,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def settle(part: Path, path: Path) -> None:
-    """Give a file that is on the disk its name, durably."""
+    """Give a file that is on the disk its final name, durably."""
     part.replace(path)
     handle = os.open(path.parent, os.O_RDONLY)
     try:

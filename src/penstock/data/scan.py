@@ -1,8 +1,8 @@
-"""One pass over a text: what identifies it, and how often each token stands in it.
+"""One pass over a text: what identifies it, and how often each token occurs in it.
 
-A text of at most `WHOLE_BYTES` is read to its last token. Of a longer one `SAMPLED_BLOCKS` blocks are, evenly
-spread from the first to the last, so that a start takes seconds whatever the size; its identity then holds
-its size and those blocks.
+A text of at most `WHOLE_BYTES` is read completely. Of a longer one `SAMPLED_BLOCKS` blocks are read, evenly
+spread from the first to the last, so that a start takes seconds whatever the size; its identity then consists
+of its size and those blocks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ SAMPLED_BLOCKS = 512
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scanned:
-    """digest: sha256, of the whole text or of its size and a sample; or what a prepared text is known by.
+    """The result of a scan.
 
-    counts: of every token of the vocabulary. seen: how many tokens were looked at.
+    digest: sha256, of the whole text or of its size and a sample; or the digest of a prepared text. counts:
+    of every token of the vocabulary. seen: number of tokens that were read.
     """
 
     digest: str
@@ -34,7 +35,7 @@ class Scanned:
 
 
 def entropy_nats(parts: Sequence[Scanned], weights: Sequence[float]) -> float:
-    """Entropy of the token distribution of a mixture: the loss of knowing token counts alone. nats."""
+    """Return the entropy of a mixture's tokens, in nats: the loss of a model that knows only token counts."""
     widest = max(part.counts.size for part in parts)
     whole = np.zeros(widest)
     for part, weight in zip(parts, weights, strict=True):
@@ -44,7 +45,7 @@ def entropy_nats(parts: Sequence[Scanned], weights: Sequence[float]) -> float:
 
 
 class Scan:
-    """A scan that can be interrupted, so that ranks which wait for it hear from this one meanwhile."""
+    """A scan in portions, between which ranks that wait for it can hear from this one."""
 
     def __init__(self, text: Readable, whole_bytes: int = WHOLE_BYTES) -> None:
         self._text, self._hash, self._seen = text, hashlib.sha256(), 0
@@ -60,7 +61,7 @@ class Scan:
         self.result: Scanned | None = None
 
     def work(self, seconds: float) -> bool:
-        """Go on for about so long, a block at least; whether the scan has ended, and `result` is there."""
+        """Scan for about `seconds`, at least one block; return whether the scan has ended, with `result`."""
         until_s = time.monotonic() + seconds
         while self.result is None:
             block = next(self._blocks, None)
@@ -78,7 +79,7 @@ class Scan:
 
 
 def scan(text: Readable, whole_bytes: int = WHOLE_BYTES) -> Scanned:
-    """Scan to the end at once."""
+    """Scan a text to its end at once."""
     going = Scan(text, whole_bytes)
     while not going.work(60):
         pass

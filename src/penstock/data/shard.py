@@ -1,4 +1,4 @@
-"""Writing one shard of tokens: what is not whole has another name, and is written over."""
+"""Writes one shard of tokens: an unfinished shard has another name, and is overwritten."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.data.record import (
 
 
 class ShardWriter:
-    """A shard while tokens are added to it; `finish` gives it its name. At most a block waits in memory."""
+    """A shard to which tokens are added; `finish` gives it its name. At most one block waits in memory."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[np.unsignedinteger]) -> None:
         self._path, self._sums_path, self.dtype = (
@@ -40,7 +40,7 @@ class ShardWriter:
         self._write_header()
 
     def add(self, tokens: npt.NDArray[np.unsignedinteger]) -> None:
-        """Write tokens after those that are there."""
+        """Append tokens to the shard."""
         self.tokens += tokens.size
         self._waiting += tokens.tobytes()
         whole = len(self._waiting) - len(self._waiting) % BLOCK_BYTES
@@ -49,7 +49,7 @@ class ShardWriter:
         del self._waiting[:whole]
 
     def finish(self) -> Shard:
-        """What the record says of it; it is on the disk then."""
+        """Finish the shard on the disk, and return its entry for the record."""
         if self._waiting:
             self._write(bytes(self._waiting))
         self._file.seek(0)

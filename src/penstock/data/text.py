@@ -1,6 +1,6 @@
-"""What a run reads: numbers below a vocabulary's size at places from 0 on; and text of any size as that.
+"""What a run reads: tokens, numbers below a vocabulary's size, at places from 0 on; and text as tokens.
 
-Every byte of a text is a token there, so it needs no tokenizer and no preparation.
+Every byte of a text is a token, so a text of any size needs no tokenizer and no preparation.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Offsets = npt.NDArray[np.int64]
 
 BLOCK_BYTES: Final = 1 << 20
 BYTES: Final = 256
-"""Values of a byte."""
+"""Number of values of a byte."""
 
 NEWLINE: Final = b"\n"
 
 
 class Readable(Protocol):
-    """Tokens that can be read at any place. All but what is asked for stays where it is.
+    """Tokens that can be read at any place. Only what is asked for is read.
 
-    size: how many. vocabulary: every token is below it. unit: what a token is, for people.
-    tokenizer: its sha256, or `bytes`. digest: what the
-    tokens are known by without reading them; None if they must be read for it.
+    size: number of tokens. vocabulary: every token is below it. unit: what a token is, in words. tokenizer:
+    its sha256, or `bytes`. digest: identifies the tokens without reading them; None if they must be read for
+    it.
     """
 
     @property
@@ -50,18 +50,18 @@ class Readable(Protocol):
     def digest(self) -> str | None: ...
 
     def tokens(self, start: int, stop: int) -> Numbers:
-        """Those at the places from `start` to `stop`; raises TextError where they are damaged or gone."""
+        """Return the tokens at places `start` to `stop`; raise TextError if they are damaged or gone."""
         ...
 
     def document_starts(self, start: int, stop: int) -> Offsets:
-        """The places above `start` and below `stop` where a document begins."""
+        """Return the places above `start` and below `stop` at which a document begins."""
         ...
 
 
 class Text:
-    """All bytes of some files, with a newline between two so that no line runs on into the next file.
+    """All bytes of some files, with a newline between two so that no line runs into the next file.
 
-    Raises what `Files` does. path: the setting that named the files, for messages.
+    Raises the errors of `Files`. path: the setting that named the files, for messages.
     """
 
     vocabulary, unit, tokenizer, digest = BYTES, "bytes", "bytes", None
@@ -74,7 +74,7 @@ class Text:
         self.size = int(self._starts[-1]) - 1 if files else 0
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` to `stop`."""
+        """Return the bytes from `start` to `stop`."""
         assert 0 <= start <= stop <= self.size, f"{start} to {stop} of {self.size}"
         pieces, number = [], int(np.searchsorted(self._starts, start, side="right")) - 1
         while start < stop:

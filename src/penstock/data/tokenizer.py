@@ -1,4 +1,4 @@
-"""From text to tokens: bytes, or a `tokenizer.json`."""
+"""Turns text into tokens: bytes, or those of a `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 ENDS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")
-"""Tokens that end a document, by the names that published tokenizers have for them."""
+"""Names that published tokenizers give to the token that ends a document."""
 
 MOST_BYTES: Final = 1 << 30
 
 
 class Tokenizer(Protocol):
-    """vocabulary: every token is below it. end: the token that ends a document, which no text has.
+    """Turns text into tokens.
 
-    digest: what it is known by.
+    vocabulary: every token is below it. end: the token that ends a document, which no text contains. digest:
+    identifies the tokenizer.
     """
 
     vocabulary: int
@@ -34,12 +35,12 @@ class Tokenizer(Protocol):
     digest: str
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of every text, without any that begins or ends it."""
+        """Return the tokens of every text, without tokens that mark its beginning or end."""
         ...
 
 
 class Bytes:
-    """UTF-8, byte by byte. A document ends with 255, which UTF-8 does not have."""
+    """UTF-8, byte by byte. A document ends with 255, which does not occur in UTF-8."""
 
     vocabulary, end, digest = BYTES, BYTES - 1, "bytes"
 
@@ -48,11 +49,11 @@ class Bytes:
 
 
 class FileTokenizer:
-    """What a `tokenizer.json` says, by the package tokenizers.
+    """The tokenizer that a `tokenizer.json` describes, by the package tokenizers.
 
-    Texts that spell a special token are tokenized as any other text; where a vocabulary has nothing else for
-    the one that ends a document, it is left out. Raises ConfigError about `tokenizer`, or about
-    `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
+    Texts that spell a special token are tokenized as any other text; where a vocabulary can express such a
+    text only by the token that ends a document, that token is left out. Raises ConfigError about `tokenizer`,
+    or about `end_of_document` if none is given and none of `ENDS` is in the vocabulary.
     """
 
     def __init__(self, path: str, end: str | None) -> None:
@@ -70,7 +71,7 @@ class FileTokenizer:
         self._is_special = added is not None and added.special
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Raises TextError where it cannot, or an ordinary token is to end documents and a text has it."""
+        """Tokenize texts. Raises TextError where that fails, or a text contains an ordinary end token."""
         try:
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # its own errors are bare `Exception`
@@ -88,7 +89,7 @@ class FileTokenizer:
 
 
 def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
-    """What a `tokenizer.json` says, for whole texts of any content, and its sha256.
+    """Return the tokenizer of a `tokenizer.json`, for whole texts of any content, and its sha256.
 
     Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`.
     """
@@ -101,9 +102,9 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
 
 
 def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
-    """The one of a file, or bytes for None.
+    """Return the tokenizer of a file, or bytes for None.
 
-    end: name of the token that ends a document; None = the usual one. ConfigError where there is none such.
+    end: name of the token that ends a document; None = the usual one. Raises ConfigError if it is unknown.
     """
     if path is not None:
         return FileTokenizer(path, end)
@@ -116,7 +117,7 @@ def open_tokenizer(path: str | None, end: str | None = None) -> Tokenizer:
 def as_array(
     tokenizer: Tokenizer, text: Sequence[int], dtype: np.dtype[np.unsignedinteger], *, ends: bool
 ) -> npt.NDArray[np.unsignedinteger]:
-    """The tokens of a text, with the one after it that ends a document if it does."""
+    """Return the tokens of a text, followed, if `ends`, by the token that ends a document."""
     found = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
     return np.append(found, np.asarray([tokenizer.end], dtype)) if ends else found
 

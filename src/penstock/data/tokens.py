@@ -1,7 +1,7 @@
-"""Tokens that `penstock prepare` has written, read where they lie.
+"""Tokens that `penstock prepare` has written, read in place.
 
-Every block of a shard is compared with its checksum the first time that something of it is read, so that a
-damaged one is refused whatever the size of the whole, and a start does not read it all.
+Every block of a shard is compared with its checksum the first time that any part of the block is read, so
+that a damaged block is refused whatever the size of the whole, and a start does not read everything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Tokens:
     """The tokens of a folder, its shards one after another.
 
     Takes a byte of memory per `BLOCK_BYTES`. Raises ConfigError about `path` where the folder is not whole or
-    a shard has another size than the record says.
+    a shard differs in size from its record.
     """
 
     def __init__(self, path: str | None, folder: Path) -> None:
@@ -71,7 +71,7 @@ class Tokens:
         return (ends + start + 1).astype(np.int64)
 
     def _read(self, number: int, start: int, stop: int) -> bytes:
-        """Bytes of a shard's tokens, after the check of the blocks that they lie in."""
+        """Return bytes of a shard's tokens, after checking the blocks in which they lie."""
         for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             if not self._checked[number][block]:
                 self._check(number, block)
@@ -98,7 +98,7 @@ class Tokens:
 
 
 def first_damage(folder: Path) -> str | None:
-    """What is wrong with a whole folder, read from beginning to end; None if nothing is."""
+    """Read a whole folder from beginning to end; return what is wrong with it, None if nothing is."""
     try:
         tokens = Tokens(str(folder), folder)
         for start in range(0, tokens.size, BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Everything that a plan decides, as one record: searched over, set, saved, told and applied from here."""
+"""Everything that a plan decides, as one record: searches, settings, files and texts derive from it."""
 
 from penstock.decision.field import Asked, Field, GradientBytes, Movable, Reader
 from penstock.decision.moving import PlacementConfig

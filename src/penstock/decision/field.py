@@ -1,4 +1,4 @@
-"""What is to be known of one decision: what a search tries, how it is told, what it changes in the step."""
+"""The properties of one decision: the values that a search tries, its words, and its effect on the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.step.shape import ExpertForm, Recompute
 from penstock.step.stages import Pass
 
 PartialByForm = tuple[tuple[ExpertForm, tuple[int, ...]], ...]
-"""For expert forms the bytes of every layer's partial gradients."""
+"""For expert forms, the bytes of every layer's partial gradients."""
 
 
 class GradientBytes(NamedTuple):
-    """For every layer the bytes of its gradients that are reduced, by kind.
+    """For every layer, the bytes of its gradients that are reduced, by kind.
 
     partial: those to which every rank that shares attention adds a part; none = there are no such ranks.
-    partial_by_form: the same by expert form, where it depends on that; what is not partial there is
+    partial_by_form: `partial` by expert form, where it depends on that; what is not partial with a form is
     replicated. expert: of all parameters of one expert, or a rank's shard of it, which travel where experts
     move; 0 = not known.
     """
@@ -35,7 +35,7 @@ class GradientBytes(NamedTuple):
         return self.replicated, self.experts, self.partial
 
     def of_form(self, form: ExpertForm) -> GradientBytes:
-        """As they are in a step with this expert form."""
+        """Return the bytes in a step with this expert form."""
         found = dict(self.partial_by_form).get(form, self.partial)
         if found == self.partial:
             return self
@@ -57,7 +57,7 @@ NOTHING_MOVES = Movable()
 
 
 class Asked(Protocol):
-    """The step that is planned for, as far as values worth trying depend on it. `plan.Problem` is one.
+    """The step for which a plan is made, as far as values worth trying depend on it. `plan.Problem` is one.
 
     batch: samples per rank. dispatches: those that the ranks can run. least_chunk_bytes: of an all-reduce,
     since smaller ones would be too many tasks.
@@ -74,7 +74,7 @@ class Asked(Protocol):
 
     @property
     def compressions(self) -> tuple[str, ...]:
-        """Forms in which rows may travel, "none" = as section [moe] says."""
+        """Formats in which rows may travel, "none" = as section [moe] says."""
         ...
 
     @property
@@ -88,14 +88,14 @@ class Asked(Protocol):
 
     @property
     def recompute(self) -> tuple[Recompute, ...]:
-        """What may be computed again, that which takes least time first."""
+        """What may be recomputed, the fastest choice first."""
         ...
 
 
 class Reader(Protocol):
-    """What a schedule declares: which fields of a decision it reads, and how many chunks it usually has.
+    """What a schedule declares: the fields of a decision that it reads, and its usual number of chunks.
 
-    expert_form: how rows meet all shards of their experts, where the schedule says so itself.
+    expert_form: how rows reach all shards of their experts, where the schedule itself determines that.
     """
 
     @property
@@ -112,23 +112,23 @@ class Reader(Protocol):
 
 
 READERS: dict[str, Reader] = {}
-"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with what each does."""
+"""The schedules, as far as decisions go; `schedule.SCHEDULES` is the same table with their methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One decision, declared once.
 
-    values: what a search tries, given the step and what the fields before this one have decided; at least one
-    value. words: the decision in a sentence, "" = nothing is told of it; None = it is told with another.
-    head, cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts:
-    how finely the step is cut.
+    values: what a search tries, given the step and the decisions of earlier fields; at least one value.
+    words: the decision in a sentence, "" = it is not mentioned; None = it is described with another. head,
+    cell: its column in the table of plans; unread: the cell where its schedule does not read it. cuts: how
+    finely the step is cut.
     always: every schedule reads it, not only those that declare it.
-    may_be_left_out: a plan file need not say it, since files are older than it, and it has a column in the
-    table of plans only where one has another value than its default.
+    may_be_left_out: a plan file need not contain it, since some files are older, and it has a column in the
+    table of plans only where a plan has another value than the default.
 
-    Of a decision that is registered, also: name; type, such as a Literal or a number Annotated with bounds;
-    default, the value that it need not be told of; passes: those that a value adds to the step.
+    For a registered decision, also: name; type, such as a Literal or a number Annotated with bounds; default,
+    the value that need not be mentioned; passes: those that a value adds to the step.
     """
 
     values: Callable[[Asked, Any], Sequence[Any]]

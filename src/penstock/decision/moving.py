@@ -1,4 +1,4 @@
-"""Whether samples and experts move: section `[placement]`, and what a plan decides of it."""
+"""Whether samples and experts move: section `[placement]`, and what a plan decides about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Solver = Literal["network_simplex", "kuhn_munkres"]
 Prediction = Literal["next_gate", "conditional", "none"]
 MOST_GUEST_SLOTS = 64
 LOCAL = ("pro_prophet", "shadowing")
-"""Planners whose guests compute rows of their own ranks."""
+"""Planners whose guests compute only rows of their own ranks."""
 
 SPLIT_WORDS = {"exact": "the loads of each step", "last_step": "the loads of the step before"}
 
@@ -41,14 +41,14 @@ def _experts(asked: Asked, choice: Decision) -> Sequence[str]:
 
 
 def why_samples_stay(asked: Asked, choice: Decision) -> str:
-    """Why samples cannot move with this choice; "" = they may."""
+    """Return why samples cannot move with this choice; "" = they may."""
     if DISPATCHES[choice.dispatch].joins_rows:
         return f"moe.dispatch={choice.dispatch} sends one row for several experts"
     return why_experts_stay(asked, choice)
 
 
 def why_experts_stay(asked: Asked, choice: Decision) -> str:
-    """Why experts cannot move with this choice; "" = they may."""
+    """Return why experts cannot move with this choice; "" = they may."""
     if not any(asked.shape.moe_layers):
         return "no layer has experts"
     if not asked.shape.sharing.is_none and choice.form != "gather":
@@ -57,7 +57,7 @@ def why_experts_stay(asked: Asked, choice: Decision) -> str:
 
 
 def must_move(asked: Asked) -> bool:
-    """Whether every plan has to move samples, or experts."""
+    """Return whether every plan has to move samples, or experts."""
     return "none" not in asked.movable.samples or "none" not in asked.movable.experts
 
 
@@ -74,7 +74,7 @@ def _expert_words(choice: Decision) -> str:
 
 
 def why_not_exact(choice: Decision) -> str:
-    """Why rows of shared experts cannot be split by the loads of their own step; "" = they can."""
+    """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
     if choice.experts in LOCAL:
         return f"placement.experts={choice.experts} gives guests the rows of their own ranks"
     if choice.samples != "none":
@@ -106,16 +106,17 @@ SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_o
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Section `[placement]`: what moves, and how it is decided where to.
+    """Section `[placement]`: what moves, and how its destination is decided.
 
     samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic between nodes.
     experts: by which planner popular experts get guests on other ranks. "auto" = "none", unless
     plan.source=auto finds in measured loads that moving pays.
+
     guest_slots: experts of other ranks that every rank has room for, per MoE layer. split: how rows are
     shared among the hosts of their expert: "exact" = by the loads of the step that runs, "last_step" = by
-    those that the plan was made from, "auto" = exactly where that can be. every: the number of steps from one
-    plan of experts to the next. solver: what assigns samples. prediction: what samples are expected to want
-    of the next layer: its gate on the present input, a table of which experts follow which, or nothing.
+    those from which the plan was made, "auto" = exactly where possible. every: the number of steps from one
+    plan of experts to the next. solver: what assigns samples. prediction: what predicts the rows of samples
+    in the next layer: its gate on the present input, a table of which experts follow which, or nothing.
     """
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
@@ -151,12 +152,12 @@ class PlacementConfig:
 
     @property
     def _weighed_slots(self) -> tuple[int, ...]:
-        """As many as given; where it is open how experts move, also twice as many, for loads that drift."""
+        """The given number; where the planner is left open, also twice the number, for drifting loads."""
         twice = min(2 * self.guest_slots, MOST_GUEST_SLOTS)
         return tuple(dict.fromkeys((self.guest_slots, twice if self.experts == "auto" else self.guest_slots)))
 
     def applied(self, choice: Decision) -> Decision:
-        """`choice` with what this section decides; what it leaves open stays where it is."""
+        """Return `choice` with this section's decisions; what the section leaves open does not move."""
         return replace(
             choice,
             samples="none" if self.samples == "auto" else self.samples,
@@ -166,7 +167,7 @@ class PlacementConfig:
         )
 
     def saying(self, choice: Decision) -> Self:
-        """The section that means `choice`."""
+        """Return the section that stands for `choice`."""
         return replace(
             self,
             samples=choice.samples,

@@ -1,4 +1,4 @@
-"""Which gradients are reduced in which gap of the backward pass: what FSMoE's partition decides."""
+"""The gap of the backward pass in which each gradient is reduced: what FSMoE's partition decides."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 from penstock.graph import ScheduleError
 
 Part = Literal["moe", "dense", "tail"]
-"""Between the two all-to-all groups of a layer's MoE part; under its attention; after everything."""
+"""Between the two all-to-all groups of a layer's MoE part; under its attention; after everything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A gap on the lane `inter` of the backward pass. layer: whose gap; of the tail it means nothing."""
+    """A gap on the lane `inter` of the backward pass. layer: the gap's layer; no meaning for the tail."""
 
     layer: int
     part: Part
@@ -32,10 +32,10 @@ TAIL = Slot(layer=0, part="tail")
 
 @dataclass(frozen=True)
 class Partition:
-    """For every layer the portions of its gradients, in the order in which they are reduced.
+    """For every layer, the portions of its gradients, in the order in which they are reduced.
 
-    A gap must come after the gradients are made: one of a lower layer, or this layer's "dense" gap does not
-    count, since attention makes the gradients that it would carry.
+    A gap must come after the gradients are made, so it belongs to a lower layer: this layer's own "dense" gap
+    does not count, since attention makes the gradients that it would carry.
     """
 
     portions: tuple[tuple[Portion, ...], ...]
@@ -54,5 +54,5 @@ class Partition:
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
-        """What StepShape.all_reduce_parts wants."""
+        """Bytes by layer and portion, for StepShape.all_reduce_parts."""
         return tuple(tuple(portion.size_bytes for portion in portions) for portions in self.portions)

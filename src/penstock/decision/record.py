@@ -1,7 +1,7 @@
-"""`Decision`: the record of everything that a plan decides. One line per field, and everything about it.
+"""`Decision`: the record of everything that a plan decides, each field declared in one line.
 
-The search takes its dimensions from here, section `[schedule]` its settings, a plan file its choice, and
-people are told of a plan by the words that stand here.
+The search takes its dimensions from these fields, section `[schedule]` its settings, a plan file its choice,
+and descriptions of plans their words.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 TRIED_SLICES = 24
 ALL_REDUCE_PIECES = (1, 2, 4, 8, 16, 32)
 LEAST_ALL_REDUCE_BYTES = 1 << 16
-"""The values that a search tries."""
+"""Values that a search tries: numbers of microbatches, chunks and slices, sizes of all-reduce chunks."""
 
 NOTHING = Table()
 RULES = ("critical_path", "all_to_all_first")
@@ -81,7 +81,7 @@ def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
 
 def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
     alone = READERS[choice.schedule].expert_form == "s2" and asked.shape.sharing.mp_size == 1
-    return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts what mp ranks gather
+    return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts only what mp ranks gather
 
 
 def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
@@ -90,7 +90,7 @@ def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
 
 
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
-    """Bytes of the largest layer's gradients whole, in halves, quarters and so on."""
+    """Return the bytes of the largest layer's gradients whole, in halves, quarters and so on."""
     del choice
     whole = max(LEAST_ALL_REDUCE_BYTES, *chain.from_iterable(asked.gradients.kinds))
     least = max(LEAST_ALL_REDUCE_BYTES, asked.least_chunk_bytes)
@@ -149,25 +149,27 @@ PRIORITY = Field(
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Everything that a plan decides. A schedule declares which fields it reads; the rest changes nothing.
+    """Everything that a plan decides. A schedule declares which fields it reads; the others have no effect.
 
     schedule: one of SCHEDULES.
-    microbatches: pieces of the batch through whole blocks (flowmoe's R).
-    chunks: pieces of the tokens inside an MoE layer; none = as the schedule usually has it.
-    backward_chunks: the same on the way back; none = as many. What is saved between the two is cut into the
-        least common multiple of both, each of which experts compute for itself; MOST_SLICES at most.
+    microbatches: pieces of the batch that pass through whole blocks (flowmoe's R).
+    chunks: pieces of the tokens inside an MoE layer; none = the schedule's usual number.
+    backward_chunks: chunks in the backward pass; none = as many as forward. What is saved between the passes
+        is cut into the least common multiple of both numbers, and experts compute each slice separately;
+        MOST_SLICES at most.
     all_reduce_chunk_bytes: FlowMoE's S_p.
     dispatch: how rows travel.
-    compression: as what rows travel; none = as section [moe] says. Others only where plan.lossy allows it.
-    expert_form: how rows meet all shards of their experts, where ranks share those or attention; none = as
-        the schedule usually has it, which is `gather`. All others need a flat dispatch.
-    recompute: what runs a second time before its backward, so that memory need not hold until then what it
-        saves; no rows are sent again.
-    priority: by which rule penstock orders; `search` starts from the others and is the best and the slowest.
-    partition: which gradients go into which gap, for fsmoe; none = all of a layer's into the next gap below.
+    compression: the format in which rows travel; none = as section [moe] says. Others only where plan.lossy
+        allows it.
+    expert_form: how rows reach all shards of their experts, where ranks share those or attention; none = the
+        schedule's usual form, which is `gather`. All others need a flat dispatch.
+    recompute: what runs a second time before its backward, so that memory need not hold what it saves until
+        then; no rows are sent again.
+    priority: the rule by which penstock orders; `search` starts from the others and is best and slowest.
+    partition: the gradients in each gap, for fsmoe; none = all of a layer's in the next gap below.
     samples, experts: what moves samples, and experts. guest_slots: experts of other ranks that a rank has
         room for in every MoE layer, where experts move. split: by which loads rows are shared among hosts.
-    more: decisions that others registered, by name, where they are not as by default.
+    more: registered decisions, by name, where they differ from the default.
     """
 
     schedule: Annotated[str, SCHEDULE] = "sequential"
@@ -188,16 +190,16 @@ class Decision:
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
 
     def reads(self, name: str) -> bool:
-        """Whether the field changes anything, with this schedule."""
+        """Return whether the field has an effect with this schedule."""
         field = FIELDS.get(name)
         return (field is not None and field.always) or name in READERS[self.schedule].reads
 
     def value(self, name: str) -> Any:
-        """What was decided: a field, or a registered decision."""
+        """Return the value of a field or of a registered decision."""
         return getattr(self, name) if name in BUILT_IN else dict(self.more).get(name, FIELDS[name].default)
 
     def deciding(self, name: str, value: Any) -> Self:
-        """The same decision with another value for field `name`."""
+        """Return the decision with another value for field `name`."""
         if name in BUILT_IN:
             return replace(self, **{name: value})
         more = {each: held for each, held in self.more if each != name}
@@ -207,7 +209,7 @@ class Decision:
 
     @property
     def deciding_fields(self) -> tuple[str, ...]:
-        """The names of its own fields that its schedule reads."""
+        """The names of the decision's own fields that its schedule reads."""
         return tuple(name for name in FIELDS if name in BUILT_IN and self.reads(name))
 
     @property
@@ -221,7 +223,7 @@ class Decision:
 
     @property
     def form(self) -> ExpertForm:
-        """How rows meet all shards of their experts: as the schedule says, else as decided."""
+        """How rows reach all shards of their experts: as the schedule says, else as decided."""
         decided = self.expert_form if self.reads("expert_form") else None
         return READERS[self.schedule].expert_form or decided or "gather"
 
@@ -232,7 +234,7 @@ class Decision:
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """What registered decisions add to the step."""
+        """The passes that registered decisions add to the step."""
         own = [name for name in FIELDS if name not in BUILT_IN and self.reads(name)]
         return tuple(each for name in own for each in FIELDS[name].passes(self.value(name)))
 
@@ -245,7 +247,7 @@ class Decision:
         return f"{self.schedule}: {', '.join((cut or ['whole batch']) + rest)}"
 
     def check(self) -> None:
-        """Raises ConfigError for the first field with an impossible value."""
+        """Raise ConfigError for the first field with an impossible value."""
         check_bounds(self)
         check_name("schedule", self.schedule, READERS)
         check_name("dispatch", self.dispatch, DISPATCHES)
@@ -259,7 +261,7 @@ class Decision:
             check_value(FIELDS[name].type, value, f"more.{name}")
 
     def _check_slices(self) -> None:
-        """Refuses two numbers of chunks with few common factors: they cut shared tensors too finely."""
+        """Refuse two numbers of chunks with few common factors: they cut shared tensors too finely."""
         forward, backward = self.degrees
         if not _crumbles(forward, backward):
             return
@@ -278,14 +280,14 @@ class Decision:
 
 
 def _crumbles(forward: int, backward: int) -> bool:
-    """Whether two numbers of chunks need over MOST_SLICES slices, and more than either says itself."""
+    """Return whether two numbers of chunks need over MOST_SLICES slices, and more than either of them."""
     return lcm(forward, backward) > max(MOST_SLICES, forward, backward)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Decision):
-    """Section `[schedule]`: a decision without what is said elsewhere (`[moe]`, `[placement]`, `[plan]`) or
-    nowhere.
+    """Section `[schedule]`: a decision without the fields that other sections (`[moe]`, `[placement]`,
+    `[plan]`) or no section can set.
 
     name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
     durations; 0 = never.
@@ -314,7 +316,7 @@ class ScheduleConfig(Decision):
     def decision(
         self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
     ) -> Decision:
-        """The same as a plan has it: every number is there. Without `placement` nothing moves."""
+        """Return the decision as a plan has it, with every number set. Without `placement` nothing moves."""
         said = {name: getattr(self, name) for name in bounded_fields(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
@@ -322,7 +324,7 @@ class ScheduleConfig(Decision):
         return found if placement is None else placement.applied(found)
 
     def saying(self, choice: Decision) -> Self:
-        """The section that means `choice`."""
+        """Return the section that stands for `choice`."""
         names = bounded_fields(Decision).keys() & bounded_fields(type(self)).keys()
         return replace(self, name=choice.schedule, **{name: getattr(choice, name) for name in names})
 
@@ -337,14 +339,15 @@ FIELDS: dict[str, Field] = {
     for mark in getattr(tp, "__metadata__", ())
     if isinstance(mark, Field)
 }
-"""Every decision by name, in the order in which a search makes them; those that were registered last."""
+"""Every decision by name, in the order in which a search makes them, with registered ones last."""
 
 
 def register(own: Field) -> None:
-    """Let every plan decide this, too, after what has been registered before it.
+    """Let every plan make this decision, too, after those registered before it.
 
-    It is searched, set by `[schedule]` (`schedule.more.NAME=...`), saved in plan files, told and shown with a
-    plan, and its passes become part of the step. Raises ValueError for a name that is taken, or is none.
+    It is searched, set by `[schedule]` (`schedule.more.NAME=...`), saved in plan files, described and shown
+    with a plan, and its passes become part of the step. Raises ValueError for a name that is taken or
+    invalid.
     """
     if own.name in FIELDS or own.name in BUILT_IN:
         raise ValueError(f"a decision {own.name!r} is registered already; give yours another name")
@@ -362,6 +365,6 @@ def register(own: Field) -> None:
 
 
 def unregister(name: str) -> None:
-    """Take a registered decision out again."""
+    """Remove a registered decision."""
     assert name not in BUILT_IN, f"{name} is a field of every decision"
     del FIELDS[name]

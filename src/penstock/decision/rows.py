@@ -1,4 +1,4 @@
-"""How rows travel: dispatch, form under way, and how they meet all shards of their experts."""
+"""How rows travel: dispatch, format, and the way in which they reach all shards of their experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def expert_forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
-    """The forms of experts' shards that differ here. All but the first send rows to all shards at once."""
+    """Return the forms that differ in this step. All but the first send rows to all shards at once."""
     shared = any(asked.shape.moe_layers) and "flat" in dispatches and not must_move(asked)
     return asked.shape.sharing.forms if shared else ("gather",)
 
@@ -23,13 +23,13 @@ def expert_forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, .
 def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
     if READERS[choice.schedule].expert_form not in (None, "gather"):
         return ("flat",)
-    may_stay = "none" in asked.movable.samples  # a row for several experts is of no sample's home
+    may_stay = "none" in asked.movable.samples  # a row for several experts has no single sample's home
     fitting = [name for name in asked.dispatches if may_stay or not DISPATCHES[name].joins_rows]
     return fitting or asked.dispatches
 
 
 def _compressions(asked: Asked, choice: Decision) -> Sequence[str]:
-    joined = DISPATCHES[choice.dispatch].joins_rows  # numbers beside a row would be rounded with it
+    joined = DISPATCHES[choice.dispatch].joins_rows  # the numbers sent with a row would be rounded, too
     return ("none",) if joined or not any(asked.shape.moe_layers) else asked.compressions
 
 

@@ -20,7 +20,7 @@ DISPATCHES: dict[str, Dispatch] = {
 
 
 def find_dispatch(dispatch: Dispatch | str) -> Dispatch:
-    """A dispatch by its name, or itself. Raises ValueError for a name that none has."""
+    """Return a dispatch by its name, or a given dispatch itself. Raises ValueError for an unknown name."""
     if not isinstance(dispatch, str):
         return dispatch
     if dispatch not in DISPATCHES:
@@ -29,14 +29,14 @@ def find_dispatch(dispatch: Dispatch | str) -> Dispatch:
 
 
 def of_hops(hops: tuple[Hop, ...]) -> Dispatch:
-    """The registered dispatch with these legs."""
+    """Return the registered dispatch with these legs."""
     return next(dispatch for dispatch in DISPATCHES.values() if dispatch.hops == hops)
 
 
 def runnable(nodes: int, node_size: int, *, joins: bool) -> list[str]:
-    """Dispatches that differ on so many nodes. joins: whether a row may be for several experts.
+    """Return dispatches that differ on this number of nodes. joins: whether rows may be for several experts.
 
-    In nodes of one rank legs inside them would be copies for nothing, unless they join rows.
+    In nodes of one rank, legs inside them would be useless copies, unless they join rows.
     """
     if nodes == 1:
         return [FlatDispatch.name]

@@ -1,7 +1,8 @@
-"""What every dispatch is: a few all-to-alls, one after the other, each on the lane that it uses.
+"""The interface of dispatches: a few all-to-alls, one after the other, each on the lane that it uses.
 
-A leg sends blocks of rows in another sequence than they lie in; then come its splits. Combine is the same
-legs backwards: splits swapped, blocks put back. So an algorithm is only ever written for one direction.
+A leg sends blocks of rows in another sequence than they are stored in, given by `order`; then come its
+splits. Combine is the same legs backwards: splits swapped, blocks put back. So an algorithm is only ever
+written for one direction.
 Shapes: P ranks of an expert group.
 """
 
@@ -23,7 +24,7 @@ Table = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in its expert group: ranks of a node are consecutive."""
+    """Place of a rank in its expert group, where ranks of a node are consecutive."""
 
     rank: int
     ep_size: int
@@ -40,12 +41,12 @@ class Place:
 
     @property
     def local(self) -> int:
-        """Place inside the node."""
+        """Place of the rank inside its node."""
         return place_in_node(self.rank, self.node_size)
 
 
 def place_in(axes: Axes, place: Place) -> int:
-    """Which member of a leg's group the rank at `place` is."""
+    """Return the number of the rank at `place` among the members of a leg's group."""
     return {Group.EXPERT: place.rank, Group.NODE: place.local, Group.RAIL: place.node}[axes]
 
 
@@ -53,9 +54,9 @@ def place_in(axes: Axes, place: Place) -> int:
 class Leg:
     """One all-to-all of one rank, in rows.
 
-    axes: along which the splits count members. sizes: blocks as they lie. order: which block is sent when
-    (indices into sizes); one that is sent several times comes home as the sum of all. input_splits,
-    output_splits: rows to and from each member.
+    axes: along which the splits count members. sizes: blocks as they are stored. order: which block is sent
+    when (indices into sizes); a block that is sent several times comes home as the sum of all copies.
+    input_splits, output_splits: rows to and from each member.
     """
 
     axes: Axes
@@ -66,15 +67,15 @@ class Leg:
 
     @property
     def sorted_already(self) -> bool:
-        """Whether the blocks lie as they are sent, so that nothing has to be copied."""
+        """Whether blocks are stored in the order in which they are sent, so that nothing has to be copied."""
         held = [block for block in self.order if self.sizes[block]]
         return held == sorted(set(held))
 
 
 class Dispatch(Protocol):
-    """Brings rows, sorted by target rank, to those ranks, where they lie sorted by source rank.
+    """Brings rows, sorted by target rank, to those ranks, where they are sorted by source rank.
 
-    name: what a configuration calls it. hops: its legs as tasks, forward; combine takes them back.
+    name: what a configuration calls it. hops: its legs as tasks, forward; combine reverses them.
     needs_table: whether it needs several nodes, and a rank must know what the others send to each other, not
     only its own share. joins_rows: whether a row is for all of its token's experts in a node.
     """
@@ -94,10 +95,10 @@ class Dispatch(Protocol):
     def __hash__(self) -> int: ...
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
-        """The legs of the rank at `place`; `table` says how many rows go from whom to whom."""
+        """Return the legs of the rank at `place`; `table` gives the rows from each rank to each rank."""
         ...
 
 
 def blocks(sizes: Sequence[int] | npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """Plain integers, flattened."""
+    """Return sizes as plain integers, flattened."""
     return tuple(int(size) for size in np.asarray(sizes).reshape(-1))

@@ -74,7 +74,7 @@ def _by_node(table: Table, place: Place) -> Table:
 
 
 def _gather(rows: Table, place: Place) -> Leg:
-    """Everything to the first rank of the node, as it lies."""
+    """Return the leg of all rows to the first rank of the node, in stored order."""
     mine = blocks(rows[place.node, place.local])
     to_peers = [0] * place.node_size
     to_peers[0] = sum(mine)
@@ -85,7 +85,7 @@ def _gather(rows: Table, place: Place) -> Leg:
 
 
 def _between_leaders(rows: Table, place: Place) -> Leg:
-    """Between the first ranks of the nodes; the others only stand by."""
+    """Return the leg between the first ranks of the nodes; other ranks send nothing."""
     nothing = (0,) * place.ep_size
     if place.local:
         return Leg(Group.EXPERT, (), (), nothing, nothing)
@@ -99,7 +99,7 @@ def _between_leaders(rows: Table, place: Place) -> Leg:
 
 
 def _scatter(rows: Table, place: Place) -> Leg:
-    """From the first rank of the node to where the rows belong."""
+    """Return the leg from the first rank of the node to the rows' target ranks."""
     node = place.node
     from_peers = [0] * place.node_size
     from_peers[0] = int(rows[:, :, node, place.local].sum())
@@ -112,5 +112,5 @@ def _scatter(rows: Table, place: Place) -> Leg:
 
 
 def _transposed(rows: int, columns: int) -> tuple[int, ...]:
-    """Block numbers of a [rows, columns] arrangement, column by column."""
+    """Return the block numbers of a [rows, columns] arrangement, column by column."""
     return blocks(np.arange(rows * columns).reshape(rows, columns).T)

@@ -21,7 +21,7 @@ from penstock.ops import Op
 from penstock.ops.transfers import Hop
 
 MOST_NODE_SIZE = 8
-"""Ranks tell each other how many rows go to every set of places in a node: 255 numbers for 8."""
+"""Largest node: ranks exchange the number of rows for every set of places in a node, 255 numbers for 8."""
 
 
 class NodeOnceDispatch:
@@ -40,19 +40,23 @@ class NodeOnceDispatch:
     joins_rows = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
-        single = 2 ** np.arange(place.node_size) - 1  # the sets of one place
-        rows_PNS = np.zeros((len(table), place.nodes, num_sets(place.node_size)), dtype=np.int64)
-        rows_PNS[:, :, single] = table.reshape(len(table), place.nodes, place.node_size)
-        return joined_legs(rows_PNS[place.rank], rows_PNS[:, place.node], place)
+        here = slice(place.node * place.node_size, (place.node + 1) * place.node_size)
+        sent_NG = table[place.rank].reshape(place.nodes, place.node_size)
+        return _legs(sent_NG, table[:, here], np.eye(place.node_size, dtype=np.int64), place)
 
 
 def joined_legs(sent_NS: Table, received_PS: Table, place: Place) -> tuple[Leg, Leg]:
-    """The legs of the rank at `place`, whose rows are sorted by node and set of places.
+    """Return the legs of the rank at `place`, whose rows are sorted by node and set of places.
 
     sent: rows for every node, by set. received: rows from every rank for this node, by set.
     """
+    return _legs(sent_NS, received_PS, sets_of(place.node_size), place)
+
+
+def _legs(sent_NS: Table, received_PS: Table, reached_SG: Table, place: Place) -> tuple[Leg, Leg]:
+    """Return the same for rows for some of the sets only. reached: which places are in each of these."""
     received_NGS = received_PS.reshape(place.nodes, place.node_size, -1)
-    held_NS, reached_SG = received_NGS[:, place.local], sets_of(place.node_size)
+    held_NS = received_NGS[:, place.local]
     to_nodes = blocks(sent_NS.sum(axis=1))
     across = Leg(Group.RAIL, to_nodes, tuple(range(place.nodes)), to_nodes, blocks(held_NS.sum(axis=1)))
     filled = np.flatnonzero(held_NS)  # most sets are empty where there are many
@@ -68,8 +72,11 @@ def joined_legs(sent_NS: Table, received_PS: Table, place: Place) -> tuple[Leg, 
 
 
 def joined_sizes(nodes_PN: Table, ranks_PP: Table, place: Place) -> tuple[Leg, Leg]:
-    """The same legs as far as sizes go. From every rank rows for every node, and copies for every rank."""
-    source = np.arange(place.nodes) * place.node_size + place.local  # what comes here first is of these ranks
+    """Return the legs of `joined_legs` without blocks, as far as sizes are concerned.
+
+    nodes, ranks: from every rank the rows for every node, and the copies for every rank.
+    """
+    source = np.arange(place.nodes) * place.node_size + place.local  # ranks whose rows come here first
     here = slice(place.node * place.node_size, (place.node + 1) * place.node_size)
     copies_NGG = ranks_PP[:, here].reshape(place.nodes, place.node_size, place.node_size)
     across = Leg(Group.RAIL, (), (), blocks(nodes_PN[place.rank]), blocks(nodes_PN[source, place.node]))
@@ -78,20 +85,20 @@ def joined_sizes(nodes_PN: Table, ranks_PP: Table, place: Place) -> tuple[Leg, L
 
 
 def arrivals(received_PS: Table, place: Place) -> tuple[int, ...]:
-    """Sizes of the blocks in which rows lie at the rank at `place` when they have arrived."""
+    """Return the sizes of the blocks in which rows are stored at the rank at `place` on arrival."""
     received_NGS = received_PS.reshape(place.nodes, place.node_size, -1)
     mine_S = sets_of(place.node_size)[:, place.local].astype(bool)
     return blocks(received_NGS[:, :, mine_S].transpose(1, 0, 2))
 
 
 def num_sets(node_size: int) -> int:
-    """S: sets of at least one place."""
+    """Return S, the number of sets of at least one place."""
     return int(2**node_size - 1)
 
 
 @cache
 def sets_of(node_size: int) -> npt.NDArray[np.int64]:
-    """Which places are in every set, [S, G], 0 or 1."""
+    """Return which places are in every set, [S, G], 0 or 1."""
     number_S1, place_G = np.arange(1, num_sets(node_size) + 1)[:, None], np.arange(node_size)
     found: npt.NDArray[np.int64] = number_S1 >> place_G & 1
     found.setflags(write=False)

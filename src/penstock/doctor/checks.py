@@ -1,4 +1,4 @@
-"""What was found, judged: one line per check, and a sentence for everything that is to be mended."""
+"""Judges what was found: one line per check, and a sentence for everything that needs to be fixed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.words import counted, gib
 
 SPARE_FILES: Final = 256
 FILES_PER_RANK: Final = 16
-"""Connections to one other rank, if it is in every group of every lane."""
+"""Open files for the connections to one other rank, if it is in every group of every lane."""
 
 
 def judge(found: Examination, wanted: Wanted) -> list[Check]:
-    """Every check, in the order in which one would mend."""
+    """Return every check, in the order in which problems should be fixed."""
     checks = [_ranks(found), _versions(found)]
     if len(found.facts) > 1:
         checks += [clocks(found), interfaces(found), names(found), links(found, wanted)]
@@ -107,7 +107,7 @@ def _memory(found: Examination, wanted: Wanted) -> Check:
 
 
 def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
-    """A line for every folder that is written to."""
+    """Yield a check for every folder to which a run writes."""
     for place, folder in enumerate(next(iter(found.facts.values())).folders):
         by_rank = {rank: each.folders[place] for rank, each in found.facts.items()}
         findings = []
@@ -136,7 +136,7 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
 
 
 def _blind(found: Examination, path: str) -> list[int]:
-    """The ranks that do not see what the reference rank writes to a folder."""
+    """Return the ranks that do not see what the reference rank writes to a folder."""
     seen = found.shared.get(path)
     return (
         [] if seen is None else [rank for rank in found.facts if rank not in seen and rank not in found.gone]

@@ -1,4 +1,4 @@
-"""All that ranks do together to find out about their cluster; whoever does not answer is left behind."""
+"""Everything that ranks do together to examine their cluster; a rank that does not answer is left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.topology import CommunicationError, Control, ProcessInfo, join, le
 T = TypeVar("T")
 
 TURN_S: Final = 10.0
-"""What a short exchange may take on a slow or busy network."""
+"""Seconds that a short exchange may take on a slow or busy network."""
 
 ROUND_S: Final = 2 * (STREAM_S + STREAM_PATIENCE_S) + PATIENCE_S
 EXCHANGE_S: Final = 30.0
@@ -41,7 +41,7 @@ EXCHANGE_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What was found between two ranks: rates, or the reason why there are none."""
+    """The measurement between two ranks: rates, or the reason why there are none."""
 
     pair: Pair
     rates: Rates | None
@@ -52,7 +52,7 @@ class Link:
 class Examination:
     """What the ranks found.
 
-    size: of the whole. facts: of those that came. gone: of these, the ones that stopped answering.
+    size: number of all ranks. facts: of the ranks that came. gone: those of them that stopped answering.
     reference: the rank with whose clock the others are compared. exchange: why a sum over all ranks failed,
     "" if it worked, None if it was not tried. shared: by folder, the ranks that see what the reference rank
     writes there.
@@ -74,21 +74,21 @@ class Examination:
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
-        """The ranks of every node."""
+        """Ranks of every node."""
         return nodes_of({rank: each.local_rank for rank, each in self.facts.items()})
 
 
 def examine(
     meeting: Meeting, info: ProcessInfo, towards: str, folders: Sequence[Path], wait_s: float
 ) -> Examination | None:
-    """What was found, on the rank that is to report it; None on the others.
+    """Return what was found, on the rank that is to report it; None on the others.
 
-    towards: the host at which ranks meet. wait_s: for ranks to come. Every rank must call it. Raises
+    towards: the host at which ranks meet. wait_s: how long to wait for ranks. Every rank must call it. Raises
     MeetingError where the reporting rank has gone.
     """
     facts, token = find_facts(info, towards, folders), secrets.token_hex(16)
     server = None
-    with suppress(OSError):  # said by the missing address
+    with suppress(OSError):  # the missing address reports this
         server = Server(facts.address, token) if facts.address else None
     try:
         until_s = time.monotonic() + wait_s
@@ -106,7 +106,7 @@ def examine(
 
 
 class _Doctor:
-    """One rank's part. leads: whether it decides who takes part, and hears everything."""
+    """One rank's part of the examination. leads: whether it decides who takes part, and hears everything."""
 
     def __init__(self, meeting: Meeting, info: ProcessInfo, facts: Facts, *, leads: bool) -> None:
         self._meeting, self._info, self._facts, self._leads = meeting, info, facts, leads
@@ -159,14 +159,14 @@ class _Doctor:
     def _my_clock(self) -> dict[str, Any]:
         if self._rank == self._reference:
             return {}
-        with suppress(OSError):  # links name who cannot be reached
+        with suppress(OSError):  # links report which ranks cannot be reached
             return asdict(ask_clock(*self._reached_at(self._reference)))
         return {}
 
     # ---- folders -------------------------------------------------------------------------------------------
 
     def _shared(self) -> dict[str, tuple[int, ...]]:
-        """Who sees a file that the reference rank makes in each folder, or in what is there of its path."""
+        """Return, by folder, who sees a file that the reference rank makes in it or its nearest parent."""
         marks: dict[str, str] = {}
         made = []
         if self._leads:
@@ -185,7 +185,7 @@ class _Doctor:
     # ---- links ---------------------------------------------------------------------------------------------
 
     def _links(self) -> list[Link]:
-        """Rates of some pairs after the others, so that no rank is in two of them at once."""
+        """Measure pairs of ranks, round by round, so that no rank is in two measurements at once."""
         local_ranks = {rank: said["facts"]["local_rank"] for rank, said in self._known.items()}
         found = []
         for number, pairs in enumerate(rounds_of(nodes_of(local_ranks))):
@@ -214,7 +214,7 @@ class _Doctor:
     # ---- an exchange ---------------------------------------------------------------------------------------
 
     def _exchange(self, links: Sequence[Link]) -> str | None:
-        """A sum over all ranks, as training makes it; not where it is known to fail: that takes long."""
+        """Sum over all ranks, as training does, unless that is known to fail: failing takes long."""
         if self._leads:
             whole = len(self._known) == self._meeting.size and not self._gone
             fine = not any(link.problem for link in links)
@@ -240,7 +240,7 @@ class _Doctor:
     def _all_do(
         self, key: str, work: Callable[[], dict[str, Any]], within_s: float = TURN_S
     ) -> dict[int, dict[str, Any]]:
-        """What every rank that still answers found; those that do not are gone."""
+        """Return what every rank that still answers found; ranks that do not answer are gone."""
         self._meeting.leave(key, work())
         ranks = [rank for rank in self._known if rank not in self._gone]
         found = self._meeting.hear(key, ranks, time.monotonic() + within_s)
@@ -249,7 +249,7 @@ class _Doctor:
 
 
 def facts_of(plain: Mapping[str, Any]) -> Facts:
-    """The facts that a rank has sent."""
+    """Return the facts that a rank has sent."""
     folders = [Folder(**each) for each in plain["folders"]]
     return Facts(**{**plain, "folders": folders, "open_files": tuple(plain["open_files"])})
 
@@ -260,6 +260,6 @@ def _link(pair: Pair, said: Mapping[str, Any]) -> Link:
 
 
 def _there(folder: Folder) -> Path:
-    """The folder, or the nearest above it that there is."""
+    """Return the folder, or the nearest existing one above it."""
     path = Path(folder.path).absolute()
     return next(each for each in (path, *path.parents) if each.exists())

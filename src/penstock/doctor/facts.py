@@ -26,7 +26,7 @@ from penstock.topology.cgroup import memory_limit
 from penstock.topology.local import Places
 
 PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
-"""What computes, or reads and writes files that ranks share. One that is installed nowhere is no matter."""
+"""Packages that compute, or handle files that ranks share. One that is installed nowhere does not matter."""
 
 ABSENT: Final = "none"
 SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
@@ -35,7 +35,7 @@ MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder that a run writes to: free bytes of its disk, and why nothing can be written, if so."""
+    """A folder to which a run writes: free bytes on its disk, and why it cannot be written, "" if it can."""
 
     path: str
     free_bytes: int
@@ -44,12 +44,12 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One rank.
+    """What one rank has found.
 
-    machine: the same for ranks that reach each other over the loopback interface. host: its name; host_ip:
-    what that resolves to here, "" if it does not. interface: GLOO_SOCKET_IFNAME or ""; address: of that
-    interface, or of the one towards rank 0; problem: why there is none. memory_bytes: free, of the machine
-    or the container. open_files: the soft and the hard limit.
+    machine: the same for ranks that reach each other over the loopback interface. host: the machine's name;
+    host_ip: what that name resolves to here, "" if it does not. interface: GLOO_SOCKET_IFNAME or ""; address:
+    of that interface, or of the one towards rank 0; problem: why there is none. memory_bytes: free, of the
+    machine or the container. open_files: the soft and the hard limit.
     """
 
     rank: int
@@ -69,7 +69,10 @@ class Facts:
 
 
 def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Facts:
-    """towards: the host of rank 0. folders: that a run would write to; none is made."""
+    """Gather the facts of this rank.
+
+    towards: the host of rank 0. folders: to which a run would write; none is created.
+    """
     address, problem = _address(towards)
     places = Places.here()
     return Facts(
@@ -91,7 +94,7 @@ def find_facts(info: ProcessInfo, towards: str, folders: Sequence[Path]) -> Fact
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package that matters; of Penstock the source, too, since checkouts differ."""
+    """Return versions of Python, relevant packages, and Penstock's source, since checkouts differ."""
     found = {"penstock": penstock.__version__, "source": _source(), "python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -101,7 +104,7 @@ def versions() -> dict[str, str]:
 
 
 def free_memory_bytes() -> int:
-    """What new processes can have without anything being swapped out."""
+    """Return the bytes that new processes can have without anything being swapped out."""
     with suppress(OSError, StopIteration):
         line = next(
             line
@@ -115,7 +118,7 @@ def free_memory_bytes() -> int:
 
 @cache
 def _source() -> str:
-    """A short digest of Penstock's own files."""
+    """Return a short digest of Penstock's own files."""
     root, digest = Path(penstock.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
@@ -123,7 +126,7 @@ def _source() -> str:
 
 
 def _machine() -> str:
-    """The kernel that runs us and its network: containers and namespaces of one machine count as several."""
+    """Return what identifies kernel and network: namespaces of one machine count as several machines."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {Path('/proc/self/ns/net').readlink()}"
@@ -138,7 +141,7 @@ def _resolved(name: str) -> str:
 
 
 def _address(towards: str) -> tuple[str, str]:
-    """The address at which other ranks reach this one, and what is wrong with the interface."""
+    """Return the address at which other ranks reach this one, and what is wrong with the interface."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not name:
         return _route(towards), ""
@@ -150,7 +153,7 @@ def _address(towards: str) -> tuple[str, str]:
 
 
 def _address_of(interface: str) -> str:
-    """The IPv4 address of an interface; "" if it has none."""
+    """Return the IPv4 address of an interface; "" if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
         found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
         return socket.inet_ntoa(found[20:24])
@@ -158,7 +161,7 @@ def _address_of(interface: str) -> str:
 
 
 def _route(towards: str) -> str:
-    """The address from which this machine reaches a host; nothing is sent."""
+    """Return the address from which this machine reaches a host; nothing is sent."""
     with suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -168,7 +171,7 @@ def _route(towards: str) -> str:
 
 
 def _folder(path: Path) -> Folder:
-    """path: is made by the run; until then the folder above it counts."""
+    """Return the facts of a folder. path: made by the run; until then the folder above it counts."""
     place = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     problem = ""
     if not place.is_dir():

@@ -1,4 +1,4 @@
-"""Where ranks leave what they know for each other: torch's store, never waited for beyond a deadline."""
+"""Where ranks leave facts for each other: torch's store, never waited for beyond a deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-# torch.distributed has it as well, but hides it from type checkers.
+# torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from penstock.topology import ProcessInfo
@@ -19,20 +19,20 @@ LEAVE_S = 5.0
 
 
 class MeetingError(Exception):
-    """The store cannot be reached."""
+    """The store cannot be reached, or the meeting has ended."""
 
 
 class Meeting:
     """One rank's view of the store.
 
-    info: which rank this is. host, port: of the store; this rank serves it if it is rank 0 and nobody else
-    does. wait_s: how long to try to reach it. Raises MeetingError.
+    info: which rank this is. host, port: of the store; this rank serves it if it is rank 0 and `serves`.
+    wait_s: how long to try to reach the store. Raises MeetingError.
     """
 
     def __init__(self, info: ProcessInfo, host: str, port: int, *, serves: bool, wait_s: float) -> None:
         self.rank, self.size = info.rank, info.world_size
         try:
-            # Without waiting for the workers: torch would wait for all of them, and not say who is missing.
+            # It does not wait for workers: torch would wait for all of them without saying which are missing.
             self._server: Store = TCPStore(
                 host,
                 port,
@@ -47,11 +47,11 @@ class Meeting:
         self._store = PrefixStore("penstock-doctor", self._server)
 
     def leave(self, key: str, said: Mapping[str, Any]) -> None:
-        """Say something under a key of this rank."""
+        """Publish a message under a key of this rank."""
         self._set(f"{key}/{self.rank}", json.dumps(said))
 
     def hear(self, key: str, ranks: Collection[int], until_s: float) -> dict[int, dict[str, Any]]:
-        """What these ranks said, of those that have by `until_s` (time.monotonic)."""
+        """Return the messages that these ranks have published by `until_s` (time.monotonic)."""
         found: dict[int, dict[str, Any]] = {}
         while True:
             for rank in ranks:
@@ -62,15 +62,15 @@ class Meeting:
             time.sleep(POLL_S)
 
     def first(self, key: str) -> bool:
-        """Whether this rank is the first to claim it."""
+        """Tell whether this rank is the first to claim a key."""
         return self._store.add(key, 1) == 1
 
     def announce(self, key: str, said: Mapping[str, Any]) -> None:
-        """Say something to all."""
+        """Publish a message to all ranks."""
         self._set(key, json.dumps(said))
 
     def told(self, key: str, until_s: float) -> dict[str, Any] | None:
-        """What one rank said to all; None if it has not by then."""
+        """Return what one rank announced to all; None if it has not by `until_s`."""
         while not self._has(key):
             if time.monotonic() > until_s:
                 return None
@@ -79,7 +79,7 @@ class Meeting:
         return found
 
     def close(self, ranks: Sequence[int]) -> None:
-        """Say goodbye; whoever may serve the store waits a little for these ranks to have done so."""
+        """Leave the meeting; the rank that may serve the store waits a little until these ranks have left."""
         self.leave("bye", {})
         if self.rank == 0:
             self.hear("bye", ranks, time.monotonic() + LEAVE_S)

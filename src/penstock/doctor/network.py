@@ -1,4 +1,4 @@
-"""Checks of what is between ranks: clocks, interfaces, names, links, an exchange."""
+"""Checks what is between ranks: clocks, interfaces, names, links, an exchange."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from penstock.doctor.wire import Clock
 from penstock.words import counted, milliseconds
 
 CLOCK_S: Final = 0.1
-"""Clocks that are further apart put traces, logs and files of several machines into a wrong order."""
+"""Clocks that differ by more put traces, logs and files of several machines into a wrong order."""
 
 SLOW: Final = 0.8
 """A link with less than this share of what a plan assumes is slow."""
 
 UNLIKE: Final = 0.5
-"""The same where nothing is assumed, of what other links have."""
+"""Where no plan is given, a link with less than this share of the median link is slow."""
 
 FAST: Final = 1.5
-"""A plan that assumes so much less than there is was made for another network."""
+"""A plan was made for another network if links have more than this times the rate that it assumes."""
 
 
 def clocks(found: Examination) -> Check:
-    """Of a machine once: its ranks have one clock."""
+    """Compare clocks, once per machine, since its ranks have one clock."""
     off: dict[str, tuple[int, Clock]] = {}
     for rank, clock in found.clocks.items():
         off.setdefault(found.facts[rank].machine, (rank, clock))
@@ -64,7 +64,7 @@ def clocks(found: Examination) -> Check:
 
 
 def interfaces(found: Examination) -> Check:
-    """The interface that Gloo is to use, and the address that others would reach it at."""
+    """Check the interface that Gloo is to use, and the address at which others would reach it."""
     findings = []
     for problem, ranks in by(found, lambda each: each.problem).items():
         if problem:
@@ -94,7 +94,7 @@ def interfaces(found: Examination) -> Check:
 
 
 def names(found: Examination) -> Check:
-    """Where no interface is named, Gloo takes the one that the host's name resolves to."""
+    """Check that host names resolve: without a given interface Gloo takes the one of the host's name."""
     findings = []
     unnamed = {rank: each for rank, each in found.facts.items() if not each.interface}
     if several_machines(found):
@@ -117,7 +117,7 @@ def names(found: Examination) -> Check:
 
 
 def links(found: Examination, wanted: Wanted) -> Check:
-    """Who reaches whom, and how fast, beside what a plan assumes or what other links have."""
+    """Check who reaches whom, and how fast, compared with what a plan assumes or with other links."""
     findings = [
         Finding(
             text=f"{capital(who(found, (link.pair.asks,)))} does not reach "
@@ -175,7 +175,7 @@ def _link_words(measured: Sequence[tuple[Link, float]], wanted: Wanted) -> Itera
 
 
 def exchange(found: Examination) -> Check:
-    """What training does in every step."""
+    """Report whether a sum over all ranks worked, as training needs it in every step."""
     if not found.exchange:
         return Check(name="exchange", found="a sum over all ranks by Gloo works")
     why = f"A sum over all ranks by Gloo failed ({found.exchange})"
@@ -189,7 +189,7 @@ def _slower(link: Link) -> float:
 
 
 def _assumed(wanted: Wanted, *, inside: bool) -> float | None:
-    """Bytes per second of one rank that sends to one other."""
+    """Return the assumed bytes per second of one rank that sends to one other; None without a plan."""
     if wanted.assumed is None:
         return None
     rates, one_node = wanted.assumed.rates, wanted.assumed.nodes == 1

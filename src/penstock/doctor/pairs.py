@@ -1,4 +1,4 @@
-"""Which two ranks measure the link between them, and when: never one rank in two measurements at once."""
+"""Chooses which two ranks measure the link between them, and when: no rank is measured twice at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two ranks. nodes: theirs, counted from 0; equal if they share one."""
+    """Two ranks. nodes: of either rank, counted from 0; equal if they share one."""
 
     asks: int
     answers: int
@@ -16,18 +16,18 @@ class Pair:
 
     @property
     def inside(self) -> bool:
-        """Whether they share a node."""
+        """Whether both ranks share a node."""
         return self.nodes[0] == self.nodes[1]
 
     @property
     def words(self) -> str:
-        """Such as `node 0 to node 2`."""
+        """Nodes of the pair in words, such as `node 0 to node 2`."""
         first, second = self.nodes
         return f"inside node {first}" if self.inside else f"node {first} to node {second}"
 
 
 def nodes_of(local_ranks: Mapping[int, int]) -> list[list[int]]:
-    """The ranks of every node: a node begins with the local rank 0, as launchers count."""
+    """Return the ranks of every node: a node begins with local rank 0, as launchers count."""
     nodes: list[list[int]] = []
     for rank, local in sorted(local_ranks.items()):
         if local == 0 or not nodes:
@@ -37,10 +37,10 @@ def nodes_of(local_ranks: Mapping[int, int]) -> list[list[int]]:
 
 
 def rounds_of(nodes: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
-    """First the first two ranks of every node, then every pair of nodes, half of them at a time.
+    """Yield first the first two ranks of every node, then every pair of nodes, half of the nodes at a time.
 
-    A node has one pair in a round, as in a tournament in which everybody meets everybody: one place stays
-    where it is, and the others move on by one.
+    A node has one pair in a round, as in a round-robin tournament: one place stays fixed, and the others move
+    on by one.
     """
     inside = [
         Pair(asks=ranks[0], answers=ranks[1], nodes=(node, node))

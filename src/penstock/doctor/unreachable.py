@@ -1,4 +1,4 @@
-"""Why a rank does not reach the others at all: looked for in the order in which it can go wrong."""
+"""Finds why a rank does not reach the others at all, in the order in which it can go wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONNECT_S = 5.0
 
 
 def why_unreachable(info: ProcessInfo, host: str, port: int, error: str) -> str:
-    """One sentence for a rank that could not reach the store at `host` and `port`: what to mend."""
+    """Return one sentence for a rank that could not reach the store at `host` and `port`: what to fix."""
     who = f"rank {info.rank} of {info.world_size} ({platform.node()})"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

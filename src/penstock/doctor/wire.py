@@ -1,4 +1,4 @@
-"""Between two ranks, over TCP on the interface that Gloo would use: the offset of clocks, delays and rates.
+"""Measures between two ranks, over TCP on the interface that Gloo would use: clock offset, delays and rates.
 
 Every rank serves; one of two asks. A request is a line of JSON, and every wait has an end.
 """
@@ -18,11 +18,11 @@ from typing import Any, Final
 PINGS: Final = 20
 STREAM_S: Final = 0.6
 LEAD_S: Final = 0.15
-"""Of a stream: what fills buffers and opens TCP's window is not counted."""
+"""First seconds of a stream, which are not counted: they fill buffers and open TCP's window."""
 
 PATIENCE_S: Final = 5.0
 STREAM_PATIENCE_S: Final = 20.0
-"""For what a slow link still has in its buffers when a stream ends."""
+"""Seconds for what a slow link still has in its buffers when a stream ends."""
 
 SEND_BUFFER_BYTES: Final = 1 << 19
 CHUNK: Final = bytes(1 << 18)
@@ -31,8 +31,11 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """offset_s: how far the clock of the rank that asked is ahead. round_trip_s: of the quickest question;
-    the offset is wrong by half of it at most."""
+    """The offset between two clocks.
+
+    offset_s: how far the clock of the rank that asked is ahead. round_trip_s: of the quickest question; the
+    error of the offset is at most half of this.
+    """
 
     offset_s: float
     round_trip_s: float
@@ -40,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Bytes per second in both directions, one after the other; the median round trip."""
+    """Bytes per second in both directions, one after the other, and the median round trip in seconds."""
 
     out_bytes_per_s: float
     back_bytes_per_s: float
@@ -48,7 +51,7 @@ class Rates:
 
 
 class Server:
-    """Answers other ranks until it is closed. host: the address to listen at; token: what they must know."""
+    """Answers other ranks until it is closed. host: the address at which to listen; token: shared secret."""
 
     def __init__(self, host: str, token: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -63,7 +66,7 @@ class Server:
         return host, port
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -88,7 +91,7 @@ class Server:
 
 
 def ask_clock(address: Address, token: str) -> Clock:
-    """Raises OSError where there is no answer."""
+    """Measure the offset between both clocks. Raises OSError where there is no answer."""
     with _Asking(address, token) as asking:
         rounds = [asking.ping() for _ in range(PINGS)]
     offset_s, round_trip_s = min(rounds, key=lambda each: each[1])
@@ -96,7 +99,7 @@ def ask_clock(address: Address, token: str) -> Clock:
 
 
 def ask_rates(address: Address, token: str) -> Rates:
-    """Takes about two `STREAM_S`; raises OSError where there is no answer."""
+    """Measure rates, which takes about two `STREAM_S`. Raises OSError where there is no answer."""
     with _Asking(address, token) as asking:
         round_trip_s = median(trip for _, trip in (asking.ping() for _ in range(PINGS)))
         out = asking.stream_out()
@@ -105,12 +108,12 @@ def ask_rates(address: Address, token: str) -> Rates:
 
 
 def now_s() -> float:
-    """This machine's clock."""
+    """Return the time of this machine's clock."""
     return time.time()
 
 
 class _Asking:
-    """A connection to a server."""
+    """A connection to a server, over which questions are asked."""
 
     def __init__(self, address: Address, token: str) -> None:
         self._connection = socket.create_connection(address, timeout=PATIENCE_S)
@@ -126,7 +129,7 @@ class _Asking:
         self._connection.close()
 
     def ping(self) -> tuple[float, float]:
-        """How far our clock is ahead, and the round trip, both in seconds."""
+        """Return how far this machine's clock is ahead, and the round trip, both in seconds."""
         began_s, tick_s = now_s(), time.monotonic()
         self._say({"what": "ping"})
         there_s = self._hear()["now_s"]
@@ -134,13 +137,13 @@ class _Asking:
         return began_s + round_trip_s / 2 - there_s, round_trip_s
 
     def stream_out(self) -> float:
-        """Bytes per second towards the server."""
+        """Return bytes per second towards the server."""
         self._say({"what": "take"})
         _pour(self._connection)
         return float(self._hear()["rate"])
 
     def stream_back(self) -> float:
-        """Bytes per second from the server."""
+        """Return bytes per second from the server."""
         self._say({"what": "give"})
         return _drain(self._connection)
 
@@ -173,7 +176,7 @@ def _serve_one(connection: socket.socket, request: Mapping[str, Any]) -> None:
 
 
 def _pour(connection: socket.socket) -> None:
-    """Chunks for `STREAM_S`, each after a byte that says whether it is the last one."""
+    """Send chunks for `STREAM_S`, each after a byte that says whether it is the last one."""
     until_s = time.monotonic() + STREAM_S
     while time.monotonic() < until_s:
         connection.sendall(b"\1" + CHUNK)
@@ -181,7 +184,7 @@ def _pour(connection: socket.socket) -> None:
 
 
 def _drain(connection: socket.socket) -> float:
-    """Bytes per second of what comes until the last chunk, from `LEAD_S` on."""
+    """Return bytes per second of what arrives up to the last chunk, counted from `LEAD_S` on."""
     frame = memoryview(bytearray(1 + len(CHUNK)))
     began_s = time.monotonic()
     counted, since_s, more = 0, 0.0, True

@@ -3,8 +3,8 @@
     with Cluster(EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=parse_rate("400mbit"))) as cluster:
         subprocess.run(cluster.command(0, ["ping", "-c1", cluster.address(1)]))
 
-What runs in it is real: processes, sockets, TCP. Only the speed of the links is made. Needs Linux, root, and
-the commands `ip` and `tc`; `check_available` says what is missing.
+What runs in the cluster is real: processes, sockets, TCP. Only the speed of the links is emulated. Needs
+Linux, root, and the commands `ip` and `tc`; `check_available` says what is missing.
 """
 
 from penstock.emulate.cluster import Cluster, clusters, open_cluster, remove_stale

@@ -1,4 +1,4 @@
-"""A cluster on this machine: made, changed while a job runs in it, and removed whatever happens."""
+"""A cluster on this machine: created, changed while a job runs in it, and always removed."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Cluster:
     """Namespaces joined by rate-limited links, one for each rank.
 
-    As a context manager it is up inside and gone afterwards, also after an exception, Ctrl-C, SIGTERM and
-    SIGHUP. After `kill -9` the next `up` of anybody, or `remove_stale`, removes it. A `persistent` one
-    belongs to no process and stays until `down`.
+    As a context manager it is up inside the block and removed after it, also after an exception, Ctrl-C,
+    SIGTERM and SIGHUP. After `kill -9` the next `up` of any process, or `remove_stale`, removes it. A
+    `persistent` cluster belongs to no process and stays until `down`.
     """
 
     def __init__(self, config: EmulateConfig, *, persistent: bool = False, name: str | None = None) -> None:
@@ -38,7 +38,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """Such as `pen4711-0`: the process that made it, and which of its clusters this is."""
+        """The cluster's name, such as `pen4711-0`: the process that made it, and a number of its own."""
         return self.wiring.name
 
     @property
@@ -49,7 +49,7 @@ class Cluster:
     # ---- life ----
 
     def up(self) -> None:
-        """Make it; removes what others left behind first. Nothing remains if it fails.
+        """Create the cluster, after removing what other processes left behind. Nothing remains if it fails.
 
         Costs about 10 ms per rank and 20 ms per node. Raises `EmulationUnavailable` where it cannot work.
         """
@@ -63,7 +63,7 @@ class Cluster:
             raise
 
     def down(self) -> None:
-        """Remove it, and end what still runs in it. Does nothing when it is not up."""
+        """Remove the cluster, and end what still runs in it. Does nothing when the cluster is not up."""
         teardown.remove(self.wiring)
         self._state().forget()
 
@@ -79,7 +79,7 @@ class Cluster:
         self._closing.close()
 
     def _down_undisturbed(self) -> None:
-        with _ignored_signals():  # a second Ctrl-C would leave half of it
+        with _ignored_signals():  # a second Ctrl-C would leave half of the cluster
             self.down()
 
     def _state(self) -> ClusterState:
@@ -102,21 +102,21 @@ class Cluster:
     # ---- running something in it ----
 
     def address(self, rank: int) -> str:
-        """Of a rank, as all the others see it."""
+        """Return the address of a rank, as all other ranks see it."""
         return self.wiring.address(rank)
 
     def listen_address(self, rank: int) -> str:
-        """Where a server of `rank` listens for all the others, and for the rank itself at 127.0.0.1: on every
-        interface of its namespace, which cannot be reached from outside of the cluster."""
+        """Return the address at which a server of `rank` listens for all ranks, and for itself at 127.0.0.1:
+        every interface of its namespace, which cannot be reached from outside of the cluster."""
         self.wiring.rank(rank)
         return "0.0.0.0"
 
     def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """`argv` as it must be started to be `rank`. The process keeps its id, so signals reach it."""
+        """Return `argv` as it must be started to be `rank`. The process keeps its id, so signals reach it."""
         return ["ip", "netns", "exec", self.wiring.rank(rank), *argv]
 
     def environ(self, rank: int) -> dict[str, str]:
-        """What a process must find in its environment to be `rank`, in torchrun's words.
+        """Return the environment that a process needs to be `rank`, by torchrun's names.
 
         GPUs are hidden: NCCL would move data between the ranks' GPUs without using the emulated links.
         """
@@ -132,9 +132,9 @@ class Cluster:
         }
 
     def run_inside(self, rank: int, work: Callable[[], T]) -> T:
-        """What `work` returns when a thread of this process runs it where `rank` is.
+        """Return the result of `work`, run by a thread of this process where `rank` is.
 
-        A socket that it makes stays there, and so does a thread that it starts.
+        A socket that `work` makes stays there, and so does a thread that it starts.
         """
         return run_inside(self.wiring.rank(rank), work)
 
@@ -143,7 +143,7 @@ class Cluster:
     def set_rate(
         self, *, inter: float | None = None, intra: float | None = None, node: int | None = None
     ) -> None:
-        """Change rates (bit/s) at once, for one node or for all; what is not given stays as it is."""
+        """Change rates (bit/s) at once, for one node or for all; a rate that is not given stays as it is."""
         if inter is not None:
             check_rate(inter, "inter")
             links.set_rate(self._uplink_ports(node), inter)
@@ -156,15 +156,15 @@ class Cluster:
         links.set_up(self.wiring.uplink(node)[0], up=False)
 
     def restore(self, node: int) -> None:
-        """Take a node's uplink up again; TCP goes on where it was, after its next retry."""
+        """Take a node's uplink up again; TCP continues where it was, after its next retry."""
         links.set_up(self.wiring.uplink(node)[0], up=True)
 
     def bytes_sent(self) -> tuple[UplinkBytes, ...]:
-        """What has crossed each node's uplink in either direction, headers included. Costs 5 ms per node."""
+        """Return the bytes over each node's uplink by direction, headers included. Costs 5 ms per node."""
         return links.read_bytes(self.wiring)
 
     def uplinks(self) -> tuple[Uplink, ...]:
-        """Rate, state and bytes of each node's uplink, as the kernel has them. Costs 10 ms per node."""
+        """Return rate, state and bytes of each node's uplink, from the kernel. Costs 10 ms per node."""
         return links.read_uplinks(self.wiring)
 
     def _uplink_ports(self, node: int | None) -> list[Port]:
@@ -183,12 +183,12 @@ class Cluster:
 
 
 def clusters() -> tuple[ClusterState, ...]:
-    """What is on record about every cluster on this machine."""
+    """Return the record of every cluster on this machine."""
     return state.recorded()
 
 
 def open_cluster(name: str) -> Cluster:
-    """An existing cluster, of any process. Raises `ConfigError` that names those there are."""
+    """Return an existing cluster, of any process. Raises `ConfigError` naming the existing ones."""
     states = {each.name: each for each in clusters()}
     if name not in states:
         hint = (
@@ -202,7 +202,7 @@ def open_cluster(name: str) -> Cluster:
 
 
 def remove_stale() -> tuple[str, ...]:
-    """Remove what processes that were killed have left behind; the names of those clusters."""
+    """Remove the clusters of processes that were killed; return their names."""
     stale = [each for each in clusters() if each.is_stale]
     for each in stale:
         teardown.remove(Wiring(name=each.name, shape=each.config.shape))
@@ -215,14 +215,14 @@ def remove_stale() -> tuple[str, ...]:
 
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
+    """Let SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
     with _handled(signal.SIG_DFL, _exit_as_told):
         yield
 
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Nothing interrupts; `ip`, which Ctrl-C would reach as well, inherits that."""
+    """Let nothing interrupt; `ip`, which Ctrl-C would reach as well, inherits that."""
     with _handled(None, signal.SIG_IGN):
         yield
 
@@ -231,9 +231,9 @@ def _ignored_signals() -> Iterator[None]:
 def _handled(
     only: signal.Handlers | None, handler: Callable[[int, FrameType | None], NoReturn] | signal.Handlers
 ) -> Iterator[None]:
-    """`handler` for all signals that end a process, or for those whose present handler is `only`.
+    """Set `handler` for all signals that end a process, or for those whose present handler is `only`.
 
-    Python lets only the main thread do that; in another one they stay with the code that runs the main one.
+    Python lets only the main thread do that; in another thread signals stay with the main thread's code.
     """
     before = {}
     if threading.current_thread() is threading.main_thread():

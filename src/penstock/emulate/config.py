@@ -1,4 +1,4 @@
-"""What an emulated cluster is: how many nodes of how many devices, and how fast its links are."""
+"""The description of an emulated cluster: its number of nodes and devices, and the rates of its links."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Annotated, Final
 from penstock.config import ConfigError, Within, check_bounds
 
 UNITS_BIT_PER_S: Final = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "bit": 1.0}
-"""Largest first, as `format_rate` tries them."""
+"""Units of rates, the largest first, as `format_rate` tries them."""
 
 SLOWEST_BIT_PER_S: Final = 1e5
-"""The kernel keeps the time that a full bucket needs in 32 bits, which overflows a little below."""
+"""The kernel keeps the time that a full bucket needs in 32 bits, which overflows a little below this rate."""
 
 FASTEST_BIT_PER_S: Final = 1e11
-"""Far beyond what one machine moves: up to here a rate only means `not limited`."""
+"""Far beyond what one machine can move: near this rate a limit has no effect."""
 
 SMALLEST_MTU_BYTES: Final = 576
 LARGEST_MTU_BYTES: Final = 9000
 
 MOST_RANKS: Final = 256
-"""Each rank is a process here; a bridge takes 1023 ports, and the addresses would last for 131,000."""
+"""Each rank is a process of this machine; a bridge takes 1023 ports, and addresses suffice for 131,000."""
 
 
 Devices = Annotated[int, Within(1, MOST_RANKS, "each rank is a process of this machine", hint="Try 2x4.")]
@@ -58,6 +58,7 @@ class EmulateConfig:
     inter_rate_bit_per_s: of a node's one uplink, in each direction; its devices share it, as they share a
     network card. intra_rate_bit_per_s: of each device's link to its node, in each direction. Up to 5 Gbit/s
     a link has exactly its rate; beyond, the processors of this machine may be the limit.
+
     mtu_bytes: the largest packet, without its Ethernet header; 9000 are the jumbo frames of cluster networks,
     of which headers take 0.7 %, 1500 is the default of a link (4.4 %).
     """
@@ -68,7 +69,7 @@ class EmulateConfig:
     intra_rate_bit_per_s: Rate = 8e9
     mtu_bytes: PacketBytes = 9000
 
-    def __post_init__(self) -> None:  # as check_bounds, but in units and names that options have
+    def __post_init__(self) -> None:  # as check_bounds, but with the units and names of options
         Shape(nodes=self.nodes, devices=self.devices)
         for key in ("inter_rate_bit_per_s", "intra_rate_bit_per_s"):
             check_rate(getattr(self, key), key)
@@ -83,7 +84,7 @@ class EmulateConfig:
 
 
 def parse_shape(text: str, key: str = "shape") -> Shape:
-    """`2x4` is two nodes of four devices. Raises `ConfigError` about `key`."""
+    """Return the shape of `2x4`: two nodes of four devices. Raises `ConfigError` about `key`."""
     match = re.fullmatch(r"\s*(\d{1,6})\s*[xX]\s*(\d{1,6})\s*", text, re.ASCII)
     if match is None:
         raise ConfigError(key, text, "must be NODESxDEVICES", "For example 2x4: two nodes of four devices.")
@@ -91,7 +92,7 @@ def parse_shape(text: str, key: str = "shape") -> Shape:
 
 
 def parse_rate(text: str, key: str = "rate") -> float:
-    """Bits per second of `700mbit`; decimal units, as networks have. Raises `ConfigError` about `key`."""
+    """Return the bits per second of `700mbit`, in decimal units. Raises `ConfigError` about `key`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)\s*", text.lower(), re.ASCII)
     if match is None:
         hint = "For example 700mbit or 2.5gbit."
@@ -102,13 +103,13 @@ def parse_rate(text: str, key: str = "rate") -> float:
 
 
 def check_rate(rate_bit_per_s: float, key: str, shown: object = None) -> None:
-    """Raises `ConfigError` for a rate that no link can be given."""
+    """Raise `ConfigError` for a rate that no link can have."""
     if not SLOWEST_BIT_PER_S <= rate_bit_per_s <= FASTEST_BIT_PER_S:
         why = f"must be from {format_rate(SLOWEST_BIT_PER_S)} to {format_rate(FASTEST_BIT_PER_S)}"
         raise ConfigError(key, shown or rate_bit_per_s, why, "For example 700mbit.")
 
 
 def format_rate(rate_bit_per_s: float) -> str:
-    """`700mbit` for 7e8: the inverse of `parse_rate`, to six digits."""
+    """Return `700mbit` for 7e8: the inverse of `parse_rate`, to six digits."""
     unit = next((u for u, size in UNITS_BIT_PER_S.items() if rate_bit_per_s >= size), "bit")
     return f"{rate_bit_per_s / UNITS_BIT_PER_S[unit]:.6g}{unit}"

@@ -1,4 +1,4 @@
-"""Links: making them, their rates, their counters. All that is known about a link is asked of the kernel."""
+"""Links: their creation, rates and counters. All that is known about a link is read from the kernel."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from penstock.emulate.system import command, ip, tc
 from penstock.emulate.wiring import BRIDGE, INTERFACE, NETWORK, Port, Wiring
 
 LEAST_BURST_BYTES: Final = 160 * 1024
-"""Under about 128 kB the kernel cuts every offloaded packet of 64 kB into single ones before it lets them
-pass. That costs so much processor time that computation beside the traffic slows down by half."""
+"""The least size of a bucket. Under about 128 kB the kernel cuts every offloaded packet of 64 kB into single
+packets before it lets them pass, which costs so much processor time that computation beside the traffic slows
+down by half."""
 
 BURST_S: Final = 1e-3
-"""A link that was idle lets this much pass at once, which no real link does: as little as reaches the rate.
+"""Seconds of its rate that an idle link lets pass at once, unlike real links: just enough to reach the rate.
 
-One millisecond of the rate is enough for the kernel's timers; with a fixed 512 kB, a transfer of 2 MiB at
-400 Mbit/s would be a quarter faster than the link.
+One millisecond is enough for the kernel's timers; with a fixed 512 kB, a transfer of 2 MiB at 400 Mbit/s
+would be a quarter faster than the link.
 """
 
 QUEUE_MS: Final = 50
-"""How long a packet may wait before it is dropped. TCP keeps a link busy with this, alone or with others."""
+"""How long a packet may wait before it is dropped. With this, TCP keeps a link busy, alone or with others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UplinkBytes:
-    """What has crossed a node's uplink since it was made, headers included."""
+    """Bytes that have crossed a node's uplink since it was created, headers included."""
 
     sent_bytes: int
     received_bytes: int
@@ -45,7 +46,7 @@ class Uplink:
 
 
 def build(wiring: Wiring, mtu_bytes: int) -> None:
-    """Bridges, links and addresses, in namespaces that exist and have nothing but `lo`."""
+    """Create bridges, links and addresses in namespaces that exist and have nothing but `lo`."""
     for namespace in (*wiring.switches, wiring.core):
         ip(namespace, ("link set dev lo up", f"link add name {BRIDGE} type bridge", f"link set {BRIDGE} up"))
     for rank, (device, port) in enumerate(wiring.device_links()):
@@ -72,7 +73,7 @@ def _join_bridge(port: Port) -> tuple[str, ...]:
 def set_rate(ports: Iterable[Port], rate_bit_per_s: float, *, verb: str = "change") -> None:
     """Limit what leaves through each port; `verb` is `add` for a port that has no limit yet.
 
-    `change` keeps what is queued and the counters; one process per namespace.
+    `change` keeps queued packets and the counters; one process per namespace.
     """
     bucket = max(LEAST_BURST_BYTES, round(rate_bit_per_s / 8 * BURST_S))
     shape = f"root tbf rate {round(rate_bit_per_s)}bit burst {bucket} latency {QUEUE_MS}ms"
@@ -84,12 +85,12 @@ def set_rate(ports: Iterable[Port], rate_bit_per_s: float, *, verb: str = "chang
 
 
 def set_up(port: Port, *, up: bool) -> None:
-    """Take a link down, or up again. Its rate and its counters stay, what was queued is lost."""
+    """Take a link down, or up again. Its rate and its counters stay; queued packets are lost."""
     ip(port.namespace, (f"link set dev {port.interface} {'up' if up else 'down'}",))
 
 
 def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
-    """The state of every uplink. Costs two processes per node, a few milliseconds each."""
+    """Return the state of every uplink. Costs two processes per node, a few milliseconds each."""
     found = []
     crossed = read_bytes(wiring)
     for node, (own, _) in enumerate(wiring.uplinks()):
@@ -101,10 +102,10 @@ def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
 
 
 def read_bytes(wiring: Wiring) -> tuple[UplinkBytes, ...]:
-    """What has crossed every uplink, by node. Costs one process per node and one more.
+    """Return the bytes that have crossed every uplink, by node. Costs one process per node and one more.
 
-    Counted where the rate is enforced. The counters of the interfaces would miss most headers: there, a
-    packet of 64 kB that is cut into 45 on a real wire has one.
+    They are counted where the rate is enforced. The counters of the interfaces would miss most headers: they
+    count one for a packet of 64 kB that is cut into 45 on a real wire.
     """
     core = _tbf(wiring.core)
     return tuple(
@@ -117,6 +118,6 @@ def read_bytes(wiring: Wiring) -> tuple[UplinkBytes, ...]:
 
 
 def _tbf(namespace: str) -> dict[str, Any]:
-    """What `tc` says about the limits in a namespace, by interface."""
+    """Return what `tc` says about the limits in a namespace, by interface."""
     every = json.loads(command("tc", "-netns", namespace, "-statistics", "-json", "qdisc", "show"))
     return {each["dev"]: each for each in every if each["kind"] == "tbf"}

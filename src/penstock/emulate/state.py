@@ -1,6 +1,6 @@
-"""Which clusters there are: one small file each, so that any process can find, change and remove them.
+"""The record of clusters: one small file each, so that any process can find, change and remove them.
 
-The file is there before the first namespace and goes after the last one, so nothing is ever without it.
+The file exists before the first namespace and until after the last one, so no namespace is ever without it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ HINT: Final = "Remove the file, and its namespaces with `ip netns delete`."
 MOST_BYTES: Final = 1 << 20
 Number = Annotated[int, Within(0, 2**62, "the kernel counts no further")]
 
-FOLDER: Final = Path("/run/penstock")  # gone after a restart, as the clusters are
+FOLDER: Final = Path("/run/penstock")  # emptied by a restart, which also ends clusters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """The process that a cluster ends with. Its start time tells it from a later one with the same id."""
+    """The process with which a cluster ends. Its start time distinguishes it from later ones with its id."""
 
     pid: Number
     started_ticks: Number
@@ -36,20 +36,20 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
-        """This process."""
+        """Return this process as an owner."""
         started_ticks = _started_ticks(os.getpid())
         assert started_ticks is not None, "this process is running"
         return cls(pid=os.getpid(), started_ticks=started_ticks)
 
     @property
     def is_alive(self) -> bool:
-        """Whether that very process still runs."""
+        """Whether this very process still runs."""
         return _started_ticks(self.pid) == self.started_ticks
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """What is recorded about a cluster; `owner` is None for one that stays until it is removed."""
+    """The record of a cluster; `owner` is None for a cluster that stays until it is removed."""
 
     name: str
     owner: Owner | None
@@ -58,11 +58,11 @@ class ClusterState:
 
     @property
     def is_stale(self) -> bool:
-        """Whether its owner ended without removing it."""
+        """Whether the owner ended without removing the cluster."""
         return self.owner is not None and not self.owner.is_alive
 
     def create(self) -> None:
-        """Record a new cluster, at once and whole; `EmulationError` if there is one of that name."""
+        """Record a new cluster in one step; raise `EmulationError` if there is one of that name."""
         draft = folder() / f".{self.name}.{os.getpid()}"
         draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
         try:
@@ -73,7 +73,7 @@ class ClusterState:
             draft.unlink()
 
     def forget(self) -> None:
-        """Remove the record, if it is there."""
+        """Remove the record, if it exists."""
         self._path.unlink(missing_ok=True)
 
     @property
@@ -82,7 +82,7 @@ class ClusterState:
 
 
 def recorded() -> tuple[ClusterState, ...]:
-    """All clusters on record, by name."""
+    """Return all clusters on record, by name."""
     found = []
     for path in sorted(folder().glob("pen*.json")):
         try:
@@ -95,22 +95,22 @@ def recorded() -> tuple[ClusterState, ...]:
 
 
 def free_name() -> str:
-    """A name that no cluster on record has; only this process makes names with its id."""
+    """Return a name that no recorded cluster has; only this process makes names with its id."""
     taken = {state.name for state in recorded()}
     return next(n for n in (f"pen{os.getpid()}-{i}" for i in itertools.count()) if n not in taken)
 
 
 def folder() -> Path:
-    """Where the records are: /run/penstock, or beside other temporary files where /run cannot be written."""
+    """Return the folder of records: /run/penstock, or a temporary one where /run cannot be written."""
     place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
     place.mkdir(mode=0o700, exist_ok=True)
-    if place.stat().st_uid != os.getuid():  # it names namespaces that we would remove
+    if place.stat().st_uid != os.getuid():  # records name namespaces that we would remove
         raise EmulationError(f"{place} belongs to another user. Remove it, or run as its owner.")
     return place
 
 
 def _started_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run (a zombie does not)."""
+    """Return a process's start, in clock ticks since boot; None if it does not run (a zombie does not)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):

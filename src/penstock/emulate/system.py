@@ -1,4 +1,4 @@
-"""The kernel's side: the commands `ip` and `tc`, threads inside a namespace, and whether they work here."""
+"""The kernel's side: the commands `ip` and `tc`, threads inside a namespace, and whether both work here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 NAMESPACES: Final = Path("/run/netns")  # where `ip netns` keeps the names
 HOSTS: Final = Path("/etc/hosts")
-OWN_FILES: Final = Path("/etc/netns")  # `ip netns exec` lays what is there for a namespace over /etc
+OWN_FILES: Final = Path("/etc/netns")  # `ip netns exec` mounts a namespace's files here over /etc
 CLONE_NEWNS: Final = 0x00020000  # from <linux/sched.h>
 CLONE_NEWNET: Final = 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # from <linux/mount.h>
@@ -27,15 +27,15 @@ NEEDED_CAPABILITIES: Final = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
 class EmulationError(RuntimeError):
-    """An emulated cluster could not be made, changed or removed."""
+    """Raised when an emulated cluster could not be created, changed or removed."""
 
 
 class EmulationUnavailable(EmulationError):  # noqa: N818 - the name says what is the matter
-    """This machine, or this user, cannot emulate a cluster at all; the message says what to do."""
+    """Raised when this machine or user cannot emulate a cluster at all; the message says what to do."""
 
 
 def command(*argv: str, lines: Iterable[str] = ()) -> str:
-    """Output of a command that is given `lines` on stdin. Raises `EmulationError` if it fails or hangs."""
+    """Return the output of a command given `lines` on stdin. Raises `EmulationError` if it fails or hangs."""
     try:
         done = subprocess.run(
             argv,
@@ -67,10 +67,10 @@ def tc(namespace: str, lines: Sequence[str]) -> None:
 
 
 def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
-    """Give addresses names inside `namespace`, beside those that the machine knows. names: by address.
+    """Give addresses names inside `namespace`, besides those that the machine knows. names: by address.
 
     torch asks for the name of every address that it connects to, and warns where there is none: no name
-    server can be reached from inside. Where /etc cannot be written, that is how it stays.
+    server can be reached from inside. Where /etc cannot be written, no names are given.
     """
     known = HOSTS.read_text(encoding="utf-8") if HOSTS.exists() else ""
     named = {**names, "127.0.0.1": "localhost"}
@@ -85,16 +85,16 @@ def remove_hosts(namespace: str) -> None:
     """Undo `write_hosts`."""
     (OWN_FILES / namespace / HOSTS.name).unlink(missing_ok=True)
     for folder in (OWN_FILES / namespace, OWN_FILES):
-        with suppress(OSError):  # it was never made, or holds something else
+        with suppress(OSError):  # the folder does not exist, or holds something else
             folder.rmdir()
 
 
 def run_inside(namespace: str, work: Callable[[], T]) -> T:
-    """What `work` returns when a thread of ours runs it inside `namespace`.
+    """Return the result of `work`, run by a thread of this process inside `namespace`.
 
-    A socket belongs for good to the namespace in which it was made, and a thread is in that of the thread
-    that started it: servers made by `work` stay reachable there. The thread itself ends, so that no mistake
-    can leave the caller inside.
+    A socket belongs permanently to the namespace in which it was made, and a thread starts in the namespace
+    of the thread that started it: servers made by `work` stay reachable there. The thread itself ends, so
+    that no mistake can leave the caller inside.
     """
     hosts = OWN_FILES / namespace / HOSTS.name
 
@@ -115,7 +115,7 @@ def _lay_over(file: Path, place: Path) -> None:
 
 
 def run_in_nameless(work: Callable[[], T]) -> T:
-    """The same in a new namespace that has no name and vanishes with the thread."""
+    """Return the result of `work`, run in a new namespace without a name that vanishes with the thread."""
     return _in_thread(lambda: _libc("unshare", CLONE_NEWNET), work)
 
 
@@ -136,7 +136,7 @@ def _libc(name: str, *arguments: int | bytes | None) -> None:
 
 
 def silence_ipv6() -> None:
-    """Switch IPv6 off where this thread is: its router solicitations would be counted as traffic."""
+    """Switch IPv6 off in this thread's namespace: its router solicitations would be counted as traffic."""
     for scope in ("all", "default"):
         path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
         if path.exists():  # a kernel without IPv6 has nothing to switch off
@@ -150,7 +150,7 @@ def silence_ipv6() -> None:
 def check_available() -> None:
     """Return if clusters can be emulated here, else raise `EmulationUnavailable` that says what to do.
 
-    The last word has the kernel: a shaped link is made in a namespace without a name. Costs about 10 ms the
+    The kernel has the last word: a shaped link is made in a namespace without a name. Costs about 10 ms the
     first time.
     """
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""Removing namespaces so that nothing is left, whatever state they are in."""
+"""Removal of namespaces so that nothing is left, whatever their state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ POLL_S: Final = 0.01
 
 
 def remove(wiring: Wiring) -> None:
-    """Processes, links and names of a cluster, as far as they exist.
+    """Remove the processes, links and names of a cluster, as far as they exist.
 
-    The kernel takes a namespace apart some time after its name is gone, and not before the last socket in it
-    is closed. So links go first, each of which is gone when `ip` returns: no later cluster can meet them.
+    The kernel destroys a namespace some time after its name is gone, and not before the last socket in it is
+    closed. Therefore links go first, each of which is gone when `ip` returns: no later cluster can meet them.
     """
     end_processes(wiring.namespaces)
     existing = [namespace for namespace in wiring.namespaces if (NAMESPACES / namespace).exists()]
@@ -34,26 +34,26 @@ def remove(wiring: Wiring) -> None:
 
 
 def end_processes(namespaces: Sequence[str]) -> None:
-    """Kill everything that runs inside; returns when it is gone. A process there has no other network."""
+    """Kill everything that runs inside, and wait until it is gone. A process there has no other network."""
     deadline_s = time.monotonic() + GONE_WITHIN_S
     while pids := pids_inside(namespaces):
         if time.monotonic() > deadline_s:
             raise EmulationError(f"processes {pids} in an emulated cluster do not end")
         for pid in pids:
-            with suppress(ProcessLookupError):  # it ended by itself
+            with suppress(ProcessLookupError):  # it has already ended
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
 
 
 def pids_inside(namespaces: Sequence[str]) -> list[int]:
-    """Processes in any of these namespaces. Reads all of /proc: about a millisecond per 100 processes."""
+    """Return the processes in any of these namespaces. Reads all of /proc: about 1 ms per 100 processes."""
     wanted = {_identity(NAMESPACES / namespace) for namespace in namespaces} - {None}
     running = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [int(path.name) for path in running if _identity(path / "ns" / "net") in wanted]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells one namespace from another; None if there is none (any more)."""
+    """Return what distinguishes a namespace from others; None if it does not exist (any more)."""
     try:
         found = path.stat()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -62,9 +62,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _remove_links(namespace: str) -> None:
-    """Every link in it; the other end of a link goes with it.
+    """Remove every link in a namespace; the other end of a link goes with it.
 
-    A failure says that there is nothing to delete: the namespace is only half made, or others were faster.
+    A failure means that there is nothing to delete: the namespace is incomplete, or another process was
+    faster.
     """
     with suppress(EmulationError):
         show = command("ip", "-netns", namespace, "-brief", "link", "show")
@@ -74,7 +75,7 @@ def _remove_links(namespace: str) -> None:
 
 
 def _remove_name(namespace: str) -> None:
-    """Remove the name; that another process was faster is as good."""
+    """Remove the name of a namespace; if another process was faster, that is no error."""
     try:
         command("ip", "netns", "delete", namespace)
     except EmulationError:

@@ -19,9 +19,9 @@ from penstock.emulate.config import Shape
 from penstock.mesh import node_of, place_in_node
 
 NETWORK: Final = IPv4Network("198.18.0.0/15")
-"""Set aside for benchmarks (RFC 2544), so no network that the machine is in uses it.
+"""Reserved for benchmarks (RFC 2544), so no network of the machine uses these addresses.
 
-All clusters use the same addresses: what is in one namespace cannot be seen in another.
+All clusters use the same addresses: what is in one namespace is invisible in others.
 """
 
 INTERFACE: Final = "net0"
@@ -61,28 +61,28 @@ class Wiring:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """All of them."""
+        """All namespaces of the cluster."""
         return (*self.ranks, *self.switches, self.core)
 
     def rank(self, rank: int) -> str:
-        """Namespace of a device."""
+        """Return the namespace of a device. Raises ValueError for a rank that does not exist."""
         if not 0 <= rank < self.shape.ranks:
             raise ValueError(f"rank {rank}: {self.shape} has ranks 0 to {self.shape.ranks - 1}")
         return f"{self.name}-n{node_of(rank, self.shape.devices)}d{place_in_node(rank, self.shape.devices)}"
 
     def node(self, node: int) -> int:
-        """`node` itself, if there is such a node."""
+        """Return `node` itself. Raises ValueError if there is no such node."""
         if not 0 <= node < self.shape.nodes:
             raise ValueError(f"node {node}: {self.shape} has nodes 0 to {self.shape.nodes - 1}")
         return node
 
     def address(self, rank: int) -> str:
-        """Address of a device; rank 0 has the first one."""
+        """Return the address of a device; rank 0 has the first one."""
         self.rank(rank)
         return str(NETWORK[rank + 1])
 
     def device_link(self, rank: int) -> tuple[Port, Port]:
-        """From a device to its node's bridge: the device's end, the bridge's end."""
+        """Return both ends of the link from a device to its node's bridge: the device's, and the bridge's."""
         switch = self.switches[node_of(rank, self.shape.devices)]
         return (
             Port(namespace=self.rank(rank), interface=INTERFACE),
@@ -90,16 +90,16 @@ class Wiring:
         )
 
     def uplink(self, node: int) -> tuple[Port, Port]:
-        """From a node's bridge to the core: the node's end (what it sends), the core's (what it receives)."""
+        """Return both ends of a node's uplink: the node's (it sends), and the core's (it receives)."""
         return (
             Port(namespace=self.switches[self.node(node)], interface=UPLINK),
             Port(namespace=self.core, interface=f"node{node}"),
         )
 
     def device_links(self) -> Iterator[tuple[Port, Port]]:
-        """Of all ranks, in order."""
+        """Return the device links of all ranks, in order."""
         return (self.device_link(rank) for rank in range(self.shape.ranks))
 
     def uplinks(self) -> Iterator[tuple[Port, Port]]:
-        """Of all nodes, in order."""
+        """Return the uplinks of all nodes, in order."""
         return (self.uplink(node) for node in range(self.shape.nodes))

@@ -1,4 +1,4 @@
-"""The error of everything that is wrong with a graph or a schedule, before it runs."""
+"""The errors of graphs and schedules that are found wrong before they run."""
 
 
 class ScheduleError(ValueError):
@@ -6,4 +6,4 @@ class ScheduleError(ValueError):
 
 
 class RefusalError(ScheduleError):
-    """What a decision asks of a step, and this step cannot have. The message says why."""
+    """A request of a decision that this step cannot fulfil. The message says why."""

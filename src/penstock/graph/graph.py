@@ -20,7 +20,7 @@ class Graph:
 
     @staticmethod
     def of(tasks: Iterable[Task]) -> Graph:
-        """A graph of these tasks. Raises ScheduleError for two of one name."""
+        """Return a graph of these tasks. Raises ScheduleError for two tasks of one name."""
         graph = Graph(tuple(tasks))
         if len({task.name for task in graph.tasks}) != len(graph.tasks):
             ((twice, _),) = Counter(task.name for task in graph.tasks).most_common(1)
@@ -34,9 +34,9 @@ class Graph:
 
     @cached_property
     def links(self) -> tuple[tuple[int, ...], ...]:
-        """By position of a task the positions of those it reads. Raises ScheduleError for what is not there.
+        """By position of a task, the positions of those it reads. Raises ScheduleError for a missing task.
 
-        A plan builds and simulates graphs by the hundred, and comparing numbers is far quicker than tasks.
+        A plan builds and simulates graphs by the hundred, and numbers are far quicker to compare than tasks.
         """
         place = {task.name: i for i, task in enumerate(self.tasks)}
         try:
@@ -47,12 +47,12 @@ class Graph:
 
     @cached_property
     def needs(self) -> Mapping[Task, tuple[Task, ...]]:
-        """For every task the tasks that it reads, each once: the very objects in `tasks`."""
+        """For every task, the tasks that it reads, each once: the very objects in `tasks`."""
         return self._named(self.links)
 
     @cached_property
     def readers_at(self) -> list[list[int]]:
-        """By position of a task the positions of those that read its outputs."""
+        """By position of a task, the positions of those that read its outputs."""
         readers: list[list[int]] = [[] for _ in self.tasks]
         for place, needs in enumerate(self.links):
             for need in needs:
@@ -61,24 +61,24 @@ class Graph:
 
     @cached_property
     def readers(self) -> Mapping[Task, tuple[Task, ...]]:
-        """For every task the tasks that read its outputs."""
+        """For every task, the tasks that read its outputs."""
         return self._named(self.readers_at)
 
     @cached_property
     def position(self) -> Mapping[Task, int]:
-        """Where a task stands in program order."""
+        """The place of every task in program order."""
         return {task: i for i, task in enumerate(self.tasks)}
 
     def text(self) -> str:
-        """One line per task: its name, lane, axes, and inputs by role."""
+        """Return one line per task: its name, lane, axes, and inputs by role."""
         return "".join(f"{task.text}\n" for task in self.tasks)
 
     def facts(self) -> str:
-        """The same with how every task is cut and which state it touches: what ranks compare."""
+        """Return `text` with how every task is cut and which state it touches: what ranks compare."""
         return "".join(f"{t.text} | {t.cut.text} {t.accumulates, t.reads, t.writes}\n" for t in self.tasks)
 
     def behind(self, reader: int, first: int) -> set[int]:
-        """The places of tasks, from `first` on, from which edges lead to the one at `reader`."""
+        """Return the places of the tasks, from `first` on, from which edges lead to the task at `reader`."""
         found: set[int] = set()
         left = [reader]
         while left:
@@ -89,7 +89,7 @@ class Graph:
         return found
 
     def check(self) -> Graph:
-        """Raise ScheduleError for an edge to nothing, a cycle, or state touched without an order."""
+        """Return self. Raises ScheduleError for a missing task, a cycle, or unordered access to state."""
         for place, needs in enumerate(self.links):
             for need in needs:
                 if need >= place:

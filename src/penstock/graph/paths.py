@@ -1,7 +1,7 @@
 """The longest path through a graph whose lanes are ordered: the one timing rule of the system.
 
-A task starts when its dependencies and the task before it on its lane have ended. The simulator applies
-this with fitted seconds and one entry per rank; a schedule's picture applies it with one slot per task.
+A task starts when its dependencies and the task before it on its lane have ended. The simulator applies this
+rule with fitted seconds and one entry per rank; a schedule's picture applies it with one slot per task.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Interval(NamedTuple, Generic[T]):
-    """When a task starts and ends."""
+    """The start and the end of a task."""
 
     start: T
     end: T
@@ -38,7 +38,7 @@ def longest_path(
     needs: Callable[[Task], Sequence[Task]],
     clock: Clock[T],
 ) -> dict[Task, Interval[T]]:
-    """Start and end of every task. Raises ScheduleError naming the tasks that wait for each other."""
+    """Return the start and end of every task. Raises ScheduleError naming tasks that wait for each other."""
     times: dict[Task, Interval[T]] = {}
     lane_free: dict[Lane, T] = {lane: clock.zero() for lane in lanes}
     for task in issue_order(lanes, needs):
@@ -76,10 +76,10 @@ def issue_order(
 def path_ends(
     orders: Sequence[Sequence[int]], links: Sequence[Sequence[int]], seconds: Sequence[float]
 ) -> list[float]:
-    """When every task ends, by its position in a graph; the same rule as `longest_path` for plain numbers.
+    """Return when every task ends, by its position in a graph: `longest_path` for plain numbers.
 
-    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle never ends:
-    `inf`.
+    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle never ends: its
+    end is `inf`.
     """
     ends, free_s, heads = [inf] * len(links), [0.0] * len(orders), [0] * len(orders)
     moved = True

@@ -1,10 +1,10 @@
-"""Mutable state has edges too: who touches a named state must be ordered by edges, not by luck.
+"""Mutable state has edges too: tasks that touch a named state must be ordered by edges, not by luck.
 
 A task names the state that it `reads`, `writes` and `accumulates` (adds to), as `KIND of L2`: gradients of
-L2, expert parameters of L2. What is made again in every step, such as gradients, is read after all that write
-or add to it. What lasts from step to step (`LASTING`) may also be read first: then the reader has the value
-of the step before, and edges must lead from it to the writer. A step begins when the one before has ended,
-so nothing needs an edge across that border.
+L2, expert parameters of L2. State that is made anew in every step, such as gradients, is read after all tasks
+that write or add to it. State that lasts from step to step (`LASTING`) may also be read first: then the
+reader has the value of the step before, and edges must lead from the reader to the writer. A step begins when
+the one before has ended, so nothing needs an edge across that border.
 
 Tasks that have different pieces of one buffer, cut alike, do not touch each other's.
 """
@@ -34,13 +34,13 @@ LASTING = (
 
 
 def lasts(state: str) -> bool:
-    """Whether a state keeps its value from step to step."""
+    """Return whether a state keeps its value from step to step."""
     return state.partition(" of ")[0] in LASTING
 
 
 @dataclass
 class _Touching:
-    """The places of the tasks that touch one state, by what they do with it, in program order."""
+    """The places of the tasks that touch one state, by how they touch it, in program order."""
 
     reading: list[int] = field(default_factory=list)
     writing: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Check:
     graph: Graph
 
     def reads(self) -> None:
-        """A reader stands after every task that adds, and before or after each that writes."""
+        """Check that a reader stands after every task that adds, and before or after each that writes."""
         known: set[tuple[int, ...]] = set()  # pieces of one buffer read the same tasks
         writing = _by_part(self.graph, self.touching.writing)
         for reader in self.touching.reading:
@@ -112,7 +112,7 @@ class _Check:
             )
 
     def changes(self) -> None:
-        """Two that write the same part have an order, and so have one that writes and one that adds."""
+        """Check that edges order two writers of one part, and a writer and a task that adds."""
         adding, writing = self.touching.adding, _by_part(self.graph, self.touching.writing)
         for writer in self.touching.writing:
             task = self._task(writer)
@@ -122,7 +122,7 @@ class _Check:
                         f"{task} and {self._task(other)} both write {self.state}, and no edge says which of "
                         "them comes last"
                     )
-            # A task that also reads it stands after every task that adds to it.
+            # A writer that also reads the state stands after every task that adds to it.
             for adder in adding if self.state not in task.reads else ():
                 if not (self._before(writer, adder) or self._before(adder, writer)):
                     raise ScheduleError(
@@ -149,7 +149,7 @@ class _Check:
 
 
 def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
-    """What finds, of the tasks at `places`, those that share a part of a buffer with a given one.
+    """Return a function that finds which of the tasks at `places` share a part of a buffer with a given one.
 
     A layer may have thousands of pieces: where all are cut alike they are looked up, not compared in pairs.
     """
@@ -168,7 +168,7 @@ def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[in
 
 
 def _parts(task: Task) -> tuple[int, ...] | None:
-    """How the buffer is cut of which a task has a piece; None if it has all of it."""
+    """Return how the buffer is cut of which a task has a piece; None if the task has the whole buffer."""
     return None if task.piece is None else task.cut.parts
 
 

@@ -1,12 +1,12 @@
-"""Names, tasks and lanes. A task says all about itself: where it runs, whom it meets, what it reads.
+"""Names, tasks and lanes. A task says everything about itself: where it runs, whom it meets, what it reads.
 
 A name is `L2.D.m0.c1.F`: layer, op, the indices of its pieces, phase. A task is a name with its lane, the
 mesh axes along which it meets other ranks, and its inputs by role:
 
     L2.D.m0.c1.F inter ep rows=L2.AT.m0.F route=L2.N.m0.F
 
-A role is the name of what is read: `rows=L2.AT.m0.F` is the output `rows` of that task, and in the backward
-half `d_rows=L2.X.m0.c1.B` is the gradient that it made for its input `rows`.
+A role is the name of the output that is read: `rows=L2.AT.m0.F` is the output `rows` of that task, and in the
+backward half `d_rows=L2.X.m0.c1.B` is the gradient that this task made for its input `rows`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Lane(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether the model's own computation runs on it."""
+        """Whether the model's own computation runs on this lane."""
         return self is Lane.COMPUTE
 
     @property
     def is_network(self) -> bool:
-        """Whether it stands for links between ranks."""
+        """Whether this lane stands for links between ranks."""
         return self in (Lane.INTRA, Lane.INTER)
 
 
 class Phase(StrEnum):
-    """F forward, B backward; where a backward is split, I makes the input gradients, W the weights'.
+    """F forward, B backward; where a backward is split, I makes the input gradients, W the weight gradients.
 
-    R computes a forward task again, just before its backward, for what that one has not kept.
+    R recomputes a forward task, just before its backward, for what the forward task has not kept.
     """
 
     FORWARD = "F"
@@ -69,7 +69,7 @@ _TEXT = re.compile(
 
 
 class Name(NamedTuple):
-    """What a task is called. microbatch, chunk, piece: which one along that axis; None = not cut there."""
+    """The name of a task. microbatch, chunk, piece: its index along that axis; None = not cut there."""
 
     layer: int
     op: str
@@ -85,12 +85,12 @@ class Name(NamedTuple):
 
     @property
     def back(self) -> Name:
-        """The backward of the same piece."""
+        """The name of the backward of the same piece."""
         return self._replace(phase=Phase.BACKWARD)
 
     @staticmethod
     def parse(text: str) -> Name:
-        """Read the text form. Raises ScheduleError for what no task can be called."""
+        """Parse the text form. Raises ScheduleError for text that is no task name."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text[:80]!r} is not a task name; one looks like L2.D.m0.c1.F")
@@ -102,11 +102,11 @@ class Name(NamedTuple):
 class Cut:
     """How the step around a task is cut, and which part the task has.
 
-    microbatches: of the batch. slices: of a microbatch's rows in an MoE layer; the task has those from
-    `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task has the one its name says.
-    token_shards: ranks that share the tokens of every sample; the task has this rank's part of them.
-    row_copies: how many times the rows of one rank it has: as many as an expert has shards, where each sends
-    its own to all of them or has those of all.
+    microbatches: into which the batch is cut. slices: into which a microbatch's rows are cut in an MoE layer;
+    the task has those from `first` up to `stop`. parts: relative sizes of the pieces of a buffer; the task
+    has the piece that its name says. token_shards: ranks that share the tokens of every sample; the task has
+    this rank's part of them. row_copies: how many times the task has the rows of one rank: once per shard of
+    an expert, where each rank sends its own rows to all shards or has the rows of all.
     """
 
     microbatches: int = 1
@@ -119,7 +119,7 @@ class Cut:
 
     @property
     def text(self) -> str:
-        """All of it in one word."""
+        """The whole cut as one string."""
         parts = ",".join(map(str, self.parts))
         tokens = f" 1/{self.token_shards}t" if self.token_shards > 1 else ""
         rows = f" {self.row_copies}r" if self.row_copies > 1 else ""
@@ -132,7 +132,7 @@ class Cut:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks the slices are cut, of which the task has one."""
+        """The number of chunks into which the slices are cut; the task has one of them."""
         return self.slices // (self.stop - self.first)
 
 
@@ -145,9 +145,8 @@ class Task:
     """One cell of a schedule. It has no behaviour; what happens when it runs is its op's handler.
 
     axes: of the mesh, along which it meets other ranks; () = it meets none. inputs: names of the tasks whose
-        outputs it reads, by role.
-    accumulates, reads, writes: named mutable state that it adds to, reads and changes; of a buffer cut into
-    pieces its own piece only. See `graph.state`.
+    outputs it reads, by role. accumulates, reads, writes: named mutable state that it adds to, reads and
+    changes; of a buffer cut into pieces, its own piece only. See `graph.state`.
     """
 
     name: Name
@@ -167,7 +166,7 @@ class Task:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As what it is made of: where it arrives, texts have other hashes than here."""
+        """Pickle the task as its fields, not its hash: strings have other hashes in other processes."""
         touched = self.accumulates, self.reads, self.writes
         return Task, (self.name, self.lane, self.axes, self.inputs, self.cut, *touched)
 
@@ -221,12 +220,12 @@ class Task:
 
     @property
     def meets(self) -> bool:
-        """Whether it ends together with the same task on other ranks."""
+        """Whether the task ends together with the same task on other ranks."""
         return bool(self.axes)
 
     @property
     def symbol(self) -> str:
-        """The letters that pictures show: the op, in lower case where it is computed again, and W for weight
+        """The letters that pictures show: the op, in lower case where it is recomputed, and W for weight
         gradients made separately."""
         if self.phase is Phase.AGAIN:
             return self.op.lower()
@@ -242,10 +241,10 @@ class Task:
         return f"{self.symbol}{microbatch}{chunk}"
 
     def sources(self) -> Iterator[Name]:
-        """Every task that it reads, each once, in the order of its roles."""
+        """Return every task that this one reads, each once, in the order of its roles."""
         return iter(dict.fromkeys(chain.from_iterable(self.inputs.values())))
 
     def reading(self, inputs: Inputs) -> Task:
-        """The same task with other inputs."""
+        """Return this task with other inputs."""
         touched = self.accumulates, self.reads, self.writes
         return Task(self.name, self.lane, self.axes, inputs, self.cut, *touched)

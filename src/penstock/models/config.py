@@ -11,7 +11,7 @@ MOST_LAYERS = 1024
 Layers = Annotated[int, Within(1, MOST_LAYERS, "every layer adds dozens of tasks to a step's plan")]
 Layer = Annotated[int, Within(0, MOST_LAYERS - 1, "layers are counted from 0")]
 Width = Annotated[int, Within(1, 1 << 20, "the widest published models have some 20,000")]
-"""Numbers that a token has somewhere."""
+"""Width of a vector per token."""
 
 Tokens = Annotated[int, Within(1, 1 << 24, "a sample's attention is computed in one piece")]
 Symbols = Annotated[int, Within(1, 1 << 24, "the largest vocabularies have a million symbols")]
@@ -54,7 +54,7 @@ class ModelConfig:
                 raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer's feed-forward part is an MoE layer."""
+        """Return whether a layer's feed-forward part is an MoE layer."""
         return self.moe_layers is None or layer in self.moe_layers
 
     @property

@@ -1,7 +1,7 @@
 """Dropout from a counter-based generator, keyed by run, place in the model and sample.
 
-The mask of an element is a hash of where it is, not of what was drawn before it. So it does not depend on
-microbatches, on the rank a sample lives on, or on the order in which tasks run.
+The mask of an element is a hash of its place, not of what was drawn before it. So it does not depend on
+microbatches, on the rank a sample lives on, or on the order of tasks.
 Shapes: B samples, L tokens per sample, M hidden size.
 """
 

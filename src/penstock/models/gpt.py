@@ -25,16 +25,16 @@ from penstock.sharding import Shard, Sharding, shardings_of
 
 INITIAL_STD = 0.02
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Identity)
-"""They make of a row of the residual stream what they make of it among others."""
+"""Norms whose output for a row of the residual stream does not depend on other rows."""
 
 AROUND_EXPERTS = ("attend", "settle", "add")
-"""What a block does before and after its experts."""
+"""Methods that a block runs before and after its experts."""
 
 MakeLayer = Callable[[int], MoELayer]
 
 
 class TensorShard(Shard):
-    """Which of `size` ranks this is that share heads, dense widths and vocabulary."""
+    """The place of this rank among `size` ranks that share heads, dense widths and vocabulary."""
 
     axes = Group.TENSOR
 
@@ -43,7 +43,7 @@ WHOLE = TensorShard()
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention, 4 M^2 parameters; every shard has some heads, and adds a part."""
+    """Causal multi-head attention, 4 M^2 parameters; a shard has some heads, and returns a partial sum."""
 
     def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
         super().__init__()
@@ -60,10 +60,13 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_BLM: Tensor, documents_BL: Tensor | None = None) -> Tensor:
-        """documents_BL: where every token's document begins; tokens attend to their own document alone."""
+        """Attend to the tokens of a sample up to each one.
+
+        documents_BL: where every token's document begins; tokens attend to their own document alone.
+        """
         batch, length, _ = x_BLM.shape
         width = self.out.in_features
-        sizes = (batch, length, 3, self.heads, width // self.heads)  # all of them: there may be no sample
+        sizes = (batch, length, 3, self.heads, width // self.heads)  # no -1: there may be no sample
         qkv_3BALK = self.qkv(x_BLM).view(sizes).permute(2, 0, 3, 1, 4)
         q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
         mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
@@ -75,14 +78,14 @@ class Attention(nn.Module):
 
 
 def _seen(documents_BL: Tensor) -> Tensor:
-    """Which tokens each one attends to, bool [B, L, L]: those of its document up to itself."""
+    """Return which tokens each token attends to, bool [B, L, L]: those of its document up to itself."""
     return (documents_BL.unsqueeze(2) == documents_BL.unsqueeze(1)).tril()
 
 
 class FeedForward(nn.Module):
     """The feed-forward part of a dense block: two matrices with GELU between.
 
-    Of several shards each has its part of the hidden width, and adds a part.
+    Each shard has a part of the hidden width, and returns a partial sum.
     """
 
     def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
@@ -174,10 +177,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
-    node_size: see `build_layer`.
-    make_moe: makes the MoE layer of a block from its number; without it `moe` says what they are made of.
-    shard: which part of heads, dense widths and vocabulary this rank has. experts: which part of every
-    expert.
+    node_size: see `build_layer`. make_moe: makes the MoE layer of a block from its number; without it `moe`
+    describes the layers. shard: which part of heads, dense widths and vocabulary this rank has. expert_shard:
+    which part of every expert.
     """
 
     separates_documents = True
@@ -212,14 +214,14 @@ class GPT(nn.Module):
 
     @property
     def parts(self) -> Sequence[Block]:
-        return cast(Sequence[Block], self.blocks)  # what is there now: a block may be replaced
+        return cast(Sequence[Block], self.blocks)  # the present blocks: one may have been replaced
 
     def initialise(self, seed: int) -> None:
-        """Fill all weights; the same for any layout. Projections into the residual stream are smaller."""
+        """Fill all weights, equally for any layout. Projections into the residual stream are smaller."""
         shardings = shardings_of(self)
         for name, parameter in self.named_parameters():
             if name.endswith(".noise_weight") or _is_constant(parameter):
-                continue  # norms start as PyTorch makes them, ones and zeros, and a noisy gate without noise
+                continue  # norms keep PyTorch's initial ones and zeros, and a noisy gate starts without noise
             into_residual = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
             if ".experts." in name:
@@ -245,7 +247,7 @@ class GPT(nn.Module):
         if keys.documents_BL is not None:
             positions = positions - keys.documents_BL
         h_BLM = self.token_embedding(tokens_BL)
-        if self.shard.rank == 0:  # of several shards, whose rows are summed, one adds positions
+        if self.shard.rank == 0:  # rows of shards are summed, so only one shard adds positions
             h_BLM = h_BLM + self.position_embedding(positions)
         dropped: Tensor = self.embedding_dropout(h_BLM, keys)
         return dropped
@@ -290,15 +292,15 @@ class GPT(nn.Module):
 
 
 def _is_constant(parameter: Tensor) -> bool:
-    """A vector or number that is the same in every place, as norms, biases and temperatures start.
+    """Return whether a vector or number has equal elements, as norms, biases and temperatures have at first.
 
-    Anything else came from this process's generator, and would differ between layouts.
+    Any other parameter came from this process's generator, and would differ between layouts.
     """
     return parameter.dim() < 2 and (parameter.is_meta or parameter.unique().numel() <= 1)
 
 
 def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether a module does just what one of these classes does: no `forward` of its own, and no hook."""
+    """Return whether a module computes just what one of these classes does: no own `forward`, and no hook."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -309,7 +311,7 @@ def _computes_as(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 
 def _function(method: object) -> object:
-    """What a bound method calls; None for what an instance was given in its place."""
+    """Return the function that a bound method calls; None for what an instance was given in its place."""
     return getattr(method, "__func__", None)
 
 

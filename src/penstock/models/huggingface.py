@@ -35,25 +35,21 @@ SILU = ("SiLU", "SiLUActivation")
 
 
 def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = None) -> MoELayer:
-    """A layer that computes what `block` does: same mathematics, copied weights.
+    """Return a layer that computes what `block` does: the same mathematics, with copied weights.
 
     exchange: `penstock.ExpertParallel`, whose ranks share the experts: each copies its part of the block's.
-    Every rank must have the same block. Without it all experts are on this rank.
-
+    Every rank must have the same block. Without an exchange all experts are on this rank.
     Supported are the blocks of Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3. Taken over are the router (top_k,
     renormalisation, scaling factor, groups, correction bias), the experts and the shared experts, each with
     its dtype and device and whether it is frozen, and the block's train or eval mode. Nothing is dropped and
-    no memory is shared. The layer returns what the block returns and can stand in its place in the model; its
-    `losses` are Penstock's own, and transformers records no router logits of it.
-
-    DeepSeek's correction bias steers the choice and stays as it is, as in transformers; to let
+    no memory is shared. The layer returns what the block returns and can replace it in the model; its
+    `losses` are Penstock's own, and transformers records no router logits of the layer.
+    DeepSeek's correction bias steers the choice and stays constant, as in transformers; to let
     `update_expert_biases` move it, set `layer.gate.bias.rate`.
-
     The router computes in float32 at least. Those of transformers round float64 to float32, and Mixtral's,
     Qwen3-MoE's and OLMoE's compute logits in the type of the weights: in bfloat16 close choices can differ.
-
-    Raises ValueError for any other class, and for what a layer has no counterpart of: other activations than
-    silu, jitter noise, biases, adapters, quantised or sharded weights.
+    Raises ValueError for any other class, and for features without a counterpart in the layer: other
+    activations than silu, jitter noise, biases, adapters, quantised or sharded weights.
     """
     kind = BLOCKS.get(type(block).__name__)
     if kind is None:
@@ -75,7 +71,7 @@ def layer_from_hugging_face(block: nn.Module, *, exchange: Exchange | None = Non
 
 
 def _mixtral_gate(block: Any) -> TokenGate:
-    """Softmax over all experts, top k, always renormalised."""
+    """Return Mixtral's gate: softmax over all experts, top k, always renormalised."""
     jitter = _setting(block, "jitter_noise")
     if jitter:
         raise ValueError(f"jitter_noise = {jitter}: a layer has no multiplicative noise; set it to 0")
@@ -83,7 +79,7 @@ def _mixtral_gate(block: Any) -> TokenGate:
 
 
 def _qwen_gate(block: Any) -> TokenGate:
-    """Softmax over all experts, top k, renormalised if norm_topk_prob says so. OLMoE is the same."""
+    """Return the gate of Qwen3-MoE and OLMoE: softmax, top k, renormalised if norm_topk_prob says so."""
     return _softmax_gate(block.gate, renormalise=bool(_setting(block.gate, "norm_topk_prob")))
 
 
@@ -96,10 +92,11 @@ def _softmax_gate(router: Any, *, renormalise: bool) -> TokenGate:
 
 
 def _deepseek_gate(block: Any) -> TokenGate:
-    """Sigmoids. The choice sees a bias, and minus infinity outside the best groups; the weights see neither.
+    """Return DeepSeek-V3's gate: sigmoids; a bias and limited groups for the choice, not for the weights.
 
-    transformers adds 1e-20 to the sum that weights are divided by, Penstock the smallest normal number: that
-    differs only where all chosen logits are below -30.
+    Outside the best groups the choice sees minus infinity. transformers adds 1e-20 to the sum by which
+    weights are divided, Penstock the smallest normal number: results differ only where all chosen logits are
+    below -30.
     """
     router = block.gate
     experts, hidden = router.weight.shape
@@ -129,7 +126,7 @@ def _bias(value_E: Tensor) -> ExpertBias:
 
 
 def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
-    """transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]. Those of this rank."""
+    """Return this rank's experts. transformers stacks gate and up, [E, 2H, M], and has down as [E, M, H]."""
     _check_activation(source)
     experts, hidden, width = source.down_proj.shape
     mine = _share(experts, exchange)
@@ -143,14 +140,14 @@ def _experts(source: Any, exchange: Exchange | None) -> SwiGLUExperts:
 
 
 def _share(experts: int, exchange: Exchange | None) -> slice:
-    """The numbers of the experts that this rank holds, consecutive ones in the order of ranks."""
+    """Return the numbers of the experts that this rank holds, which are consecutive in the order of ranks."""
     ranks, rank = (1, 0) if exchange is None else (exchange.ep_size, exchange.ep_rank)
     held = ExpertPlacement.even(experts, ranks).held(rank)
     return slice(held[0], held[-1] + 1)
 
 
 def _shared(source: Any) -> SharedExpert:
-    """Ordinary linear layers of the summed width of the shared experts."""
+    """Return the shared experts: ordinary linear layers of their summed width."""
     _check_activation(source)
     hidden, width = source.down_proj.weight.shape
     with on_meta():
@@ -162,7 +159,7 @@ def _shared(source: Any) -> SharedExpert:
 
 
 def _copy(view: Tensor, source: Tensor) -> nn.Parameter:
-    """A copy of `view`, which is cut from `source`; frozen if that is."""
+    """Return a copy of `view`, which is cut from `source`; frozen if `source` is."""
     copied = view.detach().clone(memory_format=torch.contiguous_format)
     return nn.Parameter(copied, requires_grad=source.requires_grad)
 
@@ -171,14 +168,17 @@ def _copy(view: Tensor, source: Tensor) -> nn.Parameter:
 
 
 def _setting(module: Any, name: str) -> Any:
-    """An attribute that transformers 5.23 has there; others keep some elsewhere and mean something else."""
+    """Return an attribute that transformers 5.23 has there; other versions may give it another meaning."""
     if not hasattr(module, name):
         raise ValueError(f"{type(module).__name__} has no {name}; {AS_IN}")
     return getattr(module, name)
 
 
 def _check_tensors(block: nn.Module, expected: frozenset[str]) -> None:
-    """Whatever else there is takes part in the computation: biases, adapters, scales of quantised weights."""
+    """Raise ValueError unless a block has exactly the expected tensors: any other would affect its output.
+
+    Examples are biases, adapters, and scales of quantised weights.
+    """
     named = chain(block.named_parameters(remove_duplicate=False), block.named_buffers(remove_duplicate=False))
     found = {name for name, _ in named}
     extra, missing = sorted(found - expected), sorted(expected - found)
@@ -222,7 +222,7 @@ DEEPSEEK = ROUTED | {
 
 @dataclass(frozen=True)
 class Block:
-    """A class of transformers: all its parameters and buffers, and what makes its gate."""
+    """A class of transformers: names of all its parameters and buffers, and what makes its gate."""
 
     tensors: frozenset[str]
     gate: Callable[[Any], TokenGate]

@@ -14,9 +14,10 @@ from penstock.sharding import Sharding
 
 
 def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:
-    """Normal numbers from a generator keyed by (seed, name), drawn on the CPU.
+    """Fill a tensor with normal numbers from a generator keyed by (seed, name), drawn on the CPU.
 
-    sharding: which part of a larger tensor this is; all of that is drawn, so its ranks have parts of one.
+    sharding: which part of a larger tensor this is; the whole tensor is drawn, so that ranks have parts of
+    one.
     """
     if tensor.is_meta:
         return

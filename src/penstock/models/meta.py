@@ -1,4 +1,4 @@
-"""Models without memory for their weights, to read sizes off."""
+"""Models without memory for their weights, from which sizes are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out what would fill new parameters.
+    """Leaves out the functions that fill new parameters.
 
-    There is nothing to fill, and torch would load its compiler for random numbers of no device: a second.
+    There is nothing to fill, and for random numbers on the meta device torch would load its compiler: a
+    second.
     """
 
     def __torch_function__(
@@ -32,6 +33,6 @@ class _Unfilled(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Inside, new tensors are on the meta device, and nothing fills parameters."""
+    """Put new tensors on the meta device, inside this context, and leave parameters unfilled."""
     with torch.device("meta"), _Unfilled():
         yield

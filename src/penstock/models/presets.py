@@ -1,4 +1,4 @@
-"""Published models by name that the trainer can build: the benchmark models of the FlowMoE study."""
+"""Published models that the trainer can build by name: the benchmark models of the FlowMoE study."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.plan.models import MODELS, PublishedModel
 
 HEAD_SIZE = 64
-"""Of attention; the study does not give it."""
+"""Width of an attention head; the study does not give it."""
 
 STUDY = "FlowMoE"
 
@@ -26,7 +26,7 @@ class Preset:
     capacity_factor: float | None = 1.0
 
     def model_sizes(self) -> dict[str, int]:
-        """Keys of [model]; heads of 64, which the study does not give."""
+        """Return the keys of [model]; heads have width 64, as the study does not give it."""
         return {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -35,7 +35,7 @@ class Preset:
         }
 
     def moe_sizes(self, world_size: int) -> dict[str, int | float | str | None]:
-        """Keys of [moe] on `world_size` ranks."""
+        """Return the keys of [moe] on `world_size` ranks."""
         return {
             "num_experts": self.experts_per_rank * world_size,
             "top_k": self.top_k,

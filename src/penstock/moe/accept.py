@@ -1,4 +1,4 @@
-"""Which parts fit together, and why the others do not. One table for configurations and for code."""
+"""Which parts of a layer fit together, and why others do not: one table for configurations and for code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED: dict[tuple[ChoiceKind, OrderName], str] = {
 
 
 def refusal(kind: ChoiceKind, order: OrderName, *, dropless: bool) -> str | None:
-    """Why this order cannot serve a gate of this kind; None if it can. dropless: no capacity was given."""
+    """Return why an order cannot serve a gate of a kind; None if it can. dropless: no capacity was given."""
     if (kind, order) in REFUSED:
         return REFUSED[kind, order]
     if kind == "soft":
@@ -34,7 +34,7 @@ def refusal(kind: ChoiceKind, order: OrderName, *, dropless: bool) -> str | None
 
 
 def default_order(kind: ChoiceKind, *, dropless: bool) -> OrderName:
-    """The fastest order that a gate of this kind can have."""
+    """Return the fastest order that a gate of this kind can have."""
     if kind == "soft":
         return "einsum"
     return "sort" if dropless and kind == "token" else "index"

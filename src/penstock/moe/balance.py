@@ -1,8 +1,8 @@
 """The load-balance loss, by the group of tokens over which balance is judged.
 
 aux = E * sum_e f_e * P_e per layer; f_e is the share of (token, choice) pairs that chose expert e, before any
-drop, P_e the mean gate probability. f_e has no gradient, so what backward needs is one factor per expert.
-It is not a mean over tokens: judged on pieces it has another value and another gradient.
+drop, P_e the mean gate probability. f_e has no gradient, so backward needs only one factor per expert.
+The loss is not a mean over tokens: judged on pieces it has another value and another gradient.
 Shapes: B samples of a microbatch, E experts, Y MoE layers.
 """
 
@@ -22,23 +22,23 @@ class Balance(Protocol):
     group: BalanceGroup
 
     def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
-        """What one microbatch of one rank adds to the batch's sum, before division by its tokens."""
+        """Return what one microbatch of one rank adds to the batch's sum, before division by its tokens."""
         ...
 
     def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
-        """The loss of every layer, [Y], from sums over all ranks and microbatches."""
+        """Return the loss of every layer, [Y], from sums over all ranks and microbatches."""
         ...
 
     def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
-        """Derivative of the losses' sum by a microbatch's summed probabilities in one MoE layer, [B, E].
+        """Return the derivative of the losses' sum by a microbatch's summed probabilities, [B, E].
 
-        chosen_YE, tokens: of all the batch.
+        chosen_YE, tokens: of the whole batch.
         """
         ...
 
 
 class GlobalBalance:
-    """Judged over the whole batch of all ranks: exact for any split into microbatches and ranks."""
+    """Balance judged over the whole batch of all ranks: exact for any split into microbatches and ranks."""
 
     group: BalanceGroup = "global"
 
@@ -55,11 +55,11 @@ class GlobalBalance:
 
 
 class _PiecewiseBalance(ABC):
-    """Judged on parts of the batch, averaged by their tokens. A subclass says what a part is."""
+    """Balance judged on parts of the batch, averaged by their tokens. A subclass says what a part is."""
 
     @abstractmethod
     def _shares(self, chosen_BE: Tensor) -> Tensor:
-        """The shares that each sample's tokens are judged by."""
+        """Return the shares by which each sample's tokens are judged."""
 
     def piece(self, chosen_BE: Tensor, probability_BE: Tensor) -> Tensor:
         return (self._shares(chosen_BE) * probability_BE).sum() * chosen_BE.shape[-1]
@@ -74,7 +74,7 @@ class _PiecewiseBalance(ABC):
 
 
 class MicrobatchBalance(_PiecewiseBalance):
-    """Judged on each rank's microbatch by itself: what most frameworks compute. Splitting changes it."""
+    """Balance judged on each rank's microbatch by itself, as most frameworks do. Splitting changes it."""
 
     group: BalanceGroup = "microbatch"
 
@@ -83,7 +83,7 @@ class MicrobatchBalance(_PiecewiseBalance):
 
 
 class SequenceBalance(_PiecewiseBalance):
-    """Judged on every sample by itself (DeepSeek-V3): exact for any split, since samples stay whole."""
+    """Balance judged on every sample by itself (DeepSeek-V3): exact for any split, as samples stay whole."""
 
     group: BalanceGroup = "sequence"
 
@@ -97,6 +97,6 @@ BALANCES: dict[BalanceGroup, Balance] = {
 
 
 def _share(chosen: Tensor) -> Tensor:
-    """Counts to shares along the last dimension, float64."""
+    """Turn counts into shares along the last dimension, float64."""
     counts = chosen.double()
     return counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)

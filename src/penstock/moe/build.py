@@ -1,4 +1,4 @@
-"""From section `[moe]` to a layer: the one place that knows which class a name stands for."""
+"""Building a layer from section `[moe]`: the one place that knows which class a name stands for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.moe.orders.sort import SortOrder
 from penstock.placement import ExpertPlacement
 
 Build = Callable[[int, MoEConfig, int], Gate]
-"""hidden size, configuration, number of the layer -> gate."""
+"""Builds a gate from the hidden size, the configuration and the number of the layer."""
 
 
 def build_layer(
@@ -46,11 +46,11 @@ def build_layer(
     placement: ExpertPlacement | None = None,
     shard: ExpertShard = ONE_SHARD,
 ) -> MoELayer:
-    """The layer that `config` describes, with this rank's share of the experts. layer: its number, for noise.
+    """Build the layer that `config` describes, with this rank's share of the experts.
 
-    node_size: ranks of an expert group in one node, for dispatch = node_once. placement: where experts are;
-    None shares them out in the order of their numbers. shard: which part of every expert this rank has.
-    Raises PlacementError if they cannot be shared evenly.
+    layer: its number, for noise. node_size: ranks of an expert group in one node, for dispatch = node_once.
+    placement: where experts are; None shares them out in the order of their numbers. shard: which part of
+    every expert this rank has. Raises PlacementError if the experts cannot be shared evenly.
     """
     placement = placement or ExpertPlacement.even(config.num_experts, ep_size)
     return MoELayer(
@@ -68,12 +68,12 @@ def build_layer(
 
 
 def dispatch_of(config: MoEConfig) -> str:
-    """The dispatch by name; `auto` is flat until the links are measured."""
+    """Return the name of the dispatch; `auto` is flat until the links are measured."""
     return "flat" if config.dispatch == "auto" else config.dispatch
 
 
 def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size: int = 1) -> Order:
-    """The order that `config.order` names, or that the dispatch needs. node_size: see `build_layer`."""
+    """Build the order that `config.order` names, or that the dispatch needs. node_size: see `build_layer`."""
     if DISPATCHES[dispatch_of(config)].joins_rows:
         return MergedOrder(
             config.num_experts,
@@ -96,13 +96,13 @@ def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size:
 def build_experts(
     hidden_size: int, config: MoEConfig, local_experts: int, shard: ExpertShard = ONE_SHARD
 ) -> Experts:
-    """The experts that `config.expert` names."""
+    """Build the experts that `config.expert` names."""
     experts = GeluExperts if config.expert == "gelu" else SwiGLUExperts
     return experts(hidden_size, config.moe_ffn_hidden_size, local_experts, shard)
 
 
 def build_shared(hidden_size: int, config: MoEConfig) -> nn.Module | None:
-    """The shared experts, one network of their summed width."""
+    """Build the shared experts, one network of their summed width; None if there are none."""
     if config.shared_ffn_hidden_size == 0:
         return None
     experts = GeluExperts if config.expert == "gelu" else SwiGLUExperts
@@ -110,7 +110,7 @@ def build_shared(hidden_size: int, config: MoEConfig) -> nn.Module | None:
 
 
 def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
-    """The hooks that `config` asks for."""
+    """Build the hooks that `config` asks for."""
     if config.compression is None:
         return ()
     return (Bfloat16Rows() if config.compression == "bfloat16" else Int8Rows(hidden_size),)
@@ -155,7 +155,7 @@ def _soft(hidden_size: int, config: MoEConfig, layer: int) -> Gate:
 
 
 def _options(config: MoEConfig) -> dict[str, Any]:
-    """What all gates know by which tokens choose."""
+    """Return the options that all gates share by which tokens choose."""
     groups = None
     if config.expert_groups is not None:
         groups = ExpertGroups(groups=config.expert_groups[0], limit_to=config.expert_groups[1])

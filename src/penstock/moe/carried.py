@@ -1,11 +1,12 @@
-"""What rows are: a layer's tokens, or the residual stream, which experts' ranks give back with their outputs.
+"""What a row is: one of a layer's tokens, or its residual stream, which comes back with the experts' outputs.
 
-Where samples move (NetMoE), what a token's outputs are added to has to come to its new home. Its rows pass
-the experts' ranks on the way there, so they bring it: a row leaves home with the residual stream r instead of
-its norm, the weight w of the choice, and a number c that is 1 in the first choice's row and 0 in all others;
-at the experts it becomes w * E(norm(r)) + c * r. The sum of a token's rows is then all that leaves the block,
-whatever the weights add up to, and no row more has travelled for it.
-Shapes: T tokens, M hidden size, k choices, R rows, N M and the columns beside.
+Where samples move (NetMoE), the residual stream has to come to a token's new home, since the token's outputs
+are added to it there. The token's rows pass the experts' ranks on the way, so they bring it: a row leaves
+home with the residual stream r instead of its norm, the weight w of the choice, and a number c that is 1 in
+the row of the first choice and 0 in all others; at the experts the row becomes w * E(norm(r)) + c * r. The
+sum of a token's rows is then the whole output of the block, whatever the weights add up to, and no additional
+row has travelled.
+Shapes: T tokens, M hidden size, k choices, R rows, N columns of a row: M and those beside the hidden state.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ class OwnTokens:
     """Rows are the layer's tokens, and padding has none."""
 
     def chosen(self, choice: Choice, tokens: Tokens, home: int) -> Choice:
-        """The choice by position, with what else has to travel."""
+        """Return the choice by position, including whatever else has to travel."""
         del tokens, home
         return choice
 
     def rows(self, order: Order, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
-        """Rows in expert order."""
+        """Return the rows in expert order."""
         return order.order(x_TM, choice, plan)
 
 
 @dataclass(frozen=True)
 class ResidualRows(OwnTokens):
-    """Rows are those of the residual stream, with columns beside it; padding has one row of its own."""
+    """Rows are those of the residual stream, with columns beside it; padding has one row per token."""
 
     residual_TM: Tensor
 
     def chosen(self, choice: Choice, tokens: Tokens, home: int) -> Choice:
-        """The same choice, where padding goes to position `home` of its own rank, with a weight of 0."""
+        """Return the choice with padding sent to position `home` of its own rank, with a weight of 0."""
         assert isinstance(choice, TokenChoice), "samples move where tokens choose"
         if tokens.valid_T is None:
             return choice
@@ -59,7 +60,7 @@ class ResidualRows(OwnTokens):
         )
 
     def rows(self, order: Order, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
-        """Rows in expert order, [R, N]."""
+        """Return the rows in expert order, [R, N]."""
         del x_TM
         assert isinstance(order, SortOrder) and isinstance(choice, TokenChoice), "see `chosen`"
         rows: RowPlan = plan.rows
@@ -76,9 +77,9 @@ TOKENS = OwnTokens()
 def given_back(
     rows_RN: Tensor, norm: Callable[[Tensor], Tensor], experts: Callable[[Tensor], Tensor], *, residual: bool
 ) -> Tensor:
-    """What experts make of rows that carry the residual stream: w * E(norm(r)) + c * r, [R, M].
+    """Return what experts make of rows that carry the residual stream: w * E(norm(r)) + c * r, [R, M].
 
-    residual: whether it is added here; of several ranks that compute a row, one does.
+    residual: whether c * r is added here; of several ranks that compute a row, one adds it.
     """
     columns = [rows_RN.shape[1] - CARRIED_COLUMNS, *[1] * CARRIED_COLUMNS]
     kept_RM, weights_R1, first_R1 = (part.contiguous() for part in rows_RN.split(columns, dim=1))

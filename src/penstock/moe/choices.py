@@ -1,4 +1,4 @@
-"""What a gate decided. Three kinds, because who chooses differs: tokens, experts, or nobody (SoftMoE).
+"""What a gate decided. There are three kinds of choice, by who chooses: tokens, experts, or nobody (SoftMoE).
 
 Shapes: T tokens, B samples of L tokens, E experts (total), k choices per token, S slots per expert.
 """
@@ -17,7 +17,7 @@ from penstock.placement import ExpertPlacement
 
 @dataclass(frozen=True)
 class GateSums:
-    """What balance and z-losses are made of, of one microbatch in one layer.
+    """The sums from which balance and z-losses are computed, for one microbatch in one layer.
 
     chosen_BE: how often each sample chose each expert, before any drop, int64.
     probability_BE: gate probabilities summed over a sample's tokens, differentiable; zeros where a gate
@@ -36,7 +36,7 @@ class GateSums:
 
     @property
     def dropped(self) -> Tensor:
-        """How many choices did not fit, scalar: those of an expert beyond its slots."""
+        """Number of choices that did not fit into their expert's slots, scalar."""
         if self.slots is None:
             return self.chosen_BE.new_zeros(())
         return (self.chosen_E - self.slots).clamp(min=0).sum()
@@ -48,11 +48,11 @@ class GateSums:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Every token names its k experts.
+    """The choice of a gate where every token names its k experts.
 
     experts_Tk: int64, best first; -1 throughout for padding. weights: [T, k], gate precision, differentiable.
     masked: whether any -1 can occur. most: tokens that a fixed number of slots is made for; None = T.
-    inseparable: consecutive tokens that no chunk takes apart.
+    inseparable: length of the runs of consecutive tokens that no chunk splits.
     """
 
     experts_Tk: Tensor
@@ -64,13 +64,13 @@ class TokenChoice:
 
     @property
     def counted(self) -> int:
-        """Tokens that a fixed number of slots is made for."""
+        """Number of tokens that a fixed number of slots is made for."""
         return len(self.experts_Tk) if self.most is None else self.most
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Every expert names its S tokens (Zhou et al. 2022).
+    """The choice of a gate where every expert names its S tokens (Zhou et al. 2022).
 
     tokens_ES: int64. weights: [E, S], differentiable; 0 where an expert had to name padding. tokens: T.
     """
@@ -86,7 +86,7 @@ class SoftChoice:
     """Every slot is a mix of all tokens of a sample, every token a mix of all slots (Puigcerver et al. 2024).
 
     mix_BLES: weight of each token in each slot, sums to 1 over L. weights: [B, L, E, S], weight of each slot
-    in each token's output, sums to 1 over E and S. Both differentiable.
+    in each token's output, sums to 1 over E and S. Both are differentiable.
     """
 
     mix_BLES: Tensor
@@ -98,14 +98,14 @@ Choice = TokenChoice | ExpertChoice | SoftChoice
 
 
 def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
-    """The same choice with experts counted by position, as orders take them. rank: in the expert group.
+    """Return `choice` with experts numbered by position, as orders take them. rank: in the expert group.
 
     Costs a copy of E integers to the device, and nothing under the default placement.
     """
     if placement.is_even:
         return choice
     if isinstance(choice, TokenChoice):
-        # After the last expert stands what padding (-1) stays.
+        # The entry after the last expert keeps padding at -1.
         table = torch.tensor((*placement.positions(rank), -1), device=choice.experts_Tk.device)
         return replace(choice, experts_Tk=table[choice.experts_Tk])
     experts = torch.tensor(placement.by_position, device=choice.weights.device)
@@ -116,19 +116,19 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
 
 
 def made_for(choice: Choice, tokens: Tokens) -> Choice:
-    """The same choice, which knows for how many tokens slots are made, and which ones stay together."""
+    """Return `choice` with the number of tokens that slots are made for and of those that stay together."""
     if (tokens.most is None and not tokens.stay_whole) or not isinstance(choice, TokenChoice):
         return choice
     return replace(choice, most=tokens.most, inseparable=tokens.inseparable(len(choice.experts_Tk)))
 
 
 def chunk_tokens(tokens: int, chunks: int, inseparable: int) -> tuple[int, ...]:
-    """Tokens of every one of nearly equal chunks, none of which takes `inseparable` ones apart."""
+    """Return the tokens of every chunk: nearly equal, no run of `inseparable` consecutive tokens split."""
     return tuple(inseparable * size for size in split_sizes(tokens // inseparable, chunks))
 
 
 def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:
-    """How often each sample chose each expert, [B, E] int64; -1 counts for nothing. No wait for a GPU."""
+    """Count how often each sample chose each expert, [B, E] int64; -1 is not counted. No wait for a GPU."""
     per_sample_BN = experts_Tk.view(samples, experts_Tk.numel() // max(1, samples))  # perhaps no sample
     counts = torch.zeros(samples, num_experts + 1, dtype=torch.int64, device=experts_Tk.device)
     slot = torch.where(per_sample_BN < 0, num_experts, per_sample_BN)
@@ -136,13 +136,13 @@ def count_choices(experts_Tk: Tensor, samples: int, num_experts: int) -> Tensor:
 
 
 def sum_by_sample(value_TE: Tensor, tokens: Tokens) -> Tensor:
-    """Sums over each sample's valid tokens, [B, E]."""
+    """Sum values over each sample's valid tokens, [B, E]."""
     if tokens.valid_T is not None:
         value_TE = value_TE * tokens.valid_T.unsqueeze(1)
     return tokens.by_sample(value_TE).sum(dim=1)
 
 
 def sum_z(logits_TE: Tensor, tokens: Tokens) -> Tensor:
-    """Sum over valid tokens of the squared log-partition (ST-MoE's z-loss before division), scalar."""
+    """Sum the squared log-partition over valid tokens (ST-MoE's z-loss before division), scalar."""
     z_T = logits_TE.logsumexp(dim=-1).square()
     return z_T.sum() if tokens.valid_T is None else (z_T * tokens.valid_T).sum()

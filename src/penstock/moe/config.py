@@ -37,7 +37,7 @@ KINDS: dict[GateName, ChoiceKind] = {"expert_choice": "expert", "soft": "soft"}
 
 
 TOKENS_ONLY = (("norm_topk_prob", None), ("num_groups", None), ("expert_bias_rate", 0.0))
-"""Settings about how tokens choose, and what leaves them alone."""
+"""Settings about how tokens choose, each with the value that means "not set"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class MoEConfig:
     dispatch: one of DISPATCHES; auto = by the fitted models of the links. With node_once a token that goes to
         several experts of a node crosses to it once, and its outputs are summed there.
     one_copy_per_rank: a token that goes to several experts of a rank travels once, its outputs are summed
-        there. compression: of rows under way, none, bfloat16 or int8 (a scale per row).
+        there. compression: of rows in transit, none, bfloat16 or int8 (a scale per row).
     aux_loss_coeff: weight of the load-balance loss. z_loss_coeff: weight of the router z-loss.
     aux_loss_group: over which tokens the balance of experts is judged: `global` (the whole batch of all
         ranks), `sequence` (each sample by itself): splitting does not change these two; or `microbatch`
@@ -108,7 +108,7 @@ class MoEConfig:
 
     @property
     def warning(self) -> str | None:
-        """What to know before training a causal model with this layer."""
+        """What to know before training a causal model with this layer; None if there is nothing."""
         if self.kind == "token":
             return None
         return f"gate {self.gate} looks at later tokens, too: the loss of a causal model will look too good"
@@ -119,36 +119,36 @@ class MoEConfig:
 
     @property
     def order_name(self) -> OrderName:
-        """The order, `auto` resolved."""
+        """Name of the order, with `auto` resolved."""
         if self.order == "auto":
             return default_order(self.kind, dropless=self.capacity_factor is None)
         return self.order
 
     @property
     def expert_groups(self) -> tuple[int, int] | None:
-        """How many groups of experts there are, and how many of them a token may use."""
+        """Number of groups of experts, and how many of these groups a token may use; None without groups."""
         if self.num_groups is None or self.group_top_k is None:
             return None
         return self.num_groups, self.group_top_k
 
     @property
     def joins_rows(self) -> bool:
-        """Whether a row is for all of its token's experts in a node, by the dispatch."""
+        """Whether the dispatch sends one row for all of a token's experts in a node."""
         return self.dispatch != "auto" and DISPATCHES[self.dispatch].joins_rows
 
     @property
     def can_join(self) -> bool:
-        """Whether another dispatch may make one row of all of a token's rows for a node."""
+        """Whether another dispatch may send one row for all of a token's experts in a node."""
         return not any(refused for *_, refused in self._unjoinable)
 
     @property
     def exchanges_counts(self) -> bool:
-        """Whether the number of rows depends on the routing, so that ranks have to tell each other."""
+        """Whether the number of rows depends on the routing, so that ranks have to exchange counts."""
         return self.order_name == "sort" or self.joins_rows
 
     @property
     def slots_per_sample(self) -> int:
-        """Rows that each sample has at each expert, where that is fixed (gate=soft); else 0."""
+        """Rows that each sample has at each expert, where their number is fixed (gate=soft); else 0."""
         return self.slots_per_expert if self.kind == "soft" else 0
 
     @property
@@ -157,7 +157,7 @@ class MoEConfig:
         return EXPERT_MATRICES[self.expert]
 
     def row_bytes(self, hidden_size: int, element_bytes: int) -> int:
-        """Bytes of one row under way, without numbers beside it."""
+        """Return the bytes of one row in transit, without the numbers that may travel beside it."""
         if self.compression == "int8":
             return int8_row_bytes(hidden_size)
         return hidden_size * (2 if self.compression == "bfloat16" else element_bytes)
@@ -222,7 +222,7 @@ class MoEConfig:
             raise ConfigError("compression", self.compression, why, "Use none, or one_copy_per_rank = false.")
 
     def _check_joined(self) -> None:
-        """A row for all of a token's experts in a node needs tokens that choose, and numbers beside it."""
+        """Raise ConfigError where a row cannot serve all of its token's experts in a node."""
         for key, which, other, refused in self._unjoinable:
             if refused:
                 why = f"sends one row for several experts, and {key} = {getattr(self, key)} is set, {which}"
@@ -230,7 +230,7 @@ class MoEConfig:
 
     @property
     def _unjoinable(self) -> tuple[tuple[str, str, str, bool], ...]:
-        """Settings with which rows cannot be joined: why, what else to use, and whether it is so."""
+        """Settings with which rows cannot be joined: name, reason, alternative, and whether it is set so."""
         return (
             ("gate", "whose tokens do not choose experts", "another gate", self.kind != "token"),
             ("order", "whose masks have a slot for every choice", "order = auto", self.order == "einsum"),
@@ -245,5 +245,5 @@ class MoEConfig:
 
 
 def int8_row_bytes(hidden_size: int) -> int:
-    """A byte per number and a float32 scale, filled up to whole float32 words."""
+    """Return the bytes of an int8 row: one per number and a float32 scale, padded to whole words."""
     return 4 * (-(-hidden_size // 4) + 1)

@@ -1,6 +1,6 @@
 """Random numbers from a counter: a hash of where a number is used, not of what was drawn before it.
 
-So they do not depend on microbatches, on the rank a sample lives on, or on the order in which tasks run.
+So the numbers do not depend on microbatches, on the rank a sample lives on, or on the order of tasks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 BITS = 32
 _MASK = 0xFFFFFFFF
-_PLACE_STEP = 0x9E3779B1  # odd, so places never fall together
+_PLACE_STEP = 0x9E3779B1  # odd, so no two places coincide
 
 
 @dataclass(frozen=True)
 class SampleKeys:
-    """What random numbers are keyed by, and what attention must know of samples.
+    """The keys of random numbers, and what attention must know of samples.
 
     seed: of the run. sample_ids_B: one number per sample, unique over the run. first_token: the place in its
     sample of the first token that is here, where ranks share the tokens of a sample. documents_BL: int64, for
@@ -33,7 +33,7 @@ class SampleKeys:
 
 
 def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
-    """int64 tensor [B, L, ...] of independent uniform numbers in [0, 2**32). place: unique in the model."""
+    """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...]. place: unique in the model."""
     start = _mix(torch.tensor((keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK))
     ids_B = keys.sample_ids_B
     low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
@@ -44,7 +44,7 @@ def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
 
 
 def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
-    """float64 tensor [B, ...] of independent standard normal numbers (Box and Muller). Uses two places."""
+    """Return independent standard normal numbers, float64 [B, ...] (Box and Muller). Uses two places."""
     radius, angle = (
         (uniform_bits(shape, 2 * place + half, keys).double() + 0.5) / (_MASK + 1) for half in (0, 1)
     )
@@ -52,7 +52,7 @@ def normal(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit integer hash in int64 arithmetic: every input bit moves every output bit."""
+    """Hash 32-bit integers in int64 arithmetic: every input bit affects every output bit."""
     x = x & _MASK
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x46A56C5D) & _MASK

@@ -1,4 +1,4 @@
-"""How rows change ranks when the layer runs outside a stack. The real one is `penstock.ExpertParallel`."""
+"""How rows change ranks when the layer runs outside a stack, as `penstock.ExpertParallel` does it."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ class Exchange(Protocol):
     def ep_rank(self) -> int: ...
 
     def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
-        """What makes routes here. Raises ValueError if these ranks cannot run this dispatch of this order."""
+        """Return the maker of routes. Raises ValueError if these ranks cannot run this dispatch and order."""
         ...
 
     def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
-        """Exchange what must be known about sizes."""
+        """Exchange the row counts that ranks must know, and return the routes."""
         ...
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        """Rows to their experts' ranks, differentiable."""
+        """Send rows to their experts' ranks, differentiable."""
         ...
 
     def to_home(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        """The way back, differentiable."""
+        """Send rows back from the experts' ranks, differentiable."""
         ...
 
     def adopt(self, experts: nn.Module) -> None:
-        """Told which experts a layer has, when it is built and whenever they may have been replaced."""
+        """Take note of a layer's experts, when it is built and whenever they may have been replaced."""
         ...
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
-        """Told before each forward what is to run: tokens x, and what the layer is made of, in words.
+        """Check what is about to run, before each forward: tokens x, and the layer's parts in words.
 
         first: whether the layer has not run before, on any rank. Raises ValueError if experts would be mixed
-        up: taken over by another tool, or, the first time, unlike other ranks'.
+        up: taken over by another tool, or, the first time, different from other ranks'.
         """
         ...
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        """`function(rows)`, which calls `experts`.
+        """Return `function(rows)`, where `function` calls `experts`.
 
-        Gradients that their parameters get from it are those of the loss averaged over ranks.
+        The gradients that the experts' parameters get from this are those of the loss averaged over ranks.
         """
         ...
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks that train together, not differentiable."""
+        """Sum a tensor over all ranks that train together, not differentiable."""
         ...
 
     def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
-        """The same, float64 [N], once in every forward, after `check` and before any row leaves.
+        """Sum a float64 tensor [N] over ranks, once per forward, after `check` and before any row leaves.
 
         experts: of the layer. parameters: those that all these ranks should hold alike. Raises ValueError if
         they do not, or if ranks have different layers.
@@ -70,12 +70,12 @@ class Exchange(Protocol):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks train together."""
+        """Number of ranks that train together."""
         ...
 
 
 class Alone:
-    """All experts are here: nothing moves."""
+    """An exchange of one rank: all experts are here and nothing moves."""
 
     ep_size, ep_rank, data_parallel_size = 1, 0, 1
 
@@ -101,7 +101,7 @@ class Alone:
         del experts
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
-        """Nothing to mix up."""
+        """Do nothing: a single rank cannot mix up experts."""
 
     def run(self, experts: nn.Module, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         del experts

@@ -1,4 +1,4 @@
-"""Whether the parts of a layer fit together."""
+"""Checks that the parts of a layer fit together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_parts(
 
 
 def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = None) -> None:
-    """Raise ValueError unless a row of `order` is for as many ranks as `dispatch` brings it to.
+    """Raise ValueError unless `order` makes rows for as many ranks as `dispatch` brings them to.
 
     node_size: ranks of an expert group in one node, where that is known.
     """
@@ -87,7 +87,7 @@ def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, 
 
 
 def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
-    """An order may have been built for other experts or ranks."""
+    """Raise ValueError if an order was built for other experts or ranks."""
     for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
         held = getattr(order, name, number)
         if held != number:

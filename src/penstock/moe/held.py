@@ -1,4 +1,4 @@
-"""What a `state_dict` says of experts that are spread over ranks: no rank takes another's for its own."""
+"""Numbers of a rank's experts in its `state_dict`, so that no rank loads another rank's as its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HeldExperts(nn.Module):
     """The numbers of a rank's experts, as extra state of its layer; without parameters and buffers.
 
     Saving on the first rank warns once, since many tools save on that rank alone. Loading raises ValueError
-    for the experts of another rank; a state that says nothing of them is taken as it is.
+    for the experts of another rank; a state without numbers of experts is accepted.
     """
 
     def __init__(self, numbers: Sequence[int], num_experts: int, *, first: bool) -> None:
@@ -45,7 +45,7 @@ class HeldExperts(nn.Module):
 
 
 def _forgive_missing(module: nn.Module, keys: Any) -> None:
-    """A state may come from where nothing was said: only what is said is compared."""
+    """Accept a state without numbers of experts: only numbers that it contains are compared."""
     del module
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(KEY)]
 

@@ -1,4 +1,4 @@
-"""The MoE layer: gate, order, experts, un-order. The engine runs its parts as tasks; alone it is a module.
+"""The MoE layer: gate, order, experts, un-order. In a stack the engine runs its parts as tasks.
 
 Shapes: T tokens, M hidden size, E experts (total), R rows in expert order.
 """
@@ -37,7 +37,7 @@ from penstock.placement import ExpertPlacement
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """What leaves the first half of the layer.
+    """The output of the first half of the layer.
 
     rows_RM: all chunks, sorted by chunk, rank, expert. weights: for `unorder`. x_TM: for shared experts.
     positions_Tk: of every token's experts, -1 for padding; None where tokens do not choose.
@@ -53,7 +53,7 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class LayerLosses:
-    """Of one forward pass alone, differentiable scalars without coefficients, means over tokens.
+    """Losses of one forward pass alone: differentiable scalars without coefficients, means over tokens.
 
     Their average over ranks is the loss of all ranks' tokens, as data-parallel training expects.
     """
@@ -62,7 +62,7 @@ class LayerLosses:
     z: Tensor
 
     def detach(self) -> LayerLosses:
-        """The values without their graph."""
+        """Return the values without their graph."""
         return LayerLosses(self.balance.detach(), self.z.detach())
 
 
@@ -70,13 +70,13 @@ class MoELayer(nn.Module):
     """Routed experts, of which this rank holds `num_experts / ep_size`.
 
     gate, order, expert, dispatch, hooks: the parts; see their base classes. shared: a module that every token
-    passes, added to the output, computed while rows are under way. exchange: the ranks that share the
-    experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank say the same for a
-    layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens `losses.balance`
-    judges the balance of experts. placement: which rank holds which expert in which slot, the same on all
-    ranks; without it they are shared out evenly, in the order of their numbers.
+    passes, added to the output, computed while rows are in transit. exchange: the ranks that share the
+    experts when the layer runs by itself (`penstock.ExpertParallel`); ep_size and ep_rank give these ranks
+    for a layer inside a stack, which has no exchange (default 1 and 0). balance: over which tokens
+    `losses.balance` judges the balance of experts. placement: which rank holds which expert in which slot,
+    the same on all ranks; without it experts are shared out evenly, in the order of their numbers.
 
-    `route` and `unorder` are the halves around the transfer, `expert_rows` is what happens at the experts.
+    `route` and `unorder` are the halves around the transfer; `expert_rows` runs the experts.
     Raises ValueError for parts that do not fit together, and for shards of experts with an exchange.
     """
 
@@ -116,14 +116,14 @@ class MoELayer(nn.Module):
             self.held = HeldExperts(self.placement.held(ep_rank), gate.num_experts, first=ep_rank == 0)
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._words += f", placement {self.placement.digest[:8]}"
-        self._has_met = False  # the same layer on other ranks
+        self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
         self._hosted: HostedSeats | None = None
 
     @property
     def num_experts(self) -> int:
-        """In total, over all ranks."""
+        """Number of experts over all ranks."""
         return self.gate.num_experts
 
     @property
@@ -138,20 +138,20 @@ class MoELayer(nn.Module):
         return self._hosted or OwnSeats(self.order, self.experts, self.placement, self.ep_rank)
 
     def host(self, hosted: HostedSeats | None) -> None:
-        """Route to guests of all ranks, and compute those of this one; None: there are no guests.
+        """Route to the guests of all ranks, and compute those of this rank; None: there are no guests.
 
         For the steps of a stack, which bring the guests.
         """
         self._hosted = hosted
 
     def by_number(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Cut what belongs to the experts into them: a name that ends in the expert's number, and a view."""
+        """Cut a tensor of the local experts by expert: a name that ends in its number, and a view."""
         held = self.placement.held(self.ep_rank)
         for logical, slot, part in self.experts.split(name, tensor):
             yield f"{logical}.{held[slot]}", part
 
     def route(self, x_TM: Tensor, tokens: Tokens, chunks: int = 1, what: OwnTokens = TOKENS) -> RoutedTokens:
-        """Choose experts and bring the tokens into their order, or what rows have in their place."""
+        """Choose experts and bring the tokens, or what rows carry in their place, into expert order."""
         x_TM = self.hooks.run("before_moe_start", x_TM)
         known_TM = x_TM
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
@@ -165,23 +165,23 @@ class MoELayer(nn.Module):
         return RoutedTokens(rows_RM, seats.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
 
     def expected(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
-        """What the gate would choose for tokens that are still on their way here, [T, k]; no gradient."""
+        """Return what the gate would choose for tokens that are still in transit, [T, k]; no gradient."""
         with torch.no_grad():
             choice = self.gate(x_TM, replace(tokens, clean=True))
         assert isinstance(choice, TokenChoice), "samples move where tokens choose"
         return choice.experts_Tk
 
     def arrange(self, positions_Tk: Tensor, tokens: Tokens, chunks: int) -> OrderPlan:
-        """The order of rows of tokens that have chosen elsewhere."""
+        """Return the order of the rows of tokens that have chosen on another rank."""
         order, count = self.seats.order, len(positions_Tk)
         assert isinstance(order, SortOrder), "samples move where no row is dropped or shared"
         sizes = chunk_tokens(count, chunks, tokens.inseparable(count))
         return order.arrange(positions_Tk, sizes, masked=tokens.valid_T is not None)
 
     def expert_rows(self, rows_RM: Tensor, route: ChunkRoute, product: Product = grouped_product) -> Tensor:
-        """Outputs of this rank's experts for rows sorted by (source rank, expert), in the same order.
+        """Return this rank's experts' outputs for rows sorted by (source rank, expert), in the same order.
 
-        product: how rows and weights are multiplied; it decides when weight gradients are made.
+        product: how rows and weights are multiplied; it decides when weight gradients are computed.
         """
         rows_RM = self.hooks.run("after_dispatch", rows_RM)
         seats = self.seats
@@ -191,7 +191,7 @@ class MoELayer(nn.Module):
     def unorder(
         self, rows_RM: Tensor, weights: Tensor | None, plan: OrderPlan, shared_TM: Tensor | None = None
     ) -> Tensor:
-        """Weighted sums of the expert outputs, back in token order. Returns [T, M].
+        """Return weighted sums of the expert outputs, back in token order, [T, M].
 
         weights: of `route`; None where rows are weighted already.
         """
@@ -206,14 +206,14 @@ class MoELayer(nn.Module):
         return self.hooks.run("before_moe_end", out_TM)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The layer by itself: x and output [T, M] or [B, L, M]; valid: bool [T] or [B, L], False is padding.
+        """Run the layer: x and output [T, M] or [B, L, M]; valid: bool [T] or [B, L], False is padding.
 
         Afterwards `losses` holds the balance and z-losses of this pass. With an exchange all ranks must call
-        it, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its function
-        returns: let it return the losses, too. Raises ValueError for shapes that do not fit, and for
+        this method, in evaluation too. A checkpoint with use_reentrant=True gives gradients only to what its
+        function returns: let it return the losses, too. Raises ValueError for shapes that do not fit, and for
         shards of experts.
 
-        Inside `torch.compile` the layer runs as it is, between compiled parts: row counts are other ones in
+        Inside `torch.compile` the layer itself is not compiled, only the code around it: row counts differ in
         every pass, and all ranks must exchange in one order. Its experts may be compiled:
         `layer.experts.compile(dynamic=True)`.
         """
@@ -249,15 +249,15 @@ class MoELayer(nn.Module):
             self.gate.bias.update(None if self.exchange is None else self.exchange.sum_over_ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: losses belong to a pass, and a graph cannot be copied."""
+        """Return the state for copies and pickles, without losses: they hold the graph of a pass."""
         return {**self.__dict__, "_losses": None, "_recomputed": None, "_hosted": None}
 
     def _route_checked(self, x_TM: Tensor, tokens: Tokens) -> RoutedTokens:
         try:
             return self.route(x_TM, tokens)
         except RuntimeError as error:
-            # A gate's first matrix meets the tokens in every gate of ours. Others may do as they like, so it
-            # explains a failure, and does not make one.
+            # In every gate of Penstock the first matrix meets the tokens. In other gates it need not, so it
+            # explains a failure and does not find one.
             matrix = next((p for p in self.gate.parameters() if p.dim() == 2), None)
             if matrix is None or matrix.shape[1] == x_TM.shape[1]:
                 raise
@@ -270,7 +270,7 @@ class MoELayer(nn.Module):
         """Remember the losses; returns the output.
 
         A checkpoint's recomputation must not be kept alive by its losses: they would hold all activations
-        before them to the end of backward. So its output holds them, and the layer only their values.
+        before them to the end of backward. So its output holds the losses, and the layer only their values.
         """
         if not _in_backward():
             self._losses, self._recomputed = losses, None
@@ -280,7 +280,7 @@ class MoELayer(nn.Module):
         return held
 
     def _counted(self, routed: RoutedTokens) -> RoutedTokens:
-        """The same; a gate with a bias learns in backward what has been trained on."""
+        """Return `routed`, from which a gate with a bias counts in backward what has been trained on."""
         bias = self.gate.bias
         if bias is None or not self.training:
             return routed
@@ -289,9 +289,9 @@ class MoELayer(nn.Module):
         return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
 
     def _known(self, sums: GateSums, tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
-        """How often all ranks chose every expert, and how many tokens they have.
+        """Return how often all ranks chose every expert, and how many tokens they have.
 
-        Asked before any row leaves: ranks whose layers differ would read each other's as something else.
+        Exchanged before any row leaves: ranks whose layers differ would misread each other's rows.
         """
         assert self.exchange is not None
         here = sums.z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
@@ -311,12 +311,12 @@ class MoELayer(nn.Module):
 
 @_disable_dynamo
 def _uncompiled(layer: MoELayer, x: Tensor, valid: Tensor | None) -> Tensor:
-    """The marker that does not load the compiler before it is wanted, which takes seconds."""
+    """Run the layer uncompiled, by a marker that does not load the compiler, which takes seconds."""
     return layer._forward(x, valid)
 
 
 class _Hold(torch.autograd.Function):
-    """The output itself; its graph holds the losses."""
+    """Returns the output unchanged; its graph holds the losses."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, losses: LayerLosses) -> Tensor:
@@ -330,7 +330,7 @@ class _Hold(torch.autograd.Function):
 
 
 def _place_of(exchange: Exchange | None, ep_size: int | None, ep_rank: int | None) -> tuple[int, int]:
-    """How many ranks share the experts, and which of them this is."""
+    """Return the number of ranks that share the experts, and this rank's place; ValueError if wrong."""
     size = ep_size if ep_size is not None else 1 if exchange is None else exchange.ep_size
     rank = ep_rank if ep_rank is not None else 0 if exchange is None else exchange.ep_rank
     if not 0 <= rank < size:
@@ -353,7 +353,7 @@ def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
 
 
 def _require_whole(experts: Experts) -> None:
-    """Outputs of a shard are partial sums, and only the tasks of a stack add them up."""
+    """Raise ValueError for a shard of experts: only the tasks of a stack add up its partial sums."""
     if experts.shard.size > 1:
         raise ValueError(
             f"the experts are shard {experts.shard.rank} of {experts.shard.size}, whose outputs are partial "
@@ -365,7 +365,7 @@ def _require_whole(experts: Experts) -> None:
 def _in_words(
     gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], balance: str
 ) -> str:
-    """What a layer is made of: ranks compare it."""
+    """Describe the parts of a layer in words, for ranks to compare."""
     top_k = getattr(gate, "top_k", None)
     words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
     words += [type(order).__name__, type(expert).__name__, f"dispatch {dispatch.name}"]
@@ -374,7 +374,7 @@ def _in_words(
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs this, which means that a checkpoint recomputes."""
+    """Return whether autograd runs this call, which means that a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -391,7 +391,7 @@ def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:
 
 
 def update_expert_biases(model: nn.Module) -> None:
-    """`update_expert_bias` of every MoE layer in `model`: call it after `optimizer.step()`."""
+    """Call `update_expert_bias` of every MoE layer in `model`, to be done after `optimizer.step()`."""
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.update_expert_bias()

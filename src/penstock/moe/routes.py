@@ -1,4 +1,4 @@
-"""How many rows go where: the sizes that dispatch, experts and combine share, plain integers on the host.
+"""Numbers of rows for every target: sizes that dispatch, experts and combine share, integers on the host.
 
 Counts are known by slice, rows travel by chunk: a chunk, forward or backward, is a run of whole slices.
 Shapes: P ranks of the expert group, C slices (the chunks of a plan of an order), N counts per rank and slice:
@@ -22,9 +22,9 @@ Degrees = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """One slice, or one chunk of several, on one rank.
+    """Sizes of one slice, or of one chunk of several slices, on one rank.
 
-    sent: [P][local experts] inputs for each expert of each rank. received: the same from each rank for each
+    sent: [P][local experts] inputs for each expert of each rank. received: inputs from each rank for each
     of this rank's experts. rows_sent, rows_received: rows by rank. legs: the transfers; none if alone,
     or for a slice that never travels by itself.
     """
@@ -37,13 +37,13 @@ class ChunkRoute:
 
     @property
     def rows_per_expert(self) -> list[int]:
-        """Inputs of each local expert."""
+        """Number of inputs of each local expert."""
         return [sum(column) for column in zip(*self.received, strict=True)]
 
 
 @dataclass(frozen=True)
 class RouteMaker:
-    """What turns counts into routes on one rank. row_counts: the last count is the number of rows."""
+    """Turns counts into routes on one rank. row_counts: the last count is the number of rows."""
 
     dispatch: Dispatch
     place: Place
@@ -55,8 +55,10 @@ class RouteMaker:
         return self.dispatch.needs_table
 
     def from_pair(self, sent_PCN: Counts, received_PCN: Counts, degrees: Degrees | None = None) -> Routes:
-        """From what this rank sends and receives; enough for a flat dispatch. degrees: none = every slice is
-        a chunk."""
+        """Make routes from what this rank sends and receives, which is enough for a flat dispatch.
+
+        degrees: none = every slice is a chunk.
+        """
         sizes = len(sent_PCN)
         tables = np.zeros((sent_PCN.shape[1], sizes, sizes), dtype=np.int64)
         tables[:, self.place.rank] = self._rows(sent_PCN).T
@@ -64,18 +66,18 @@ class RouteMaker:
         return self._routes(_Tables(sent_PCN, received_PCN, tables), degrees)
 
     def from_everyone(self, counts_SCX: Counts, degrees: Degrees | None = None) -> Routes:
-        """From what all ranks that must know have counted: by slice, X = N counts per rank, rank by rank."""
+        """Make routes from the counts of all ranks concerned: by slice, X = N counts per rank, by rank."""
         by_rank_SCPN = counts_SCX.reshape(*counts_SCX.shape[:2], self.place.ep_size, -1)
         return self.from_table(by_rank_SCPN.transpose(0, 2, 1, 3), degrees)
 
     def from_table(self, table_PPCN: Counts, degrees: Degrees | None = None) -> Routes:
-        """From what every rank sends to every rank."""
+        """Make routes from what every rank sends to every rank."""
         rank = self.place.rank
         tables = self._rows(table_PPCN).transpose(2, 0, 1)
         return self._routes(_Tables(table_PPCN[rank], table_PPCN[:, rank], tables), degrees)
 
     def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
-        """Fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
+        """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
         ranks = self.place.ep_size
         counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
         table_PPCN = np.broadcast_to(counts_C1, (ranks, ranks, len(slots), local_experts))
@@ -109,14 +111,14 @@ class RouteMaker:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What a rank sends and receives in every piece, and the rows from each rank to each rank."""
+    """The counts that a rank sends and receives in every piece, and the rows from each rank to each rank."""
 
     sent_PCN: Counts
     received_PCN: Counts
     rows_CPP: Counts
 
     def summed(self, chunks: int) -> _Tables:
-        """The same in a number of pieces, each of several of these."""
+        """Return the tables of `chunks` pieces, each the sum of several of these pieces."""
         return _Tables(
             self.sent_PCN.reshape(len(self.sent_PCN), chunks, -1, self.sent_PCN.shape[2]).sum(axis=2),
             self.received_PCN.reshape(len(self.received_PCN), chunks, -1, self.received_PCN.shape[2]).sum(
@@ -128,11 +130,11 @@ class _Tables:
 
 @dataclass(frozen=True)
 class Routes:
-    """One microbatch in one layer: the sizes of all slices, and of the chunks in which they travel.
+    """Sizes of all slices of one microbatch in one layer, and of the chunks in which they travel.
 
-    cuts: the chunks, by their number. at_experts: the sizes of slices as experts get them, where those are
-    not as they arrive from other nodes. shares: of every slice, where ranks share experts. home: positions in
-    the order in which a slice's rows lie at home; () = by position, as they leave.
+    cuts: the chunks, by their number. at_experts: the sizes of slices as experts get them, where they differ
+    from those that arrive from other nodes. shares: of every slice, where ranks share experts. home:
+    positions in the order in which a slice's rows lie at home; () = by position, as they leave.
     """
 
     slices: tuple[ChunkRoute, ...]
@@ -150,8 +152,8 @@ class Routes:
 class Shares:
     """One slice on ranks that share experts or attention, in rows.
 
-    peers: that each rank sharing this one's experts brings to them. blocks: own rows and those of each such
-    rank, by target rank, [rank][target]. counts: this rank's rows by position, before they are dealt.
+    peers: rows that each rank sharing this one's experts brings to them. blocks: own rows and those of each
+    such rank, by target rank, [rank][target]. counts: this rank's rows by position, before they are dealt.
     """
 
     peers: tuple[int, ...]

@@ -1,8 +1,9 @@
-"""Where rows and samples go when samples move: from the counts of all samples and their new homes. No torch.
+"""Targets of rows and samples when samples move: from the counts of all samples and their new homes.
 
+No torch.
 A *member* is a rank of the group that exchanges counts. A *device* is a member, or the members that share
-the tokens of their samples: each has a part of every one. A device keeps as many samples as it had, of every
-chunk. Samples of a device are numbered as they lie; the group's device by device.
+the tokens of their samples: each has a part of every sample. A device keeps its number of samples of every
+chunk. Samples of a device are numbered as they lie, those of the group device by device.
 
 Shapes: I samples of the group, B members, D devices, K parts of a sample, P ranks of the expert group, N
 positions of a rank, C chunks (slices), E experts of the next MoE layer.
@@ -25,8 +26,8 @@ from penstock.placement import PlacementError
 class Plane:
     """Devices of a company that exchange rows with each other.
 
-    devices: their numbers in the company. device_P: by rank of the expert group, which of them it belongs to.
-    node_D: the node of each.
+    devices: their numbers in the company. device_P: by rank of the expert group, which of these devices it
+    belongs to. node_D: the node of each device.
     """
 
     devices: tuple[int, ...]
@@ -51,7 +52,7 @@ class Company:
 
     @staticmethod
     def alone(nodes: Sequence[int]) -> Company:
-        """Every member is a device. nodes: of every member."""
+        """Return a company in which every member is a device. nodes: of every member."""
         everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
         return Company(everyone, nothing, everyone, nothing, tuple(nodes))
 
@@ -65,7 +66,7 @@ class Company:
 
     @cached_property
     def planes(self) -> tuple[Plane, ...]:
-        """The devices between which samples move, for each set of them."""
+        """The devices between which samples move, for each set of such devices."""
         plane_D = np.array(self.plane_B)[self.member_DK[:, 0]]
         return tuple(self._plane(plane, np.flatnonzero(plane_D == plane)) for plane in np.unique(plane_D))
 
@@ -81,7 +82,7 @@ class Company:
 
     @cached_property
     def member_DK(self) -> Counts:  # noqa: N802  # the suffix is its shape
-        """The member that has a part of a device's samples."""
+        """The member that has a given part of a device's samples."""
         found = np.zeros((self.devices, self.parts), np.int64)
         found[self.device_B, self.part_B] = np.arange(len(self.device_B))
         return found
@@ -89,7 +90,7 @@ class Company:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSize:
-    """ranks: P. positions: of the whole expert group, P * N. chunks: C."""
+    """Sizes of a table. ranks: P. positions: of the whole expert group, P * N. chunks: C."""
 
     ranks: int
     positions: int
@@ -98,7 +99,7 @@ class TableSize:
 
 @dataclass(frozen=True)
 class SampleTable:
-    """What every sample of a group sends where, before any moves.
+    """The rows that every sample of a group sends to each position, before any sample moves.
 
     rows_IKPN: rows by part, rank of the expert group and position. expected_IE: rows by expert of the next
     MoE layer; no columns where nothing is expected. device_I, chunk_I: where a sample is.
@@ -113,7 +114,7 @@ class SampleTable:
 
     @staticmethod
     def of(gathered: Counts, samples_B: Sequence[int], company: Company, size: TableSize) -> SampleTable:
-        """From the members' counts, [samples of all members, positions + E]."""
+        """Make a table from the members' counts, [samples of all members, positions + E]."""
         samples_D = [samples_B[here[0]] for here in company.member_DK]
         by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
         by_device = [np.stack([by_member[b] for b in here], axis=1) for here in company.member_DK]
@@ -129,14 +130,17 @@ class SampleTable:
         )
 
     def by_expert(self, expert_of_position: Sequence[int], num_experts: int) -> Counts:
-        """Rows of every sample by expert of this layer, [I, E]. -1: no expert is at that position."""
+        """Return the rows of every sample by expert of this layer, [I, E].
+
+        -1: no expert is at that position.
+        """
         rows_IN = self.rows_IKPN.sum(axis=1).reshape(len(self.device_I), len(expert_of_position))
-        found = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is that of -1, without rows
+        found = np.zeros((num_experts + 1, len(rows_IN)), np.int64)  # the last is for -1, and has no rows
         np.add.at(found, np.array(expert_of_position), rows_IN.T)
         return found[:-1].T
 
     def sent(self, device_I: Counts) -> Counts:
-        """Rows from every member to every position if samples are on these devices, [B, P, C, N]."""
+        """Return rows from every member to every position if samples are on these devices, [B, P, C, N]."""
         company, shape = self.company, self.rows_IKPN.shape
         cells = np.zeros((company.devices * self.chunks, *shape[1:]), np.int64)
         np.add.at(cells, device_I * self.chunks + self.chunk_I, self.rows_IKPN)
@@ -145,7 +149,7 @@ class SampleTable:
         return sent.transpose(0, 2, 1, 3)
 
     def place_I(self, device_I: Counts) -> Counts:  # noqa: N802  # the suffix is its shape
-        """The number of every sample on these devices: by chunk, inside a chunk as they were numbered."""
+        """Number the samples on these devices: by chunk, inside a chunk in their old order."""
         order = np.lexsort((self.chunk_I, device_I))
         first = np.searchsorted(device_I[order], np.arange(self.company.devices))
         place = np.empty_like(device_I)
@@ -155,10 +159,10 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Which samples of one member leave and come. Numbers of samples, in the order in which they are sent.
+    """Numbers of the samples that leave one member and come to it, in the order in which they are sent.
 
-    leaving, arriving: those that change ranks, on the old and the new home. kept_from, kept_to: those that
-    stay. sent, received: how many to and from every rank of the expert group.
+    leaving, arriving: samples that change ranks, on the old and the new home. kept_from, kept_to: samples
+    that stay. sent, received: number of samples to and from every rank of the expert group.
     """
 
     leaving: Counts
@@ -170,13 +174,13 @@ class Crossing:
 
     @property
     def back(self) -> Crossing:
-        """The way of gradients: to where the samples came from."""
+        """The crossing of gradients: to where the samples came from."""
         return Crossing(self.arriving, self.leaving, self.kept_to, self.kept_from, self.received, self.sent)
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Rows of one slice at their experts, for combine: which row stands in every place, and the inverse."""
+    """Order of one slice's rows at their experts, for combine: the row in every place, and the inverse."""
 
     forward: Counts
     back: Counts
@@ -186,8 +190,8 @@ class RowOrder:
 class SampleHomes:
     """New homes of a group's samples, and what follows from them for one member.
 
-    device_I: by sample. routes: of the combine. rows: by slice, None where rows stand right. crossing: None
-    where no sample of the group moves.
+    device_I: by sample. routes: of the combine. rows: by slice, None where rows are in the right order.
+    crossing: None where no sample of the group moves.
     """
 
     device_I: Counts
@@ -205,10 +209,10 @@ class SampleHomes:
 def settle(
     table: SampleTable, device_I: Counts, member: int, maker: RouteMaker, degrees: Degrees
 ) -> SampleHomes:
-    """What new homes mean for a member. Raises PlacementError if a device had to keep more samples, or fewer.
+    """Return what new homes mean for a member.
 
-    device_I: the device of every sample. maker: makes the member's routes; degrees: in how many chunks rows
-    travel.
+    Raises PlacementError if a device's number of samples would change. device_I: the device of every sample.
+    maker: makes the member's routes; degrees: numbers of chunks in which rows travel.
     """
     _check(table, device_I)
     place_I = table.place_I(device_I)
@@ -269,7 +273,10 @@ def _by_rank(ranks: Counts, count: int) -> tuple[int, ...]:
 def _row_order(
     table: SampleTable, device_I: Counts, place_I: Counts, member: int, chunk: int
 ) -> RowOrder | None:
-    """From (source, position, sample) to (home, position, sample there); a sample's rows stay in order."""
+    """Return the order from (source, position, sample) to (home, position, sample there); None if unchanged.
+
+    A sample's rows stay in order.
+    """
     company = table.company
     plane_DK = np.array(company.plane_B)[company.member_DK]
     rank_DK = np.array(company.rank_B)[company.member_DK]
@@ -298,6 +305,6 @@ def _row_order(
 
 
 def _chunk_of(samples: int, chunks: int) -> Counts:
-    """The chunk of each of `samples` samples, cut as `split_sizes` cuts."""
+    """Return the chunk of each of `samples` samples, cut as `split_sizes` cuts."""
     least, more = divmod(samples, chunks)
     return np.repeat(np.arange(chunks), [least + (c < more) for c in range(chunks)])

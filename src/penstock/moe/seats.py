@@ -1,7 +1,7 @@
-"""Where a layer's rows go, and which experts compute those that come here.
+"""Targets of a layer's rows, and the experts that compute the rows that come here.
 
 Without guests an expert's rows go to where its placement says. While ranks host others' experts as guests, a
-rank's rows of an expert are split among several positions, here or on their way, and a host computes them
+rank's rows of an expert are split among several positions, here or on the way, and a host computes them
 with parameters that were brought to it.
 
 Shapes: T tokens, k choices, E experts (total), H positions among which an expert's rows are split, R rows, M
@@ -25,12 +25,12 @@ from penstock.moe.orders.index import places
 from penstock.placement import SPLIT, ExpertPlacement, Hosting, Part
 
 STRIDE = 2531
-"""Odd, and SPLIT divided by the golden ratio: any run of rows is shared among positions in the same way."""
+"""SPLIT divided by the golden ratio, made odd: any run of rows is shared among positions in the same way."""
 
 
 @dataclass(frozen=True)
 class OwnSeats:
-    """Every expert where it is placed. rank: in the expert group."""
+    """Seats without guests: every expert is where it is placed. rank: in the expert group."""
 
     order: Order
     experts: Experts
@@ -38,27 +38,30 @@ class OwnSeats:
     rank: int
 
     def placed(self, choice: Choice) -> Choice:
-        """The choice by position instead of by expert."""
+        """Return the choice by position instead of by expert."""
         return placed(choice, self.placement, self.rank)
 
 
 @dataclass(frozen=True)
 class HostedSeats:
-    """Some experts on several ranks. order: by position, guests among them. spread: this rank's rows; None:
-    rows stay by expert, and are split among its positions when the counts of all ranks are known."""
+    """Seats with guests: some experts are on several ranks.
+
+    order: by position, guests among them. spread: of this rank's rows; None: rows stay by expert, and are
+    split among its positions when the counts of all ranks are known.
+    """
 
     order: Order
     experts: Experts
     spread: Spread | None
 
     def placed(self, choice: Choice) -> Choice:
-        """The choice by position instead of by expert."""
+        """Return the choice by position instead of by expert."""
         assert isinstance(choice, TokenChoice), "an order that can be seated takes no others"
         return choice if self.spread is None else replace(choice, experts_Tk=self.spread(choice.experts_Tk))
 
 
 class Spread:
-    """From experts to positions, as the splits of one rank say.
+    """Maps experts to positions, by the splits of one rank.
 
     Of the rows of an expert on this rank the n-th goes to the position that has part `n * STRIDE` modulo
     SPLIT. So the rows of any sample, chunk and microbatch are shared in about the same way.
@@ -72,7 +75,7 @@ class Spread:
         self._positions_EH = torch.tensor([self._filled(row, -1) for row in positions], device=device)
 
     def __call__(self, experts_Tk: Tensor) -> Tensor:
-        """Positions for experts, [T, k]; -1 stays -1."""
+        """Return positions for experts, [T, k]; -1 stays -1."""
         known_Tk = experts_Tk.clamp(min=0)
         positions_TkH = self._positions_EH[known_Tk]
         if self._most == 1:
@@ -87,7 +90,7 @@ class Spread:
 
 
 class OwnAndGuests(Experts):
-    """A rank's own experts, and after them its guests, as experts of one rank. No module of a model."""
+    """A rank's own experts, and after them its guests, as experts of one rank. Not a module of the model."""
 
     def __init__(self, own: Experts, guests: Experts) -> None:
         super().__init__()
@@ -111,6 +114,9 @@ class OwnAndGuests(Experts):
 def seats_of(
     own: Experts, guests: Experts, order: Order, hosting: Hosting, spread: Spread | None
 ) -> HostedSeats:
-    """The seats of a layer whose ranks host guests. Raises ValueError for an order that cannot have any."""
+    """Return the seats of a layer whose ranks host guests.
+
+    Raises ValueError for an order that takes no guests.
+    """
     seated = order if spread is None else order.seated(hosting.placement.ranks, hosting.slots)
     return HostedSeats(seated, OwnAndGuests(own, guests), spread)

@@ -1,7 +1,7 @@
-"""Routes where ranks share experts: all of them know what everybody sends to everybody.
+"""Routes where ranks share experts: every rank knows what all ranks send to each other.
 
 Shapes: P ranks of an expert group, S ranks that share every expert, C slices, N experts of a rank. A rank is
-(its place in the expert group, its shard). A table [P, S, P, C, N] says what each rank brings, by target.
+(its place in the expert group, its shard). A table [P, S, P, C, N] holds what each rank brings, by target.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.moe.routes import ChunkRoute, Counts, Degrees, RouteMaker, Routes,
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a rank stands among those that share its experts.
+    """Place of a rank among those that share its experts.
 
-    size, rank: shards of every expert, and which this rank has. dealt: ranks that have the same rows and deal
-    them, 1 = none. turns: the turn in which every rank of the expert group is dealt rows, [P][S].
+    size, rank: shards of every expert, and which of them this rank has. dealt: ranks that have the same rows
+    and deal them, 1 = none. turns: the turn in which every rank of the expert group is dealt rows, [P][S].
     """
 
     size: int = 1
@@ -34,7 +34,10 @@ class ShardPlace:
 
 @dataclass(frozen=True)
 class ShardRouteMaker(RouteMaker):
-    """Routes of one rank among those that share its experts. A subclass is one way to meet all shards."""
+    """Makes routes of one rank among those that share its experts.
+
+    A subclass is one way to meet all shards.
+    """
 
     shards: ShardPlace = ShardPlace()
 
@@ -43,7 +46,7 @@ class ShardRouteMaker(RouteMaker):
         return True
 
     def from_table(self, table: Counts, degrees: Degrees | None = None) -> Routes:
-        """From what every rank brings to every target, [P S, P, C, N]."""
+        """Make routes from what every rank brings to every target, [P S, P, C, N]."""
         ranks = self.place.ep_size
         whole = table.reshape(ranks, self.shards.size, *table.shape[1:])
         return self._routes_of(whole, degrees or (table.shape[2],))
@@ -72,7 +75,7 @@ class ShardRouteMaker(RouteMaker):
         return Routes(slices, cuts, at_experts, shares)
 
     def _dealt(self, table: Counts) -> Counts:
-        """What every rank sends of what it brings: every n-th row of an expert, each rank another."""
+        """Return the rows that every rank sends of those it brings: every n-th row of an expert, by turns."""
         if self.shards.dealt == 1:
             return table
         turn = np.asarray(self.shards.turns)[:, :, None, None, None]
@@ -81,19 +84,19 @@ class ShardRouteMaker(RouteMaker):
 
     @abstractmethod
     def _slice(self, brought: Counts) -> ChunkRoute:
-        """One slice on the way between ranks of the expert group. brought: [P, S, P, N]."""
+        """Return one slice in transit between ranks of the expert group. brought: [P, S, P, N]."""
 
     @abstractmethod
     def _leg(self, rows: Counts) -> ChunkRoute:
-        """One chunk with its legs. rows: [P, S, P]."""
+        """Return one chunk with its legs. rows: [P, S, P]."""
 
     @abstractmethod
     def _at_experts(self, brought: Counts, made: ChunkRoute) -> ChunkRoute:
-        """The slice as experts get it, from all ranks that bring rows to them."""
+        """Return the slice as experts get it, from all ranks that bring rows to them."""
 
 
 class GatheredRoutes(ShardRouteMaker):
-    """FSMoE's: between nodes every shard has its own rows; experts get them shard by shard."""
+    """FSMoE's routes: between nodes every shard has its own rows; experts get them shard by shard."""
 
     def _slice(self, brought: Counts) -> ChunkRoute:
         mine = brought[:, self.shards.rank]
@@ -109,7 +112,7 @@ class GatheredRoutes(ShardRouteMaker):
 
 
 class FusedRoutes(ShardRouteMaker):
-    """Parm's: a row goes to every shard of its expert at once, and comes home as a sum."""
+    """Parm's routes: a row goes to every shard of its expert at once, and comes home as a sum."""
 
     def _slice(self, brought: Counts) -> ChunkRoute:
         received = brought[:, :, self.place.rank]
@@ -131,7 +134,7 @@ class FusedRoutes(ShardRouteMaker):
 
 
 class RepeatedRoutes(ShardRouteMaker):
-    """DeepSpeed-MoE's: rows of all shards lie together, by target and inside a target by shard."""
+    """DeepSpeed-MoE's routes: rows of all shards lie together, by target and inside a target by shard."""
 
     def _slice(self, brought: Counts) -> ChunkRoute:
         together = brought.sum(axis=1)
@@ -147,19 +150,19 @@ class RepeatedRoutes(ShardRouteMaker):
 
 
 def _route(sent: Counts, received: Counts) -> ChunkRoute:
-    """From rows for each expert of each target [P, N], and from each source for each own expert."""
+    """Make a route from the rows to each target and from each source, by expert, [P, N]."""
     return ChunkRoute(
         sent.tolist(), received.tolist(), blocks(sent.sum(axis=-1)), blocks(received.sum(axis=-1))
     )
 
 
 def _received(made: ChunkRoute, sources: Counts) -> ChunkRoute:
-    """The same slice from these sources, [.., .., N], in this order."""
+    """Return the slice `made` with rows from `sources`, [.., .., N], in their order."""
     by_source = sources.reshape(-1, sources.shape[-1])
     return replace(made, received=by_source.tolist(), rows_received=blocks(by_source.sum(axis=-1)))
 
 
 def _pieces(rows: Counts, chunks: int) -> Sequence[Counts]:
-    """Rows of every chunk, of a table by slice [P, S, P, C]."""
+    """Return the rows of every chunk, from a table by slice [P, S, P, C]."""
     cut = rows.reshape(*rows.shape[:-1], chunks, -1).sum(axis=-1)
     return [cut[..., chunk] for chunk in range(chunks)]

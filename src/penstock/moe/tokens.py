@@ -1,4 +1,4 @@
-"""What is known of tokens beside their hidden states."""
+"""What a layer knows about tokens besides their hidden states."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.moe.counter import SampleKeys
 class Tokens:
     """A batch of tokens, sample after sample, all samples of one length.
 
-    samples: how many; there may be none. keys: what noise is keyed by; None draws it from PyTorch's own
-    generator.
-    valid_T: bool, False for padding, which goes to no expert and counts for nothing; None: all are valid.
-    most: tokens of the rank that has most, where ranks have different numbers and slots as many; None = all
-    have as many. stay_whole: chunks are made of whole samples. clean: gates add no noise.
+    samples: their number, possibly 0. keys: of random noise; None draws it from PyTorch's own generator.
+    valid_T: bool, False for padding, which goes to no expert and is not counted; None: all are valid. most:
+    tokens of the rank that has most, where ranks have different numbers of tokens and equal numbers of slots;
+    None = all ranks have equally many. stay_whole: chunks are made of whole samples. clean: gates add no
+    noise.
     """
 
     samples: int = 1
@@ -28,10 +28,10 @@ class Tokens:
     clean: bool = False
 
     def inseparable(self, tokens: int) -> int:
-        """How many of `tokens` consecutive ones no chunk takes apart."""
+        """Return the number of consecutive tokens, of `tokens`, that no chunk splits."""
         return max(1, tokens // max(1, self.samples)) if self.stay_whole else 1
 
     def by_sample(self, values: Tensor) -> Tensor:
-        """[T, ...] as [B, L, ...]; with no sample there is no token, and L is 0."""
+        """Return values [T, ...] as [B, L, ...]; without samples there are no tokens, and L is 0."""
         length = values.shape[0] // max(1, self.samples)
         return values.view(self.samples, length, *values.shape[1:])

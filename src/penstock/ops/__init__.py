@@ -1,4 +1,4 @@
-"""What each op means, before anything runs. Pure Python: no torch."""
+"""The meaning of every op, before anything runs. Pure Python: no torch."""
 
 from penstock.ops import blocks, guests, loads, optimizer, samples, shards, sums, tensor, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of

@@ -1,7 +1,8 @@
-"""What an op is, and where all of them are found. Families of ops stand in the other files here.
+"""The definition of an op, and the registry of all ops. Families of ops stand in the other files here.
 
 An op says what its tasks mean before anything runs: title, kind, and what its backward is. What really
-happens is its handler's affair (`runtime/ops/`). `register` adds one; everything that lists ops reads `OPS`.
+happens is its handler's affair (`runtime/ops/`). `register` adds an op; everything that lists ops reads
+`OPS`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.ops.work import WorkOf
 
 
 class Kind(StrEnum):
-    """What an op occupies: the processor, memory, the network, or the host beside them."""
+    """What an op occupies: the processor, memory, the network, or the host."""
 
     COMPUTE = "compute"
     COPY = "copy"
@@ -38,14 +39,14 @@ class Backward(StrEnum):
 class OpSpec:
     """The facts of an op.
 
-    name: upper-case letters and digits, as in a task's name. title: what it does, for people. work: what a
-    task of it asks of a rank; every op needs one.
-    backward: what its backward is. transpose: the op whose work the backward does, where that is another one
-    (a gather's is a reduce-scatter). given: roles that are not differentiated; the backward of an op that
-    saves nothing reads them again. indices: axes that its names carry, out of `mcp`. gradients: state that
-    its backward adds to, `{layer}` for the layer's number; a task that reads other parameters adds to theirs.
-    again: whether a plan may let it run a second time before its backward, which saves what it keeps for that
-    beyond its inputs. Then its handler must leave the same at both times, and change nothing else.
+    name: upper-case letters and digits, as in a task's name. title: what it does, for people. work: returns
+    what one of its tasks asks of a rank; every op needs one. backward: what its backward is. transpose: the
+    op whose work the backward does, where that is another op (a gather's is a reduce-scatter). given: roles
+    that are not differentiated; the backward of an op that saves nothing reads them again. indices: axes that
+    its names carry, out of `mcp`. gradients: state that its backward adds to, `{layer}` for the layer's
+    number; a task that reads other parameters adds to the gradients of those. again: whether a plan may
+    recompute its tasks before their backward, so that they keep nothing for it but their inputs. Then its
+    handler must leave the same outputs both times, and change nothing else.
     """
 
     name: str
@@ -65,22 +66,22 @@ class OpSpec:
         return self.kind in (Kind.COMPUTE, Kind.COPY)
 
     def parameters(self, layer: int) -> tuple[str, ...]:
-        """State that its tasks read, forward and backward: the parameters whose gradients are `gradients`."""
+        """Return the state that its tasks read, forward and backward: the parameters of `gradients`."""
         return tuple(parameters_of(state) for state in self.states(layer) if "gradients" in state)
 
     def states(self, layer: int) -> tuple[str, ...]:
-        """State that its backward adds to."""
+        """Return the state that its backward adds to."""
         given = (self.gradients,) if isinstance(self.gradients, str) else self.gradients
         return tuple(state.format(layer=layer) for state in given if state)
 
 
 def parameters_of(state: str) -> str:
-    """The parameters whose gradients are `state`."""
+    """Return the name of the parameters whose gradients are `state`."""
     return state.replace("gradients", "parameters")
 
 
 def gradients_of(state: str) -> str:
-    """The gradients of the parameters that are `state`."""
+    """Return the name of the gradients of the parameters that are `state`."""
     return state.replace("parameters", "gradients")
 
 
@@ -89,7 +90,8 @@ OPS: dict[str, OpSpec] = {}
 
 
 def register(*specs: OpSpec) -> None:
-    """Add ops. Raises ScheduleError for a name that is taken by another op, or that no task can carry."""
+    """Register ops. Raises ScheduleError for a name that is taken by another op, or that no task can carry,
+    for an op without `work`, and for a collective with a backward but no transpose."""
     for spec in specs:
         name = spec.name
         if not (name.isascii() and name.isalnum() and name.isupper() and name[0].isalpha()):
@@ -107,7 +109,7 @@ def register(*specs: OpSpec) -> None:
 
 
 def spec_of(name: str) -> OpSpec:
-    """The facts of an op. Raises ScheduleError naming an unregistered op."""
+    """Return the facts of an op. Raises ScheduleError naming an unregistered op."""
     if name not in OPS:
         raise ScheduleError(f"no op is called {name}; there are {', '.join(OPS)}. Add it with ops.register.")
     return OPS[name]

@@ -1,4 +1,4 @@
-"""Ops of a block's computation: everything between two transfers."""
+"""Ops of a block's computation: all tasks between two transfers."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
 
 CARRYING_PASSES = 7
-"""Times that experts read or write rows with the residual stream, beyond those without: columns taken apart,
+"""Times that experts read or write rows with the residual stream, beyond those without: columns split off,
 their norm, outputs times weights, the sum."""
 REPLICATED = "gradients of L{layer}"
 PARTIAL = "partial gradients of L{layer}"
 EXPERTS = "expert gradients of L{layer}"
-"""State: the gradients of a layer's replicated parameters, those of them to which every rank of several that
-share attention adds its part, and those of its experts."""
+"""State: the gradients of a layer's replicated parameters; those among them to which every rank that shares
+attention adds its part; and the gradients of its experts."""
 
 
 def _copied(task: Task, sizes: Sizes) -> float:
-    """Bytes of rows put in order, or back."""
+    """Return the bytes copied to permute rows, or to un-permute them."""
     return sizes.hidden_bytes(2 * sizes.tokens(task) * sizes.top_k)
 
 
 def _coded(task: Task, sizes: Sizes) -> float:
-    """Bytes of encoding rows as they travel, or of decoding them."""
+    """Return the bytes copied to encode rows for their transfer, or to decode them."""
     return sizes.coding_bytes(sizes.tokens(task) * sizes.top_k)
 
 
@@ -48,7 +48,7 @@ def _shared(task: Task, sizes: Sizes) -> Work:
 
 
 def _experts(task: Task, sizes: Sizes) -> Work:
-    """Of every row a shard computes its part of the hidden width."""
+    """Return the work of a shard: it computes its part of the hidden width of every row."""
     rows = sizes.rows(task) * task.cut.row_copies
     passes = 2 + CARRYING_PASSES * sizes.residual_in_rows
     return Work(

@@ -1,4 +1,4 @@
-"""What an op is part of, in the few words of a legend."""
+"""The families of ops, named in the few words of a legend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.ops.transfers import TRANSFERS
 
 
 class Family(StrEnum):
-    """Ops that people think of as one thing."""
+    """Ops that people think of as one group."""
 
     ATTENTION = "attention"
     EXPERTS = "experts"
@@ -40,7 +40,7 @@ OPTIMIZER: Final = (*UPDATES, *GATHERS, Op.NORM)
 
 
 def family_of(op: str) -> Family:
-    """Of an op that is registered nowhere, the rest of the model."""
+    """Return the family of an op; an op that is not registered belongs to the rest of the model."""
     for family, ops in (
         (Family.ATTENTION, ATTENTION),
         (Family.EXPERTS, EXPERTS),

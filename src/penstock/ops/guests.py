@@ -1,4 +1,4 @@
-"""Ops of experts that ranks host as guests (Pro-Prophet): their way there and home, and the next plan."""
+"""Ops of experts that ranks host as guests (Pro-Prophet): parameters out, gradients home, the next plan."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ GUESTS = "guest gradients of L{layer}"
 
 
 def _guests(task: Task, sizes: Sizes) -> Work:
-    """At most: every rank has all the guests that it has room for, and owners send as many each."""
+    """Return the work at most: every rank has as many guests as it has room for, and owners send as many."""
     assert task.piece is not None, task
     parts = task.cut.parts
     return Work(collective="all_to_all", sent_bytes=sizes.guest_bytes * parts[task.piece] / sum(parts))
 
 
 def _planning(task: Task, sizes: Sizes) -> Work:
-    """The loads that are read. What the planner itself takes is told where it is known, see `Placed`."""
+    """Return the work of reading the loads; the planner's own time is added where it is known: `Placed`."""
     del task
     return Work(copied_bytes=sum(sizes.moe_layers) * sizes.num_experts * LOAD_BYTES)
 
 
 def _hostings(task: Task, sizes: Sizes) -> Work:
-    """The guests of all layers, and whether ranks agree; splits that say more: see `PlacedMoves`."""
+    """Return the work of exchanging all layers' guests and a hash; for longer splits see `PlacedMoves`."""
     told_bytes = sum(sizes.moe_layers) * NUMBER_BYTES * (FIRST_NUMBERS + sizes.guests)
     return Work(collective="all_gather", sent_bytes=told_bytes + 2 * DIGEST_BYTES * sizes.members(task))
 

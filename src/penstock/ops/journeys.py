@@ -1,4 +1,4 @@
-"""The way of rows through a step: out to their experts, and home."""
+"""The way of rows through a step: out to their experts and home."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from penstock.ops.base import Kind, spec_of
 from penstock.ops.names import Op
 
 ROWS = ("rows", "d_rows")
-"""Roles by which rows are read, forward, and their gradients, backward."""
+"""Roles under which rows are read in the forward half, and their gradients in the backward half."""
 
 
 def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
-    """For every computation of experts the tasks that its rows pass in turn: legs of dispatch, experts,
-    legs of combine; backward, those of combine come first.
+    """Yield for every computation of experts the tasks that its rows pass in turn: legs of dispatch, experts,
+    legs of combine; in the backward half, those of combine come first.
 
-    Where experts read several pieces, or several read theirs, each piece is in one journey or more. tasks: of
-    one step; those that are missing end a journey.
+    Where experts read several pieces, or several tasks read theirs, each piece is in one journey or more.
+    tasks: of one step; a task that is missing ends a journey.
     """
     by_name = {task.name: task for task in tasks}
     after: dict[Name, list[Task]] = {name: [] for name in by_name}
@@ -35,12 +35,12 @@ def journeys(tasks: Iterable[Task]) -> Iterator[tuple[Task, ...]]:
 
 
 def _sources(task: Task) -> Iterator[Name]:
-    """What it reads rows from."""
+    """Return the tasks from which `task` reads rows."""
     return (name for role in ROWS for name in task.inputs.get(role, ()))
 
 
 def _ways(task: Task, beyond: Mapping[Name, Sequence[Task]]) -> Iterator[tuple[Task, ...]]:
-    """Every way from a task through the transfers next to it; one that is empty where there is none."""
+    """Yield every way from a task through the transfers next to it; an empty way where there is none."""
     legs = [leg for leg in beyond[task.name] if _is_leg(leg)]
     if not legs:
         yield ()

@@ -6,7 +6,7 @@ from typing import Final
 
 
 class Op:
-    """What the tasks of Penstock's own steps are called."""
+    """The op names of the tasks in Penstock's own steps."""
 
     EMBED: Final = "EM"
     ATTENTION: Final = "AT"

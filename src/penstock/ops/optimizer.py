@@ -1,6 +1,6 @@
 """Ops of an optimiser of which every rank owns a share (ZeRO, stage 1).
 
-Gradients are summed in shares, every rank updates its own, and parameters are gathered from all.
+Gradients are summed in shares, every rank updates its own share, and parameters are gathered from all.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from penstock.ops.work import Sizes, Work
 NORM_BYTES = 8
 UPDATE_COPIES: Final = 5.0
 """AdamW reads weight, gradient and two moments and writes all but the gradient; before that the gradient is
-read for the norm, and read and written to be scaled: ten times the bytes of the share. What a backward task
-does is priced at twice its work."""
+read for the norm, and read and written to be scaled: ten times the bytes of the share. A backward task is
+priced at twice its work, hence half of ten."""
 
 
 @dataclass(frozen=True)
 class Owned:
     """The ops that deal with gradients of one kind.
 
-    kind: the op that would leave all of the sum on every rank. of: the kind in a word.
+    kind: the op that would leave the whole sum on every rank. of: the kind in a word.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Owned:
     of: str
 
     def specs(self) -> Iterator[OpSpec]:
-        """What they are."""
+        """Yield the facts of these ops."""
         titles = {
             self.scatter: f"sums of {self.of} gradients, a share to every rank",
             self.update: f"AdamW on this rank's share of {self.of} parameters",
@@ -80,7 +80,7 @@ GATHERS: Final = frozenset(each.gather for each in OWNED)
 
 
 def of_optimizer(task: Task) -> str:
-    """What a task is to the optimiser: "norm", "update", "gather", or "" for any other."""
+    """Return the part of a task in the optimiser: "norm", "update", "gather", or "" for any other task."""
     if task.op in GATHERS:
         return "gather"
     return "norm" if task.op == Op.NORM else "update" if task.op in UPDATES else ""

@@ -1,4 +1,4 @@
-"""Where in a step an op stands, for whoever looks at its parts."""
+"""The place of an op in a step, for readers of the step's parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final, Literal
 from penstock.ops.names import Op
 
 Place = Literal["input", "block", "after", "beside", "output"]
-"""input, output: below the first layer, above the last one. after, beside: in a layer, after its experts, or
-while others wait for them. block: everything else."""
+"""input, output: below the first layer, above the last layer. after, beside: in a layer, after its experts,
+or while other tasks wait for its experts. block: everything else."""
 
 INPUT: Final = (Op.EMBED, Op.EMBED_SCATTER, Op.EMBED_REDUCE)
 OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.LOSS)
@@ -23,5 +23,5 @@ _PLACES: Final[dict[str, Place]] = {
 
 
 def place_of(op: str) -> Place:
-    """Where tasks of an op stand."""
+    """Return where tasks of an op stand in a step."""
     return _PLACES.get(op, "block")

@@ -17,7 +17,7 @@ from penstock.ops.work import Collective, Sizes, Work, WorkOf
 
 
 def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Collective) -> WorkOf:
-    """A collective of the rows of all ranks that meet, by phase; "" = nothing is sent, rows are copied."""
+    """Return the work of a collective on all meeting ranks' rows, by phase; "" = rows are only copied."""
 
     def work(task: Task, sizes: Sizes) -> Work:
         rows_bytes = sizes.wire_bytes(sizes.rows(task))
@@ -30,12 +30,12 @@ def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Colle
 
 
 def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
-    """Over the shards of an expert."""
+    """Return the work of a collective over the shards of an expert."""
     return _over(lambda sizes: sizes.esp_size, forward, backward)
 
 
 def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
-    """Over ranks with the same tokens."""
+    """Return the work of a collective over ranks with the same tokens."""
     return _over(lambda sizes: sizes.mp_size, forward, backward)
 
 
@@ -64,4 +64,4 @@ MOVES = (
     *(Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.DEAL_SLOTS, Op.GATHER_SLOTS),
     *(Op.ROWS_GATHER, Op.ROWS_REDUCE, Op.ROWS_KEEP),
 )
-"""Every one of them: they move rows, beside the legs of a dispatch."""
+"""Every op of expert sharding: they move rows, in addition to the legs of a dispatch."""

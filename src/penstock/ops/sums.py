@@ -19,11 +19,11 @@ SCATTERS = {
     Op.PARTIAL_SCATTER: Op.PARTIAL_ALL_REDUCE,
     Op.EXPERT_SCATTER: Op.EXPERT_ALL_REDUCE,
 }
-"""Ops of which every rank keeps a share of the sum, and the ones that leave all of it everywhere."""
+"""By the op of which every rank keeps a share of the sum, the op that leaves the whole sum on every rank."""
 
 
 def reduced(op: str) -> str:
-    """The op of REDUCTIONS whose gradients an op sums, whoever keeps the sum; "" for one that sums none."""
+    """Return the op of REDUCTIONS whose gradients an op sums, whoever keeps the sum; "" for all other ops."""
     plain: str = SCATTERS.get(op, op)
     return plain if plain in REDUCTIONS else ""
 
@@ -78,7 +78,8 @@ register(
 class Reduction:
     """How gradients of one kind are synchronised.
 
-    state: their buffer; axes: the ranks that sum it. sharing_axes: the same where ranks share attention.
+    state: the buffer of the gradients. axes: those of the ranks that sum it. sharing_axes: those where ranks
+    share attention.
     """
 
     state: str
@@ -86,7 +87,7 @@ class Reduction:
     sharing_axes: Axes
 
     def axes_of(self, *, sharing: bool) -> Axes:
-        """The ranks that sum it. sharing: whether ranks share attention."""
+        """Return the axes of the ranks that sum the buffer. sharing: whether ranks share attention."""
         return self.sharing_axes if sharing else self.axes
 
 
@@ -97,6 +98,7 @@ REDUCTIONS = {
 }
 """Every op that synchronises gradients.
 
-Ranks that share attention have each their shard of its gradients, or all of what they compute alike: those
-are summed over other samples only. Of the partial ones each has what its heads or its tokens add.
+Each of the ranks that share attention has its shard of the gradients, or all gradients of what they compute
+alike: these are summed over other samples only. Of the partial gradients each rank has what its heads or its
+tokens add.
 """

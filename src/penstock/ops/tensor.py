@@ -19,7 +19,7 @@ from penstock.ops.work import Collective, Sizes, Work, WorkOf
 
 COUNT_BYTES = 8
 PEAK_BYTES = 3 * 4
-"""Of a token: the largest logit of a shard, the sum of exponentials, the logit of the label; in float32."""
+"""Bytes of a token: a shard's largest logit, its sum of exponentials, the label's logit; in float32."""
 
 BOTH = (REPLICATED, PARTIAL)
 
@@ -35,7 +35,7 @@ class Ways:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """The ops of these ways; a way without one is left out."""
         return tuple(op for op in (self.gather, self.copy, self.scatter, self.reduce) if op)
 
 
@@ -46,12 +46,12 @@ HEAD = Ways(Op.HEAD_GATHER, Op.HEAD_COPY, "", "")
 
 
 def all_tokens(task: Task, sizes: Sizes) -> int:
-    """Tokens of the task's microbatch, of all ranks that share them."""
+    """Return the tokens of the task's microbatch, of all ranks that share them."""
     return sizes.tokens(task) * task.cut.token_shards
 
 
 def _collective(forward: Collective, backward: Collective) -> WorkOf:
-    """The task's collective over all tokens, by phase; "" = nothing is sent."""
+    """Return the work of the task's collective over all tokens, by phase; "" = nothing is sent."""
 
     def work(task: Task, sizes: Sizes) -> Work:
         size = sizes.hidden_bytes(all_tokens(task, sizes))
@@ -91,7 +91,7 @@ def _logits(task: Task, sizes: Sizes) -> Work:
 
 
 def _loss(task: Task, sizes: Sizes) -> Work:
-    """Exponentials of the logits; their gradients are as large."""
+    """Return the work of the exponentials of the logits, and of their gradients, which are as large."""
     return Work(copied_bytes=2 * sizes.logit_bytes(sizes.tokens(task)) / sizes.mp_size)
 
 
@@ -101,7 +101,7 @@ def _peaks(task: Task, sizes: Sizes) -> Work:
 
 
 def _choices(task: Task, sizes: Sizes) -> Work:
-    """A number per sample and expert."""
+    """Return the work of summing a number per sample and expert."""
     size = sizes.samples(task) * sizes.num_experts * COUNT_BYTES
     return Work(collective="all_reduce", sent_bytes=size)
 
@@ -182,4 +182,4 @@ MOVES = (
     *(op for ways in (ATTENTION, DENSE, EMBED, HEAD) for op in ways.all),
     *(Op.KEEP_TOKENS, Op.GATHER_TOKENS, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT),
 )
-"""Every op that moves tokens between them."""
+"""Every op that moves tokens between ranks that share their samples."""

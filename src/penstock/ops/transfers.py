@@ -1,4 +1,4 @@
-"""Ops that move rows to their experts and back home, and the exchange that says how many there are."""
+"""Ops that move rows to their experts and back home, and the exchange that says how many rows there are."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HOME = {
     Op.DISPATCH: Op.COMBINE,
     Op.DISPATCH_SCATTER: Op.COMBINE_GATHER,
 }
-"""Every leg of a dispatch and the leg of combine that takes the same way home: its transpose."""
+"""By leg of a dispatch, the leg of combine that takes the same way home: its transpose."""
 AWAY = {home: out for out, home in HOME.items()}
-"""The other way round."""
+"""By leg of combine, the leg of a dispatch that takes the same way out."""
 TRANSFERS = (*HOME, *AWAY)
 """Every op that moves rows."""
 
@@ -37,7 +37,7 @@ class Hop:
 
 
 FLAT = (Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER),)
-"""One leg: every rank sends every other rank its rows directly."""
+"""A dispatch of one leg: every rank sends its rows directly to every other rank."""
 
 COUNT_BYTES = 8
 
@@ -85,5 +85,5 @@ register(
 
 
 def outward(op: str) -> str:
-    """The op of dispatch that takes the same leg as `op`, towards the experts."""
+    """Return the op of dispatch that takes the same leg as `op`, towards the experts."""
     return AWAY.get(op, op)

@@ -1,4 +1,4 @@
-"""What a task asks of a rank, in operations and bytes: the only thing that prices read."""
+"""The work that a task asks of a rank, in operations and bytes: the only facts that prices read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Collective = Literal["", "all_to_all", "leg", "all_reduce", "all_gather", "reduc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Of one rank with even routing, of the forward task; a backward that computes takes twice as much.
+    """The work of a forward task on one rank with even routing; a backward that computes takes twice as much.
 
-    flops, copied_bytes: computation; pieces: its number of parts. collective: what the task does on its
-    lane ("leg": one leg of the step's dispatch); sent_bytes: its argument by the convention of ClusterConfig.
-    follows_rows: whether all of it grows with the rows that a rank's experts receive.
+    flops, copied_bytes: computation. pieces: the number of parts of that computation. collective: what the
+    task does on its lane ("leg": one leg of the step's dispatch). sent_bytes: the size of the collective by
+    the convention of ClusterConfig. follows_rows: whether all of the work grows with the rows that a rank's
+    experts receive.
     """
 
     flops: float = 0.0
@@ -53,36 +54,36 @@ class Sizes(Protocol):
 
     @property
     def guests(self) -> int:
-        """Slots for guests in one layer, of all ranks of an expert group."""
+        """Slots for guests in one layer, summed over the ranks of an expert group."""
         ...
 
     @property
     def guest_bytes(self) -> float:
-        """Of the parameters of all experts that a rank has room for as guests in one layer."""
+        """Bytes of the parameters of all experts for which a rank has room as guests in one layer."""
         ...
 
     def tokens(self, task: Task) -> int:
-        """Tokens of the task's microbatch, this rank's part where ranks share them."""
+        """Return the tokens of the task's microbatch: this rank's part where ranks share them."""
         ...
 
     def members(self, task: Task) -> int:
-        """Ranks that meet in the task."""
+        """Return the number of ranks that meet in the task."""
         ...
 
     def samples(self, task: Task) -> int:
-        """Samples of the task's microbatch on a rank."""
+        """Return the samples of the task's microbatch on a rank."""
         ...
 
     def rows(self, task: Task) -> float:
-        """Token copies that a rank sends to all experts in the task's chunk."""
+        """Return the token copies that a rank sends to all experts in the task's chunk."""
         ...
 
     def reduced_bytes(self, task: Task) -> int:
-        """Bytes of gradients in the task's piece of its buffer."""
+        """Return the bytes of gradients in the task's piece of its buffer."""
         ...
 
     def owners(self, task: Task) -> int:
-        """Ranks that share what the task updates or gathers."""
+        """Return the number of ranks that share what the task updates or gathers."""
         ...
 
     def hidden_bytes(self, rows: float) -> float: ...
@@ -90,11 +91,11 @@ class Sizes(Protocol):
     def wire_bytes(self, rows: float) -> float: ...
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
-        """Bytes in one leg of a dispatch, see `Workload.leg_bytes`."""
+        """Return the bytes in one leg of a dispatch, see `Workload.leg_bytes`."""
         ...
 
     def coding_bytes(self, rows: float) -> float:
-        """Bytes that encoding or decoding rows reads and writes, where they travel in another form."""
+        """Return the bytes that encoding or decoding rows reads and writes, where they travel encoded."""
         ...
 
     def attention_flops(self, tokens: int) -> float: ...
@@ -118,5 +119,5 @@ DIGEST_BYTES = 8
 
 
 def compared(task: Task, sizes: Sizes) -> Work:
-    """Every rank tells the others a hash of what it has found on its own."""
+    """Return the work of comparing: every rank tells the others a hash of what it has found on its own."""
     return Work(collective="all_gather", sent_bytes=DIGEST_BYTES * sizes.members(task))

@@ -1,9 +1,8 @@
-"""A hosting in the making: hosts are added, rows of an expert are shared among them, and its time is asked
-for.
+"""A hosting under construction: hosts are added, experts' rows shared among them, and its time computed.
 
-Rows of an expert that has several hosts go to any of them. `near` sends them to the nearest host, which is
-best for links; `level` shares them so that ranks compute alike. How many rows each host gets decides which
-ones: its own first, then those of its node.
+Rows of an expert that has several hosts may go to any of them. `near` sends them to the nearest host, which
+is best for links; `level` shares them so that ranks compute alike. The number of rows per host decides which
+rows a host gets: its own first, then those of its node.
 
 Shapes: P ranks of the expert group, E experts, H hosts of an expert.
 """
@@ -26,8 +25,8 @@ PASSES = 6
 """Rounds in which the rows of all shared experts are levelled, one expert after the other."""
 
 MOST_FLOWS = 1 << 20
-"""Numbers of rows from rank to rank that are worked out at once: those of many ranks and experts would fill
-the memory."""
+"""Numbers of rows from rank to rank that are computed at once; those of many ranks and experts would fill the
+memory."""
 
 
 class Draft:
@@ -45,7 +44,7 @@ class Draft:
         self.near()
 
     def copy(self) -> Draft:
-        """The same, to go on from by itself."""
+        """Return an independent copy of this draft."""
         other = copy(self)
         other.guests, other.hosts, other.rows = (
             [list(each) for each in of] for of in (self.guests, self.hosts, self.rows)
@@ -60,11 +59,11 @@ class Draft:
         return sorted((e for e, hosts in enumerate(self.hosts) if len(hosts) > 1), key=lambda e: -sizes[e])
 
     def has_room(self, rank: int) -> bool:
-        """Whether a rank has a free guest slot."""
+        """Return whether a rank has a free guest slot."""
         return len(self.guests[rank]) < self.problem.guest_slots
 
     def add(self, expert: int, rank: int) -> None:
-        """Make an expert a guest of a rank, as yet without rows."""
+        """Make an expert a guest of a rank, without any rows at first."""
         assert self.has_room(rank) and rank not in self.hosts[expert]
         self.guests[rank].append(expert)
         place = sum(host < rank for host in self.hosts[expert])
@@ -72,7 +71,7 @@ class Draft:
         self.rows[expert].insert(place, 0)
 
     def put(self, expert: int, rows: Sequence[int]) -> None:
-        """Share the rows of an expert among its hosts like this."""
+        """Share the rows of an expert among its hosts as given."""
         before = self.rows[expert] or [0] * len(rows)
         for host, old, new in zip(self.hosts[expert], before, rows, strict=True):
             self.computed[host] += new - old
@@ -84,8 +83,7 @@ class Draft:
             self.put(expert, self._nearest(expert))
 
     def level(self) -> None:
-        """Share the rows of experts with several hosts so that the hosts compute alike, as far as that
-        goes."""
+        """Share the rows of experts with several hosts so that hosts compute alike, as far as possible."""
         shared = self.shared
         for _ in range(PASSES):
             before = list(self.computed)
@@ -95,7 +93,7 @@ class Draft:
                 return
 
     def blend(self, others: Sequence[Sequence[int]]) -> None:
-        """Go half the way to these rows by expert and host."""
+        """Move the rows of shared experts halfway to the given rows by expert and host."""
         for expert in self.shared:
             total = sum(self.rows[expert])
             half = [(a + b) // 2 for a, b in zip(self.rows[expert], others[expert], strict=True)]
@@ -103,7 +101,7 @@ class Draft:
             self.put(expert, half)
 
     def load(self) -> LayerLoad:
-        """What it asks of ranks and links."""
+        """Return the draft's load on ranks and links."""
         problem = self.problem
         alone = [expert for expert, hosts in enumerate(self.hosts) if len(hosts) == 1]
         host_EP = np.eye(problem.ranks)[[self.hosts[expert][0] for expert in alone]]
@@ -113,11 +111,11 @@ class Draft:
         return LayerLoad(traffic=traffic, copies=copies_to(self.guests, problem.placement))
 
     def seconds(self) -> LayerSeconds:
-        """The time of the layer, by rank and link."""
+        """Return the time of the layer, by rank and link."""
         return seconds_of(self.problem.costs, self.load())
 
     def flows(self, experts: Sequence[int]) -> Iterator[Ints]:
-        """Rows of some experts from every rank to every rank, [P, P] by expert."""
+        """Yield the rows of some experts from every rank to every rank, [P, P] by expert."""
         links = self.problem.costs.links
         near, together = tiers(links.nodes), max(1, MOST_FLOWS // links.across.size)
         for first in range(0, len(experts), together):
@@ -128,9 +126,9 @@ class Draft:
             yield from matched(self.problem.loads.T[None, some], room_JP[None], near)[0]
 
     def limit(self, wanted: int | None = None) -> int | None:
-        """Of what a rank computes, in SPLITths of the mean: `wanted`, or as much as one does here.
+        """Return the most a rank computes, in SPLITths of the mean: `wanted`, or the draft's maximum.
 
-        None where rows are not split by the loads of the step that runs, or none are split.
+        None where rows are not split by the loads of the step that runs, or where no expert is shared.
         """
         if not (self.problem.exact and self.shared):
             return None
@@ -138,7 +136,7 @@ class Draft:
         return wanted or max(SPLIT, here)
 
     def split_seconds(self, limit: int | None) -> LayerSeconds:
-        """The time of the layer with rows split under a limit; None: as here."""
+        """Return the time of the layer with rows split under a limit; None: with the draft's own rows."""
         problem, empty = self.problem, [EMPTY] * self.problem.guest_slots
         if limit is None:
             return self.seconds()
@@ -152,12 +150,12 @@ class Draft:
         return seconds_of(problem.costs, load)
 
     def hosting(self, limit: int | None = None) -> Hosting:
-        """The finished record. limit: of one whose rows are split by the loads of the step that runs."""
+        """Return the finished record. limit: of a hosting split by the loads of the step that runs."""
         problem = self.problem
         slots = problem.guest_slots
         guests = [g + [EMPTY] * (slots - len(g)) for g in self.guests]
         plain = Hosting.local(problem.placement, guests, limit)
-        if limit is not None:  # rows are split by other loads than these
+        if limit is not None:  # rows are split by the loads of a later step
             return plain
         splits = [list(of_rank) for of_rank in plain.splits]
         shared = self.shared
@@ -165,7 +163,7 @@ class Draft:
             positions = [_position(plain, host, expert) for host in self.hosts[expert]]
             for rank, flows in enumerate(flows_PP[:, self.hosts[expert]].tolist()):
                 if rank in self.hosts[expert] and not sum(flows):
-                    continue  # its first row, if one comes, is computed where it starts
+                    continue  # any later row is computed where it starts
                 parts = apportioned(flows if sum(flows) else self.rows[expert])
                 splits[rank][expert] = tuple(
                     Part(position, share) for position, share in zip(positions, parts, strict=True) if share
@@ -188,8 +186,7 @@ class Draft:
         return [rows[host] for host in hosts]
 
     def _levelled(self, expert: int) -> list[int]:
-        """Rows by host with which hosts compute alike: those that compute least without this expert fill up
-        first."""
+        """Return rows by host so that hosts compute alike: those with the least other work fill up first."""
         pairs = zip(self.hosts[expert], self.rows[expert], strict=True)
         return filled(
             [self.computed[host] - rows for host, rows in pairs], int(self.problem.expert_rows[expert])
@@ -197,8 +194,8 @@ class Draft:
 
 
 def apportioned(rows: Sequence[int]) -> list[int]:
-    """SPLIT parts by numbers of rows: whole parts, the largest remainders rounded up; all to the first if
-    there are none."""
+    """Return SPLIT parts in proportion to `rows`: whole parts, the largest remainders rounded up; all to the
+    first place if there are no rows."""
     total = sum(rows)
     if not total:
         return [SPLIT, *[0] * (len(rows) - 1)]
@@ -210,5 +207,5 @@ def apportioned(rows: Sequence[int]) -> list[int]:
 
 
 def _position(hosting: Hosting, rank: int, expert: int) -> int:
-    """Where a rank holds an expert that it hosts."""
+    """Return the position at which a rank holds an expert that it hosts."""
     return hosting.by_position.index(expert, rank * hosting.slots)

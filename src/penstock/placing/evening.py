@@ -1,7 +1,4 @@
-"""Planners that share the rows of an expert among several hosts: by load alone, and by load, links and price.
-
-Shapes: P ranks of the expert group, E experts.
-"""
+"""Planners that share an expert's rows among several hosts: by load alone, and by load, links and price."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ EVEN = round(SPLIT * (1 + NEGLIGIBLE))
 """The limit of a hosting whose ranks are to compute alike."""
 
 HARMLESS = 1.001
-"""How much longer the present loads may take with guests in reserve: to more hosts rows have other ways."""
+"""How much longer the present loads may take with guests in reserve: more hosts change the ways of rows."""
 
 PATIENCE = 4
 """Guests that may be added in a row without making the plan faster."""
 
 
 def least_loaded(problem: ExpertProblem) -> Hosting:
-    """Surplus rows of the most loaded rank go to the least loaded one, which gets the weights; no price is
-    asked."""
+    """Return a hosting that moves surplus rows of the most loaded rank, with weights, to the least loaded
+    one, whatever the price."""
     evened = _evened_out(problem)
     return evened.hosting(evened.limit(EVEN))
 
@@ -43,8 +40,8 @@ def _evened_out(problem: ExpertProblem) -> Draft:
 
 
 def _surplus(draft: Draft) -> tuple[int, int] | None:
-    """The largest expert of the most loaded rank that the least loaded rank with room can take; None if
-    even."""
+    """Return the largest expert of the most loaded rank that the least loaded rank with room can take, and
+    that rank; None if loads are even."""
     mean = draft.problem.mean_rows
     ranks = sorted(range(len(draft.computed)), key=lambda rank: draft.computed[rank])
     heaviest = ranks[-1]
@@ -63,11 +60,11 @@ def _rows_at(draft: Draft, expert: int, rank: int) -> int:
 
 
 def planned(problem: ExpertProblem) -> Hosting:
-    """Guests one by one where they promise most, and of all plans on the way the fastest by rank and link.
+    """Return the fastest plan, by rank and link, of those met while guests are added where most promising.
 
     A guest is worth the computation that it evens out, and the rows that it keeps in a rank or a node, less
     the weights that cross links beyond what the schedule hides. Each plan is tried with its rows near and
-    levelled, the best one half way between, too: tokens travel or weights travel, whichever costs less.
+    levelled, the best one also halfway between: tokens travel or weights travel, whichever costs less.
     """
     draft = Draft(problem)
     time = draft.seconds()
@@ -80,7 +77,7 @@ def planned(problem: ExpertProblem) -> Hosting:
             time = draft.seconds()
             if time.total_s < best_s:
                 best, best_s, waited = draft.copy(), time.total_s, 0
-    evened = _evened_out(problem)  # where no guest pays before many have come
+    evened = _evened_out(problem)  # for loads where no guest pays before many have been added
     plans = (best, _between(best), evened, _between(evened))
     if not problem.exact:
         return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
@@ -96,9 +93,9 @@ def planned(problem: ExpertProblem) -> Hosting:
 
 
 def _reserved(best: Draft, time: LayerSeconds) -> Draft:
-    """The plan with free slots filled as far as the schedule hides it, those of the least busy ranks first.
+    """Return the plan with free slots filled as far as the schedule hides it, the least busy ranks first.
 
-    Rows are split by their own loads, so a guest for which there is nothing to do yet takes its share if its
+    Rows are split by the loads of the step that runs, so a guest without present work takes its share if its
     expert is hot in the next step.
     """
     draft = best.copy()
@@ -117,7 +114,7 @@ def _reserved(best: Draft, time: LayerSeconds) -> Draft:
 
 
 def _most_urgent(draft: Draft, rank: int) -> int | None:
-    """The expert of which a host more would take most from those that there are, if it got a mean one's rows
+    """Return the expert whose hosts one more host would relieve most, if the expert got a mean expert's rows
     more; None if the rank hosts all."""
     rows_E, held = draft.problem.expert_rows, [*draft.problem.placement.held(rank), *draft.guests[rank]]
     hosts_E = np.array([len(hosts) for hosts in draft.hosts])
@@ -127,7 +124,7 @@ def _most_urgent(draft: Draft, rank: int) -> int | None:
 
 
 def _between(draft: Draft) -> Draft:
-    """The plan with its rows half way between near and levelled."""
+    """Return the plan with its rows halfway between near and levelled."""
     half = draft.copy()
     half.near()
     near = [list(rows) for rows in half.rows]
@@ -137,14 +134,14 @@ def _between(draft: Draft) -> Draft:
 
 
 def _promising(draft: Draft, exposed: bool) -> tuple[int, int] | None:
-    """The expert and rank that promise most; None if nothing promises anything."""
+    """Return the expert and rank that promise most; None if no guest promises a gain."""
     scores = _scores(draft, exposed)
     expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
     return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
 
 
 def _scores(draft: Draft, exposed: bool) -> Floats:
-    """Seconds that a guest promises, for every expert and rank, [E, P]; -inf where it cannot be.
+    """Return the seconds that a guest promises, for every expert and rank, [E, P]; -inf where impossible.
 
     exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
     """
@@ -164,7 +161,7 @@ def _scores(draft: Draft, exposed: bool) -> Floats:
 
 
 def _evened(draft: Draft) -> Floats:
-    """Rows above the mean of an expert's hosts that fit below the mean of a rank, [E, P]."""
+    """Return the rows above the mean of an expert's hosts that fit below the mean of a rank, [E, P]."""
     mean = draft.problem.mean_rows
     above = [max(0.0, computed - mean) for computed in draft.computed]
     surplus = [
@@ -177,9 +174,9 @@ def _evened(draft: Draft) -> Floats:
 
 
 def _kept(draft: Draft) -> Ints:
-    """Rows that a guest would keep from crossing to the owner, [E, P].
+    """Return the rows that a guest would keep from crossing to the owner, [E, P].
 
-    Its node's where that has no host, else its own.
+    All rows of its node where the node has no host, else the rank's own.
     """
     problem = draft.problem
     nodes = np.array(problem.costs.links.nodes)

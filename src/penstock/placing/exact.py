@@ -1,9 +1,9 @@
-"""Rows of experts with several hosts, split by the loads of the step that runs, so that these are even.
+"""Even splits of the rows of experts with several hosts, by the loads of the step that runs.
 
-Ranks tell each other how many rows they have for every expert before a row travels. From that each finds the
-same split: rows are computed where they start as far as a rank then computes no more than its share, next in
-their node, and whatever is left goes to the hosts that have least to do. Integers only: what ranks find must
-not depend on how a library adds.
+Ranks tell each other how many rows they have for every expert before a row travels. From these counts each
+finds the same split: rows are computed where they start as far as a rank then computes no more than its
+share, next in their node, and the rest goes to the hosts that have least to do. Integers only: what ranks
+find must not depend on how a library adds.
 
 Shapes: S sources (the ranks that share an expert, rank by rank), P ranks of the expert group, C slices, E
 experts, J those with several hosts, Q positions, N positions of a rank.
@@ -23,12 +23,12 @@ from penstock.placement import EMPTY, SPLIT, Hosting
 from penstock.placing.integers import Ints
 
 MOST_PASSED = 8
-"""How often rows are passed on for every rank, at most: half as often is more than was ever needed."""
+"""The most times per rank that rows are passed on: half as many were always enough."""
 
 
 class _Shared(NamedTuple):
-    """An expert with several hosts. hosts: ranks, ascending. inside: by node with hosts, which of them are
-    there, the first of the node's ranks, and the one after the last."""
+    """An expert with several hosts. hosts: ranks, ascending. inside: by node with hosts, the places of these
+    hosts, the first of the node's ranks, and the one after the last."""
 
     expert: int
     hosts: tuple[int, ...]
@@ -38,8 +38,8 @@ class _Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactSplit:
-    """Who computes whose rows. by_position: the expert at every position, or EMPTY. nodes: of every rank,
-    ascending. limit: how much a rank computes at most, if hosts allow it, in SPLITths of the mean."""
+    """Which rank computes whose rows. by_position: the expert at every position, or EMPTY. nodes: by rank,
+    ascending. limit: the most that a rank computes, if hosts allow it, in SPLITths of the mean."""
 
     by_position: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -47,7 +47,7 @@ class ExactSplit:
 
     @staticmethod
     def of(hosting: Hosting, nodes: Sequence[int] = ()) -> ExactSplit:
-        """Of a hosting that has a limit. nodes: () = there is one."""
+        """Return the split of a hosting that has a limit. nodes: () = one node."""
         assert hosting.limit is not None, "a hosting without a limit says itself where rows go"
         one = (0,) * hosting.placement.ranks
         return ExactSplit(hosting.by_position, tuple(nodes) or one, hosting.limit)
@@ -58,7 +58,7 @@ class ExactSplit:
         return len(self.by_position) // len(self.nodes)
 
     def table(self, counts_SCE: Ints) -> Ints:
-        """Rows from every source to every position, [S, P, C, N]. counts: for every expert, by slice."""
+        """Return rows from every source to every position, [S, P, C, N]. counts: by slice and expert."""
         counts_SCE = counts_SCE.astype(np.int64, copy=False)
         sources, slices, _ = counts_SCE.shape
         rows_SCQ: Ints = counts_SCE[:, :, self._expert_Q] * self._alone_Q
@@ -86,14 +86,14 @@ class ExactSplit:
     # ---- how many rows every host computes -----------------------------------------------------------------
 
     def _levelled(self, fixed: list[int], starting: list[list[int]]) -> list[list[int]]:
-        """Rows of every shared expert by rank, [J][P]. fixed: of all others. starting: [J][P], where rows
-        start."""
+        """Return the rows of every shared expert by rank, [J][P]. fixed: rows of all other experts. starting:
+        [J][P], where rows start."""
         load, totals = list(fixed), [sum(rows) for rows in starting]
         everything = sum(load) + sum(totals)
         most = -(-self.limit * everything // (SPLIT * len(load)))
         order = sorted(range(len(totals)), key=lambda j: -totals[j])
         given = [[0] * len(load) for _ in totals]
-        for first in (True, False):  # first of all where they start
+        for first in (True, False):  # the first round places rows where they start
             for j in order:
                 hosts, rows = self._shared[j].hosts, given[j]
                 if not first and all(load[host] <= most for host in hosts):
@@ -121,7 +121,7 @@ class ExactSplit:
             reached = self._reached(given, full)
             least = min(reached, key=load.__getitem__)
             gap = load[full] - load[least]
-            if gap < 2:  # nor can any rank on the way give rows away
+            if gap < 2:  # then no rank on the way can give rows away, either
                 full_ones = [rank for rank in full_ones if rank not in reached]
                 continue
             steps, rank = [], least
@@ -138,7 +138,7 @@ class ExactSplit:
             load[least] += rows
 
     def _reached(self, given: Sequence[Sequence[int]], start: int) -> dict[int, tuple[int, int]]:
-        """Ranks to which rows of `start` can be passed on, nearest first: by which rank, of which expert."""
+        """Return the ranks that rows of `start` can reach, nearest first: by which rank, of which expert."""
         found, queue = {start: (start, -1)}, deque([start])
         while queue:
             rank = queue.popleft()
@@ -175,7 +175,7 @@ class ExactSplit:
 
     @cached_property
     def _shared_by_rank(self) -> list[list[int]]:
-        """Which of the shared experts a rank hosts."""
+        """The shared experts that each rank hosts."""
         ranks = range(len(self.nodes))
         return [[j for j, each in enumerate(self._shared) if rank in each.hosts] for rank in ranks]
 
@@ -196,7 +196,7 @@ class ExactSplit:
 
 
 def filled(heights: Sequence[int], rows: int) -> list[int]:
-    """Rows that each of several places gets, of which the lowest fill up first; heights: what they have."""
+    """Return the rows that each place gets if the lowest fill up first. heights: rows that places have."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     left, count, level = rows, 0, 0
     for count, place in enumerate(order, start=1):
@@ -213,7 +213,7 @@ def filled(heights: Sequence[int], rows: int) -> list[int]:
 
 
 def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int) -> list[int]:
-    """Rows of an expert by host. load: of the hosts without it. most: that a host computes, if others can."""
+    """Return an expert's rows by host. load: the hosts' other rows. most: a limit if others have room."""
     left = sum(starting)
     found = [min(starting[host], max(0, most - base)) for host, base in zip(expert.hosts, load, strict=True)]
     left -= sum(found)
@@ -235,8 +235,8 @@ def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int
 
 
 class Tier(NamedTuple):
-    """Who is near whom: groups of sources and ranks. first_S, first_P: of the group of each; together_SP: 1
-    where both are in one."""
+    """Groups of near sources and ranks. first_S, first_P: the first of each one's group; together_SP: 1 where
+    both are in one group."""
 
     first_S: Ints
     first_P: Ints
@@ -245,7 +245,7 @@ class Tier(NamedTuple):
 
 @lru_cache(maxsize=16)
 def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
-    """Nearest first: ranks, nodes, all. nodes: of every rank, ascending. sources: 0 = the ranks."""
+    """Return tiers, nearest first: ranks, nodes, all. nodes: by rank, ascending. sources: 0 = the ranks."""
     ranks, each = np.arange(len(nodes)), (sources or len(nodes)) // len(nodes)
     groups = [(np.repeat(group, each), group) for group in (ranks, np.array(nodes), 0 * ranks)]
     return tuple(
@@ -259,7 +259,7 @@ def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
 
 
 def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
-    """Rows from every source to every rank, [C, J, S, P], inside groups that are ever larger."""
+    """Return rows from every source to every rank, [C, J, S, P], matched inside ever larger groups."""
     found_CJSP = np.zeros((*left_CJS.shape, room_CJP.shape[2]), np.int64)
     for first_S, first_P, together_SP in near:
         starts_CJS, ends_CJS = _runs(left_CJS, first_S)
@@ -274,7 +274,7 @@ def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
 
 
 def _runs(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:
-    """Where runs of these sizes begin and end, which lie one after the other in their group."""
+    """Return where runs of these sizes begin and end; in each group they follow one another."""
     ends = sizes.cumsum(axis=2)
     starts = ends - sizes
     before = starts[..., first]

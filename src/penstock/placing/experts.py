@@ -1,7 +1,7 @@
 """Planners of guests by name, and whether a plan still pays.
 
 A planner makes, from the loads of one step, the hosting of the next. All ranks run it on the same integers
-and compare a hash of what it finds.
+and compare a hash of its result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLANNERS: Final[dict[str, Planner]] = {
 
 
 class PlanningCost(NamedTuple):
-    """Seconds of a host thread for one layer: a fixed part, for every rank, and for every load of a rank."""
+    """Seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
 
     fixed_s: float
     rank_s: float
@@ -40,27 +40,28 @@ PLANNING: Final[dict[str, PlanningCost]] = {
     "least_loaded": PlanningCost(2e-4, 1e-4, 2e-6),
     "planned": PlanningCost(2e-3, 7e-4, 2e-6),
 }
-"""What a 2 GHz core needs where loads are uneven, to a factor of two. Constants, since a clock would make
-predictions of one and the same step differ. Guest slots change a planner's time less than its loads do."""
+"""Times of a 2 GHz core where loads are uneven, to a factor of two. They are constants, since measured ones
+would make predictions of one and the same step differ. Guest slots change a planner's time less than its
+loads do."""
 
 
 def find_planner(name: str) -> Planner:
-    """A planner by its name. Raises ValueError for a name that none has."""
+    """Return a planner by its name. Raises ValueError for an unknown name."""
     if name not in PLANNERS:
         raise ValueError(f"no planner of experts is called {name!r}; there are {', '.join(PLANNERS)}")
     return PLANNERS[name]
 
 
 def planning_s(name: str, ranks: int, experts: int) -> float:
-    """What a planner is taken to need for one layer of an expert group."""
+    """Return the seconds that a planner is assumed to need for one layer of an expert group."""
     cost = PLANNING[name]
     return cost.fixed_s + ranks * (cost.rank_s + experts * cost.load_s)
 
 
 def pays(problem: ExpertProblem, hosting: Hosting) -> bool:
-    """Whether a hosting makes the layer faster than none, by rank and link, with the loads of the problem.
+    """Return whether a hosting makes the layer faster than none, by rank and link, with the problem's loads.
 
-    A plan from stale loads may not: ask again when those of the step are known, and drop it if so.
+    A plan from stale loads may not: ask again once the loads of the step are known, and drop it if so.
     """
     if hosting.is_empty:
         return False
@@ -69,10 +70,10 @@ def pays(problem: ExpertProblem, hosting: Hosting) -> bool:
 
 
 def overlap(before: Ints, after: Ints) -> float:
-    """The share of rows that two steps have in common, by rank and expert: 1 = the same distribution, 0 =
-    none alike.
+    """Return the share of rows that two steps have in common, by rank and expert: 1 = the same distribution,
+    0 = no row in common.
 
-    Pro-Prophet's locality: a plan from one step serves the next as far as loads resemble each other.
+    Pro-Prophet's locality: a plan from one step serves the next as far as their loads resemble each other.
     """
     totals = before.sum() or 1, after.sum() or 1
     difference = abs(before / totals[0] - after / totals[1]).sum()

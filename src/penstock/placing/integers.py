@@ -1,7 +1,7 @@
-"""Arrays of integers, and their products by floating point's fast routine.
+"""Arrays of integers, and exact matrix products of them by the fast routine for floating point.
 
-Everything that ranks derive each for itself must come out the same on all of them. So costs are integers: a
-sum of integers below 2 ** 53 is exact in float64, in whatever order a library adds.
+All ranks must derive the same results independently. Therefore costs are integers: a sum of integers below
+2 ** 53 is exact in float64, in whatever order a library adds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def exact_product(left: Ints | Floats, right: Ints | Floats) -> Ints:
-    """The product of two matrices of integers, in float64 or not, whose sums stay below 2 ** 53."""
+    """Return the product of two matrices of integers (int64 or float64) whose sums stay below 2 ** 53."""
     product: Ints = (left.astype(np.float64, copy=False) @ right.astype(np.float64, copy=False)).astype(
         np.int64
     )

@@ -1,4 +1,4 @@
-"""How long a layer takes with some experts as guests: per rank and link, and by the equations of Pro-Prophet.
+"""The time of a layer with some experts as guests: per rank and link, and by the equations of Pro-Prophet.
 
 Shapes: P ranks of the expert group, E experts.
 """
@@ -18,15 +18,15 @@ from penstock.placing.integers import Floats, Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem
 
 Equation = Literal[6, 8]
-"""Of Pro-Prophet: 6 has transfers of weights beside everything else, 8 hides them behind computation."""
+"""Equation of Pro-Prophet: 6 adds transfers of weights to everything else, 8 hides them under computation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """What a layer asks of ranks and links in one step.
+    """The load of a layer on ranks and links in one step.
 
-    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts of
-    which rank p sends the parameters to rank r, and gets the gradients back.
+    traffic: [P, P], rows that rank p sends to rank r, its own on the diagonal. copies: [P, P], experts whose
+    parameters rank p sends to rank r, and whose gradients it gets back.
     """
 
     traffic: Floats
@@ -34,7 +34,7 @@ class LayerLoad:
 
     @staticmethod
     def of(loads: Ints, hosting: Hosting, nodes: Sequence[int] = ()) -> LayerLoad:
-        """With rows `loads` [P, E] going where a hosting sends them. nodes: by rank; () = there is one."""
+        """Return the load with rows `loads` [P, E] sent as a hosting says. nodes: by rank; () = one node."""
         ranks = hosting.placement.ranks
         if hosting.limit is not None:
             table_SPCN = ExactSplit.of(hosting, nodes).table(loads[:, None])
@@ -71,12 +71,12 @@ class LayerLoad:
 
 
 def copies_of(hosting: Hosting) -> Ints:
-    """Experts of which rank p sends the parameters to rank r, [P, P]."""
+    """Return the number of experts whose parameters rank p sends to rank r, [P, P]."""
     return copies_to(hosting.guests, hosting.placement)
 
 
 def copies_to(guests: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
-    """The same for guests by rank that are not yet a hosting, [P, P]. EMPTY slots get nothing."""
+    """Return copies, [P, P], for guests by rank that are not yet a hosting; EMPTY slots get none."""
     copies = np.zeros((placement.ranks,) * 2, np.int64)
     for rank, here in enumerate(guests):
         for expert in here:
@@ -87,10 +87,10 @@ def copies_to(guests: Sequence[Sequence[int]], placement: ExpertPlacement) -> In
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSeconds:
-    """Where the time of a layer goes, in one step, forward and backward.
+    """The parts of a layer's time in one step, forward and backward.
 
     rows_s: four all-to-alls. experts_s: the slowest rank's experts. weights_s: parts of Trans and Agg that
-    nothing hides.
+    are exposed.
     """
 
     rows_s: float
@@ -103,7 +103,7 @@ class LayerSeconds:
 
 
 def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
-    """By rank and link: the busiest link of every transfer, the slowest rank of every computation."""
+    """Return times by rank and link: each transfer's busiest link, each computation's slowest rank."""
     experts_s = costs.row_s * float(load.computed.max())
     rows_s = 4 * costs.row_bytes * costs.links.seconds(load.traffic)
     weights_s = exposed_s(costs, costs.links.seconds(load.copies), experts_s)
@@ -111,26 +111,26 @@ def seconds_of(costs: ExpertCosts, load: LayerLoad) -> LayerSeconds:
 
 
 def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
-    """Seconds of Trans and Agg that nothing hides.
+    """Return the exposed seconds of Trans and Agg.
 
-    per_byte_s: of the busiest link on copies' way, 0 = none; experts_s: forward of experts.
+    per_byte_s: of the busiest link on the way of copies, 0 = none; experts_s: forward of experts.
     """
     if not per_byte_s:
         return 0.0
-    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)  # Agg is Trans turned round
+    forward_slack_s, backward_slack_s = costs.slack_s(experts_s)  # Agg is Trans in reverse
     forward_s = max(0.0, per_byte_s * costs.parameter_bytes - forward_slack_s)
     return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
 
 
 def layer_seconds(problem: ExpertProblem, hosting: Hosting) -> LayerSeconds:
-    """The time of the layer with these guests, by rank and link."""
+    """Return the time of the layer with these guests, by rank and link."""
     return seconds_of(problem.costs, LayerLoad.of(problem.loads, hosting, problem.costs.links.nodes))
 
 
 def paper_seconds(
     costs: ExpertCosts, received: Floats, computed: Floats, copied: int, excluded: int, equation: Equation = 8
 ) -> float:
-    """The time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
+    """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
 
     received, computed: R and H, [P]. copied: s, experts with guests. excluded: n, ranks that do not get such
     an expert.

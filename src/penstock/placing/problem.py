@@ -1,4 +1,4 @@
-"""What a planner of guests knows: the loads of a layer, and what rows, weights and computation cost.
+"""Input of a planner of guests: the loads of a layer, and the costs of rows, weights and computation.
 
 Shapes: P ranks of the expert group, N nodes, E experts.
 """
@@ -17,10 +17,10 @@ from penstock.placing.integers import Floats, Ints, exact_product
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a byte costs between ranks of one node, and between nodes.
+    """The cost of a byte between ranks of one node, and between nodes.
 
-    nodes: by rank, from 0. across_s_per_byte: of a node's card, which all of its ranks share, or of every
-    rank's own where `card_per_rank`. inside_s_per_byte: of every rank's link inside its node.
+    nodes: by rank, from 0. across_s_per_byte: of a node's card, which all of its ranks share, or of each
+    rank's own card where `card_per_rank`. inside_s_per_byte: of each rank's link inside its node.
     """
 
     nodes: tuple[int, ...]
@@ -29,14 +29,14 @@ class Links:
     card_per_rank: bool = False
 
     def seconds(self, sent_PP: Ints | Floats) -> float:
-        """The time that the busiest link needs for bytes from every rank to every rank.
+        """Return the time that the busiest link needs for bytes sent from every rank to every rank.
 
-        Links are full duplex, and those inside nodes work while cards do.
+        Links are full duplex, and links inside nodes work while cards do.
         """
         return float(self.rank_seconds(sent_PP).max(initial=0.0))
 
     def rank_seconds(self, sent_PP: Ints | Floats) -> Floats:
-        """The same for the links that each rank's bytes pass, [P]."""
+        """Return the time of the busiest link that each rank's bytes pass, [P]."""
         across_PP = self.across * sent_PP
         if self.card_per_rank:
             card_P = _busier(across_PP)
@@ -86,14 +86,15 @@ class Slack(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCosts:
-    """What rows and experts of a layer cost; the same in every step.
+    """The costs of a layer's rows and experts; the same in every step.
 
     row_s: of an expert's forward for one row; backward takes twice that. row_bytes: of a row in one of the
     four all-to-alls of a step. parameter_bytes, gradient_bytes: of one expert, as Trans and Agg carry them.
-    forward_slack_s, backward_slack_s: time of Trans and of Agg that the schedule hides; None: what Eq 8 takes
-    for it, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
-    Pro-Prophet's own schedule hides them behind the block before, and those of the first block behind
-    nothing: with that given the sum over blocks is exact, with Eq 8 it is a few per cent off (SYSTEMS 6.8).
+    forward_slack_s, backward_slack_s: time of Trans and of Agg that the schedule hides; None: as Eq 8
+    assumes, the forward (or backward) of experts and of the rest of the block, `other_s` forward.
+
+    Pro-Prophet's own schedule hides them under the block before, and those of the first block under nothing:
+    with these slacks given, the sum over blocks is exact; with Eq 8 it is a few per cent off (SYSTEMS 6.8).
     """
 
     links: Links
@@ -106,11 +107,11 @@ class ExpertCosts:
     backward_slack_s: float | None = None
 
     def hiding(self, slack: Slack) -> ExpertCosts:
-        """The same in a layer where so much is hidden."""
+        """Return the costs of a layer with this slack."""
         return replace(self, forward_slack_s=slack.forward_s, backward_slack_s=slack.backward_s)
 
     def slack_s(self, experts_s: float) -> tuple[float, float]:
-        """Hidden time of Trans and of Agg. experts_s: forward of the layer's experts."""
+        """Return the hidden time of Trans and of Agg. experts_s: forward of the layer's experts."""
         block_s = experts_s + self.other_s
         forward, backward = self.forward_slack_s, self.backward_slack_s
         return block_s if forward is None else forward, 2 * block_s if backward is None else backward
@@ -119,11 +120,9 @@ class ExpertCosts:
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
     """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-
-    placement: who owns and hosts the experts for good. guest_slots: free slots of every rank. exact: whether
-    rows of shared experts are split by the loads of the step that runs; else by those that the plan is made
-    from. Raises ValueError where sizes contradict each other.
-    """
+    placement: which ranks own and host the experts permanently. guest_slots: free slots of every rank. exact:
+    whether rows of shared experts are split by the loads of the step that runs; else by those from which the
+    plan is made. Raises ValueError where sizes contradict each other."""
 
     placement: ExpertPlacement
     guest_slots: int
@@ -161,6 +160,6 @@ class ExpertProblem:
 
 
 def _busier(sent: Floats) -> Floats:
-    """By row what is sent or received, whichever is more."""
+    """Return, by row of the matrix, what is sent or received, whichever is more."""
     busier: Floats = np.maximum(sent.sum(axis=1), sent.sum(axis=0))
     return busier

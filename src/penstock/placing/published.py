@@ -1,7 +1,7 @@
 """Planners that others have published: Pro-Prophet's greedy search, and FasterMoE's shadowing.
 
-Both give guests the rows of their own ranks only. Both know as many guests as they like; here a rank has
-`guest_slots` of them, and one without a free slot is no host.
+Both give guests only the rows of the guests' own ranks. Both assume an unlimited number of guests; here a
+rank has `guest_slots` of them, and a rank without a free slot is no host.
 
 Shapes: P ranks of the expert group, E experts.
 """
@@ -28,7 +28,7 @@ EXCLUDED = (0.0, 0.25, 0.5, 0.75)
 
 
 def pro_prophet(problem: ExpertProblem) -> Hosting:
-    """Pro-Prophet's plan, with as many ranks excluded as Eq 8 promises most from."""
+    """Return Pro-Prophet's plan, with the number of excluded ranks for which Eq 8 promises most."""
     plans = [greedy(problem, excluded) for excluded in sorted({int(n * problem.ranks) for n in EXCLUDED})]
     return min(plans, key=lambda plan: plan.seconds).guests.hosting()
 
@@ -42,10 +42,10 @@ class Plan:
 
 
 def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equation: Equation = 8) -> Plan:
-    """Algorithm 1 of Pro-Prophet: the best prefix of copies of the heaviest ranks' experts.
+    """Return the best prefix of copies of the heaviest ranks' experts: Algorithm 1 of Pro-Prophet.
 
     excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank. A rank with several
-    experts gives its largest that is not yet copied.
+    experts gives its largest one that is not yet copied.
     """
     guests = Guests(problem)
     load = guests.load()
@@ -64,16 +64,16 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
 
 
 def balanced(problem: ExpertProblem, computed: Floats, alpha: float = BALANCED) -> bool:
-    """Eq 7: whether loads of ranks differ by less than alpha times an expert's mean rows."""
+    """Return whether loads of ranks differ by less than alpha times an expert's mean rows (Eq 7)."""
     mean = problem.loads.sum() / problem.placement.num_experts
     return bool(computed.max() - computed.min() < alpha * mean)
 
 
 def shadowing(problem: ExpertProblem) -> Hosting:
-    """FasterMoE's plan: the most loaded experts go to all ranks, one by one while its model promises a gain.
+    """Return FasterMoE's plan: the most loaded experts go to all ranks, while its model promises a gain.
 
-    The model (SYSTEMS 6.9) takes the largest expert for the load of a rank, and ignores what shadows add to
-    it.
+    Experts are copied one by one. The model (SYSTEMS 6.9) takes the largest expert for the load of a rank,
+    and ignores what shadows add to that load.
     """
     costs, guests = problem.costs, Guests(problem)
     order = np.argsort(-problem.expert_rows, kind="stable").tolist()
@@ -114,14 +114,14 @@ class Guests:
                 self.targets[rank, expert] = rank
 
     def taken(self) -> Guests:
-        """The same, to keep while more are given away."""
+        """Return a copy, to be kept while more experts are given away."""
         other = copy(self)
         other.copied, other.held = list(self.copied), [list(held) for held in self.held]
         other.targets = self.targets.copy()
         return other
 
     def load(self) -> LayerLoad:
-        """What it asks of ranks and links."""
+        """Return the load on ranks and links."""
         ranks = self.problem.ranks
         cells = np.arange(ranks)[:, None] * ranks + self.targets
         traffic = np.bincount(cells.ravel(), self.problem.loads.ravel(), ranks * ranks).astype(np.float64)
@@ -129,21 +129,21 @@ class Guests:
         return LayerLoad(traffic=traffic.reshape(ranks, ranks), copies=copies)
 
     def hosting(self) -> Hosting:
-        """The finished record."""
+        """Return the finished record."""
         slots = self.problem.guest_slots
         filled = [held + [EMPTY] * (slots - len(held)) for held in self.held]
         return Hosting.local(self.problem.placement, filled)
 
 
 def _heaviest_expert(problem: ExpertProblem, computed: Floats, copied: Sequence[int]) -> int | None:
-    """The largest expert of the heaviest rank that is not copied yet."""
+    """Return the heaviest rank's largest expert that is not yet copied; None if all are."""
     held = problem.placement.held(int(computed.argmax()))
     left = [expert for expert in held if expert not in copied]
     return max(left, key=lambda expert: (problem.expert_rows[expert], -expert), default=None)
 
 
 def _receivers(problem: ExpertProblem, expert: int, excluded: int) -> list[int]:
-    """All ranks but the `excluded` ones that have the fewest rows of an expert; the owner does not count."""
+    """Return all ranks but the owner and the `excluded` others with the fewest rows of an expert."""
     owner = problem.placement.owners[expert]
     fewest = [rank for rank in np.argsort(problem.loads[:, expert], kind="stable").tolist() if rank != owner]
     return sorted(fewest[excluded:])

@@ -1,9 +1,9 @@
-"""How many rows cross nodes and devices if a sample lives on a device: the costs of NetMoE's assignment.
+"""Rows that cross nodes and devices if a sample lives on a device: the costs of NetMoE's assignment.
 
-A row is a token that one of its experts works on. Rows of the combine start where their experts are now; rows
-of the next dispatch go from the new home to wherever the next layer's hosting sends that device's rows, so a
-row whose expert is hosted on the device costs nothing, a row to a guest or replica in the node no more than
-one inside the node.
+A row is a token that one of its experts processes. Rows of the combine start where their experts are now;
+rows of the next dispatch go from the new home to wherever the next layer's hosting sends that device's rows,
+so a row whose expert is hosted on the device costs nothing, and a row to a guest or replica in the node no
+more than one inside the node.
 
 Shapes: I samples, P devices, N nodes, E experts; S some samples, D the devices of one node. A device is a
 rank of the expert group, or the ranks that share its tokens.
@@ -24,8 +24,8 @@ from penstock.placing.integers import Floats, Ints, exact_product
 class Nearness:
     """How much of an expert's rows stays on a device, and in its node, under one hosting.
 
-    device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. float64
-    holding integers, so that products with counts are exact and quick.
+    device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. They are
+    integers in float64, so that products with counts are exact and fast.
     """
 
     device: Floats
@@ -33,7 +33,7 @@ class Nearness:
 
     @staticmethod
     def of(hosting: Hosting, node_of_device: Ints) -> Nearness:
-        """From a layer's hosting. node_of_device: [P]."""
+        """Return the nearness under a layer's hosting. node_of_device: [P]."""
         ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
         rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
         rows = [
@@ -53,14 +53,14 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleProblem:
-    """The assignment problem of one layer and microbatch, or of one chunk of it.
+    """The assignment problem of one layer and microbatch, or of one chunk of a microbatch.
 
-    node_of_device: [P]. homes: [I], the device of every sample now; each device keeps as many. combine_rows:
-    [I, P], rows of every sample by the device that computes them in this layer. moved_rows: [I], rows as wide
-    as a token that move with a sample beside those of its experts (shared experts' output, and the residual
-    where rows do not bring it). predictions: [I, E], expected rows by expert of the next MoE layer, and
-    `following`, where they go from every device; both None where no MoE layer follows. Raises ValueError
-    where sizes contradict each other.
+    node_of_device: [P]. homes: [I], the device of every sample now; each device keeps its number of samples.
+    combine_rows: [I, P], rows of every sample by the device that computes them in this layer. moved_rows:
+    [I], rows as wide as a token that move with a sample besides those of its experts (shared experts' output,
+    and the residual where rows do not bring it). predictions: [I, E], expected rows by expert of the next MoE
+    layer, and `following`, where they go from every device; both None where no MoE layer follows. Raises
+    ValueError where sizes contradict each other.
     """
 
     node_of_device: Ints
@@ -104,8 +104,8 @@ class SampleProblem:
         return tuple(np.flatnonzero(self.node_of_device == node) for node in nodes)
 
     def kept_in_nodes(self) -> Ints:
-        """Rows that stay in a node if a sample lives on an average device of it, [I, N]; moving out loses
-        some."""
+        """Return the rows that stay in a node if a sample lives on an average device of the node, [I, N],
+        less the rows that moving to another node sends."""
         order = np.concatenate(self.devices_of_node)
         sizes = np.array([len(devices) for devices in self.devices_of_node])
         firsts = np.cumsum(sizes) - sizes
@@ -119,10 +119,10 @@ class SampleProblem:
         return kept_IN
 
     def kept_on_devices(self, samples: Ints, devices: Ints) -> tuple[Ints, Ints]:
-        """Rows that stay in the node, and on the device, if samples [S] live on devices [D] of one node; both
-        [S, D].
+        """Return the rows that stay in the node, and on the device, if samples [S] live on devices [D] of one
+        node; both [S, D].
 
-        Moving loses some: out of the node in both, inside it on the device alone.
+        Moving subtracts rows: out of the node from both, inside the node from those of the device alone.
         """
         combine_SD = self.combine_rows[samples[:, None], devices]
         moved_SD = self.moved_rows[samples][:, None] * (self.homes[samples][:, None] != devices)
@@ -136,7 +136,7 @@ class SampleProblem:
         return node_SD, device_SD
 
     def rows(self, homes: Ints) -> tuple[int, int]:
-        """Rows across nodes, and inside nodes, with samples on `homes` [I], moves included."""
+        """Return the rows across nodes, and inside nodes, with samples on `homes` [I], moves included."""
         in_node = in_device = 0
         for devices in self.devices_of_node:
             samples = np.flatnonzero(np.isin(homes, devices))
@@ -159,7 +159,7 @@ def sample_problem(
     predictions: Ints | None = None,
     following: Nearness | None = None,
 ) -> SampleProblem:
-    """The problem with rows given by position. counts: [I, positions], those of a device together."""
+    """Return the problem with rows given by position. counts: [I, positions], those of a device together."""
     samples, devices = len(homes), len(node_of_device)
     slots = counts.shape[1] // devices
     return SampleProblem(

@@ -1,11 +1,11 @@
-"""Which device every sample lives on from the next combine on: NetMoE's assignment, in two stages.
+"""The device on which every sample lives from the next combine on: NetMoE's assignment, in two stages.
 
 A combine can deliver a sample's rows to any device at no extra cost, so each MoE layer may choose new homes,
 at which fewer rows of this combine and of the next dispatch leave the node, then the device. Stage 1 chooses
-the node of every sample (a transportation problem, samples x nodes), stage 2, for each node by itself, the
-device (NetMoE, Eq 6 to 10). Every device keeps as many samples as it has, so none gets more memory or work.
-What moves with a sample beside its rows (shared experts' output, the residual where rows do not bring it)
-counts as rows: a sample moves where that saves more than it costs, and stays where it saves nothing.
+the node of every sample (a transportation problem, samples x nodes), stage 2, for each node separately, the
+device (NetMoE, Eq 6 to 10). Every device keeps its number of samples, so none gets more memory or work. What
+moves with a sample besides its rows (shared experts' output, the residual where rows do not bring it) counts
+as rows: a sample moves where that saves more than it costs, and stays where it saves nothing.
 
 Shapes: I samples, S those of a node, C places for them.
 """
@@ -21,13 +21,13 @@ from penstock.placing.transport import Solver, find_solver
 INTER_WEIGHT = 16
 """Rows inside a node that cost about as much as one across nodes, where stage 2 must weigh them.
 
-Only where experts have replicas or guests: without them all devices of a node have the same rows across
-nodes.
+Stage 2 must do so only where experts have replicas or guests: otherwise all devices of a node have the same
+rows across nodes.
 """
 
 
 def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
-    """The device of every sample, [I]: every device gets as many samples as it takes.
+    """Return the device of every sample, [I]: every device gets as many samples as it takes.
 
     Ties keep a sample on its node, then on its device. Raises ValueError for an unknown solver.
     """
@@ -43,7 +43,7 @@ def assign(problem: SampleProblem, solver: str = "network_simplex") -> Ints:
 
 
 def _nodes(problem: SampleProblem, solve: Solver) -> Ints:
-    """Stage 1: the node of every sample, [I], counted as the problem lists them."""
+    """Return the node of every sample (stage 1), [I], numbered as the problem lists nodes."""
     groups = problem.devices_of_node
     if len(groups) == 1:
         return np.zeros_like(problem.homes)
@@ -56,7 +56,7 @@ def _nodes(problem: SampleProblem, solve: Solver) -> Ints:
 
 
 def _devices(problem: SampleProblem, solve: Solver, samples: Ints, devices: Ints) -> Ints:
-    """Stage 2: the device of every one of a node's samples, [S]."""
+    """Return the device of every sample of a node (stage 2), [S]."""
     if len(devices) == 1 or not len(samples):
         return np.broadcast_to(devices[:1], samples.shape)
     node_SD, device_SD = problem.kept_on_devices(samples, devices)
@@ -68,8 +68,8 @@ def _devices(problem: SampleProblem, solve: Solver, samples: Ints, devices: Ints
 
 
 def _costs(kept_SC: Ints, present_S: Ints, places_C: Ints) -> Floats:
-    """Of keeping fewer rows than the most that any sample keeps there, and, less than one row in all, of
-    moving.
+    """Return the costs of places: the rows kept there less than the most that any sample keeps, and a cost of
+    moving that is below one row in all.
 
     What all samples keep alike in one place drops out: it changes no optimum, and so not which one is found.
     """

@@ -1,5 +1,5 @@
-"""What layers will host, as numbers for other ranks and as plain data for files: no split that follows from
-guests."""
+"""Hostings of layers as numbers for other ranks and as plain data for files, without splits that follow from
+the guests."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.placement import ExpertPlacement, Hosting, Part, local_splits
 
 Numbers = npt.NDArray[np.int32]
 Share = tuple[tuple[Hosting, bool], ...]
-"""Of some MoE layers what is planned, and whether it is hosted in the next step."""
+"""For some MoE layers, the planned hosting, and whether it is used in the next step."""
 
 SAME: Final = -1
-"""In the place of the number of splits: as planned before."""
+"""Marker in place of the number of splits: the plan is as before."""
 UNLIMITED: Final = 0
 NUMBER_BYTES: Final = 4
 FIRST_NUMBERS: Final = 3
-"""Before those of a hosting's guests: whether it is hosted, how many splits, the limit."""
+"""Numbers before a hosting's guests: whether it is hosted, the number of splits, the limit."""
 OF_SPLIT: Final = 4
-"""Numbers of a part of a split: rank, expert, position, parts."""
+"""Numbers per part of a split: rank, expert, position, parts."""
 
 
 def numbers_of(share: Share, known: Sequence[Hosting]) -> Numbers:
-    """known: what these layers had planned before, which need not be told again."""
+    """Return a share as numbers. known: the plans of these layers before, which need not be told again."""
     found: list[int] = []
     for (new, hosted), old in zip(share, known, strict=True):
         if new is old:
@@ -40,7 +40,7 @@ def numbers_of(share: Share, known: Sequence[Hosting]) -> Numbers:
 
 
 def share_of(numbers: Numbers, known: Sequence[Hosting]) -> Share:
-    """The same, read by a rank that knows the same."""
+    """Return the share that numbers stand for, read by a rank that knows the same plans."""
     read = iter(numbers.tolist())
     return tuple(_read(read, old) for old in known)
 
@@ -59,19 +59,19 @@ def _read(read: Iterator[int], old: Hosting) -> tuple[Hosting, bool]:
 
 
 def told_bytes(hosting: Hosting) -> int:
-    """Bytes of all that a rank tells of it."""
+    """Return the bytes of all that a rank tells of a hosting."""
     parts = sum(len(parts) for _, _, parts in hosting.own_splits)
     numbers = FIRST_NUMBERS + hosting.placement.ranks * hosting.guest_slots + OF_SPLIT * parts
     return NUMBER_BYTES * numbers
 
 
 def plain_of(hosting: Hosting) -> dict[str, Any]:
-    """JSON."""
+    """Return a hosting as plain data for JSON."""
     return {"guests": hosting.guests, "splits": list(hosting.own_splits), "limit": hosting.limit}
 
 
 def hosting_of(plain: Mapping[str, Any], placement: ExpertPlacement) -> Hosting:
-    """The hosting again. Raises KeyError, TypeError, ValueError or IndexError for what is none."""
+    """Return a hosting from plain data. Raises KeyError, TypeError, ValueError or IndexError if invalid."""
     guests, limit = [list(map(int, held)) for held in plain["guests"]], plain["limit"]
     splits = {
         (rank, expert): [Part(int(position), int(share)) for position, share in parts]

@@ -1,4 +1,4 @@
-"""Who goes where at the least total cost, when every place has so much room: two exact solvers by name.
+"""Assignment at the least total cost to places of limited room: two exact solvers by name.
 
 `network_simplex` solves the transportation problem, I x C numbers for I goers and C places (POT's solver).
 `kuhn_munkres` repeats every place once for each goer that it takes and solves the I x I assignment (NetMoE,
@@ -32,15 +32,15 @@ BACKENDS: Final = {
     "cupy": "POT_BACKEND_DISABLE_CUPY",
     "tensorflow": "POT_BACKEND_DISABLE_TENSORFLOW",
 }
-"""Libraries that POT loads where it finds them, and what keeps it from that."""
+"""Libraries that POT loads where it finds them, and the variable that prevents it."""
 
 
 MANY: Final = 1 << 16
-"""Costs from which on guessing prices takes less time than it saves."""
+"""The number of costs from which guessing prices saves more time than it takes."""
 
 
 def network_simplex(costs_IC: Floats, room_C: Ints) -> Ints:
-    """Places by the network simplex method of POT; where there are many, from guessed prices of places."""
+    """Return places by POT's network simplex; with many costs, started from guessed prices of places."""
     prices_C = guessed_prices(costs_IC, room_C) if costs_IC.size >= MANY else None
     start = None if prices_C is None else ((costs_IC + prices_C).min(axis=1), -prices_C)
     alpha_I, beta_C = (None, None) if start is None else start
@@ -54,10 +54,9 @@ def network_simplex(costs_IC: Floats, room_C: Ints) -> Ints:
 
 
 def guessed_prices(costs_IC: Floats, room_C: Ints, rounds: int = 20) -> Floats:
-    """Prices of places at which about as many goers choose each, the cheapest for them, as it has room for,
-    [C].
+    """Return prices of places [C] at which about as many goers find a place the cheapest as it has room for.
 
-    Places that too many choose become dearer, in ever smaller steps. Integers, as the costs are.
+    Places that too many choose become dearer, in ever smaller steps. Prices are integers, as the costs are.
     """
     prices_C = np.zeros(len(room_C), np.int64)
     step = int(np.ptp(costs_IC, axis=1).sum()) // (2 * len(costs_IC))
@@ -70,7 +69,7 @@ def guessed_prices(costs_IC: Floats, room_C: Ints, rounds: int = 20) -> Floats:
 
 
 def kuhn_munkres(costs_IC: Floats, room_C: Ints) -> Ints:
-    """Places by SciPy's assignment solver, on a column for every goer that a place takes."""
+    """Return places by SciPy's assignment solver, with one column for every goer that a place takes."""
     from scipy.optimize import linear_sum_assignment
 
     place_of_column: Ints = np.repeat(np.arange(len(room_C)), room_C)
@@ -83,7 +82,7 @@ SOLVERS: Final[dict[str, Solver]] = {"network_simplex": network_simplex, "kuhn_m
 
 
 def find_solver(name: str) -> Solver:
-    """A solver by its name. Raises ValueError for a name that none has."""
+    """Return a solver by its name. Raises ValueError for an unknown name."""
     if name not in SOLVERS:
         raise ValueError(f"no solver is called {name!r}; there are {', '.join(SOLVERS)}")
     return SOLVERS[name]
@@ -97,7 +96,7 @@ def prepare(name: str) -> None:
 
 @cache
 def _emd() -> Callable[..., Any]:
-    """What `ot.emd` calls, without its checks, which take three times as long as a small problem."""
+    """Return the function below `ot.emd`, without checks that take three times as long as a small problem."""
     with _without_backends():
         from ot.lp.emd_wrap import emd_c
     return cast(Callable[..., Any], emd_c)
@@ -105,7 +104,7 @@ def _emd() -> Callable[..., Any]:
 
 @contextmanager
 def _without_backends() -> Iterator[None]:
-    """Keep POT from importing tensor libraries that are not loaded yet: it is given numpy arrays alone."""
+    """Keep POT from importing tensor libraries that are not loaded yet: it gets numpy arrays alone."""
     added = [key for module, key in BACKENDS.items() if module not in sys.modules and key not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:

@@ -1,10 +1,17 @@
-"""What no order of a cut beats, without building the cut's graph: quick enough for thousands of cuts."""
+"""Lower bounds for any order of a cut, without building its graph: fast enough for thousands of cuts.
+
+Where ranks differ, one may be busy with experts and another slow at attention. So the work on a lane is
+summed rank by rank, and chains count every task with the seconds of its fastest rank: no path is shorter.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
@@ -14,7 +21,7 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
 from penstock.schedule import Cost
-from penstock.schedule.freeze import slowest
+from penstock.schedule.freeze import fastest, slowest
 from penstock.simulate import chain_ends, lower_bound
 from penstock.step import StepShape, build_graph
 from penstock.step.passes.gradient_pieces import reductions
@@ -23,19 +30,20 @@ from penstock.step.plain import statistics
 USUAL = Decision()
 
 Half = tuple[bool, Lane]
-"""Forward or not, and the lane."""
+"""Whether a task belongs to the forward half, and its lane."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Work by half and lane, and a chain of dependencies. Seconds.
+    """Seconds of work by half and lane, a number or an array [ranks], and of a chain of dependencies.
 
-    Of a layer together with the ends of its step: first_s, last_s: from the start of the forward half until a
-    transfer between nodes can begin, and from the last one until its end; back_s: from the start of the
-    backward half until one can begin. Without such transfers: until the layer is left.
+    For a layer placed between the ends of its step: first_s, last_s: from the start of the forward half until
+    a transfer between nodes can begin, and from the end of the last such transfer to the end of the half;
+    back_s: from the start of the backward half until such a transfer can begin. Without transfers between
+    nodes: until the layer is left.
     """
 
-    work: Mapping[Half, float]
+    work: Mapping[Half, Any]
     chain_s: float
     first_s: float = 0.0
     last_s: float = 0.0
@@ -43,16 +51,20 @@ class _Part:
 
 
 class QuickBounds:
-    """Lower bounds of what is predicted for the cuts of one problem.
+    """Lower bounds on the predicted times of one problem's cuts.
 
-    A kind of layer and its gradients are worked out once.
-    The sums that normalise the loss part a step in two: all of forward ends before any backward begins. So
-    each half takes as long as its busiest lane, transfers wait for the first attention, and the chain is that
-    of the largest microbatch through all layers and of layer 0's longest reduction. Work is exact, since
-    layers add up; with uneven pieces some chain may be longer.
+    Each kind of layer and its gradients are worked out only once.
+
+    The sums that normalise the loss divide a step in two: the whole forward half ends before any backward
+    pass begins. Therefore each half takes as long as its busiest lane, transfers wait for the first
+    attention, and the chain is that of the largest microbatch through all layers plus layer 0's longest
+    reduction. Work is exact, since layers add up; with uneven pieces some chain may be longer.
     """
 
     def __init__(self, problem: Problem) -> None:
+        assert problem.evidence is None, (
+            "layers of one kind are taken for alike, and routing tells them apart"
+        )
         self._given, self._problem, self._ratio = problem, alone(problem), step_ratio(problem)
         self._few, self._counts = _kinds(self._problem)
         layers = self._few.shape.moe_layers
@@ -61,12 +73,12 @@ class QuickBounds:
             for kind in dict.fromkeys(layers)
         }
         self._known: dict[Hashable, tuple[_Part, _Part]] = {}
-        self._known_reductions: dict[Hashable, tuple[float, float]] = {}
+        self._known_reductions: dict[Hashable, tuple[Any, float]] = {}
         self._known_statistics: dict[Hashable, float] = {}
         self._known_seconds: dict[Decision, float] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
-        """Bounds of a model with more or fewer of the same layers; what is known of one holds for both."""
+        """Return bounds for a model with more or fewer of the same layers; both share what they know."""
         if problem is self._given:
             return self
         other = QuickBounds(problem)
@@ -74,7 +86,7 @@ class QuickBounds:
         return other
 
     def seconds(self, choice: Decision) -> float:
-        """No order of this cut takes less, so rules for orders make no difference."""
+        """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
         cut = replace(choice, priority=USUAL.priority)
         if cut not in self._known_seconds:
             self._known_seconds[cut] = self._seconds(cut)
@@ -82,41 +94,42 @@ class QuickBounds:
 
     def _seconds(self, choice: Decision) -> float:
         problem, counts = self._few, self._counts
-        if choice.partition is not None:  # says for every single layer where its gradients go
+        if choice.partition is not None:  # a partition places every single layer's gradients
             problem, counts = self._problem, (1,) * self._problem.shape.num_layers
         cut = problem.cut(choice)
         parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._moe_counts}
         ends = next(iter(parts.values()))[0]
-        work, chain_s = defaultdict(float, ends.work), ends.chain_s
+        work, chain_s = defaultdict[Half, Any](float, ends.work), ends.chain_s
         for is_moe, count in self._moe_counts.items():
             layer = parts[is_moe][1]
             chain_s += count * layer.chain_s
             for half, seconds in layer.work.items():
-                work[half] += count * seconds
+                work[half] = work[half] + count * seconds  # not in place: arrays are kept
         reductions = self._reductions(problem, choice, cut)
-        work[False, Lane.INTER] += sum(n * sum_s for n, (sum_s, _) in zip(counts, reductions, strict=True))
+        reduced_s = sum(n * sum_s for n, (sum_s, _) in zip(counts, reductions, strict=True))
+        work[False, Lane.INTER] = work[False, Lane.INTER] + reduced_s
         first, last = (parts[is_moe][1] for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
-        if work[True, Lane.INTER]:
-            work[True, Lane.INTER] += first.first_s + last.last_s
-        if work[False, Lane.INTER]:
-            work[False, Lane.INTER] += last.back_s
+        for forward, waits_s in ((True, first.first_s + last.last_s), (False, last.back_s)):
+            if np.any(work[forward, Lane.INTER]):
+                work[forward, Lane.INTER] = work[forward, Lane.INTER] + waits_s
         halves = [
-            max((s for (half, _), s in work.items() if half is each), default=0.0) for each in (True, False)
+            max((slowest(s) for (half, _), s in work.items() if half is each), default=0.0)
+            for each in (True, False)
         ]
         whole_s = self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
         return self._ratio * whole_s
 
     def _statistics_s(self, choice: Decision) -> float:
-        """The sums that normalise the loss; they are of all layers at once, however a step is cut."""
+        """Return the seconds of the sums that normalise the loss; they are the same however a step is cut."""
         key = choice.dispatch, choice.compression, choice.more
         if key not in self._known_statistics:
             shape = self._problem.uncut(choice)
             cost = self._problem.cost(choice, shape)
-            self._known_statistics[key] = slowest(cost(statistics(shape.last)))
+            self._known_statistics[key] = fastest(cost(statistics(shape.last)))
         return self._known_statistics[key]
 
     def _parts(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
-        """The ends of a step and one layer, of a step that has no more."""
+        """Return the ends of a step and one layer, from a step with that layer alone."""
         key = (
             is_moe,
             cut.microbatches,
@@ -152,17 +165,18 @@ class QuickBounds:
         graph = build_graph(shape)
         example = self._few.shape.moe_layers.index(is_moe)
         cost = self._few.only((example,)).cost(choice, shape)
-        seconds = {task: slowest(cost(task)) for task in graph.tasks}
+        whole = {task: cost(task) for task in graph.tasks}
+        seconds = {task: fastest(each) for task, each in whole.items()}
         sums = statistics(shape.last)
-        ends = {task: each for task, each in seconds.items() if task.op in (*INPUT, *OUTPUT)}
-        inner = {task: each for task, each in seconds.items() if task not in ends and task.name != sums.name}
-        ends_s = sum(each for task, each in ends.items() if task.microbatch == 0)
-        chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - slowest(cost(sums))
+        ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
+        inner = {task: each for task, each in whole.items() if task not in ends and task.name != sums.name}
+        ends_s = sum(seconds[task] for task in ends if task.microbatch == 0)
+        chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - fastest(cost(sums))
         waits = _waits(graph, list(seconds.values()))
         return _Part(_work(ends), ends_s), _Part(_work(inner), chain_s, *waits)
 
-    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[float, float]]:
-        """For every layer the seconds of its reductions, and of the longest one outside of experts."""
+    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[Any, float]]:
+        """Return, by layer, the seconds of all its reductions and of the longest one outside of experts."""
         cost, found = problem.cost(choice, cut), []
         reduced = problem.gradients.of_form(cut.expert_form).kinds
         for layer in range(cut.num_layers):
@@ -182,7 +196,7 @@ class QuickBounds:
 
 
 def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The first layer, the last, and one of each kind between them; and how many layers each stands for."""
+    """Return the first layer, the last and one of each kind between, with the number of layers of each."""
     last, kinds = problem.shape.last, problem.layer_kinds
     examples: dict[Hashable, int] = {}
     counts: dict[int, int] = {}
@@ -193,15 +207,16 @@ def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
 
 
-def _work(seconds: Mapping[Task, float]) -> Mapping[Half, float]:
-    work: dict[Half, float] = defaultdict(float)
+def _work(seconds: Mapping[Task, Any]) -> Mapping[Half, Any]:
+    work: dict[Half, Any] = defaultdict(float)
     for task, each in seconds.items():
-        work[task.forward, task.lane] += each
+        half = task.forward, task.lane
+        work[half] = work[half] + each
     return work
 
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
-    """`first_s`, `last_s` and `back_s` of a step of one layer that reduces nothing."""
+    """Return `first_s`, `last_s` and `back_s` of a one-layer step that reduces nothing."""
     ends, tails = chain_ends(graph, seconds), _tails(graph, seconds)
     sums_s = next(end for task, end in zip(graph.tasks, ends, strict=True) if task.op == Op.STATISTICS)
     starts = [end - each for end, each in zip(ends, seconds, strict=True)]
@@ -212,7 +227,7 @@ def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]
 
 
 def _inner(graph: Graph, *, forward: bool) -> list[int]:
-    """Positions of a half's tasks between the ends of a step."""
+    """Return the positions of a half's tasks that lie between the ends of a step."""
     outside = (*INPUT, *OUTPUT, Op.STATISTICS)
     return [i for i, task in enumerate(graph.tasks) if task.forward is forward and task.op not in outside]
 
@@ -220,9 +235,10 @@ def _inner(graph: Graph, *, forward: bool) -> list[int]:
 def _least(
     graph: Graph, positions: Sequence[int], crossing: Sequence[float], passing: Sequence[float]
 ) -> float:
-    """The least of the tasks that cross nodes, or else of the microbatches, which pass through the layer.
+    """Return the least `crossing` of tasks between nodes, or else the least `passing` of microbatches.
 
-    Backward a microbatch has passed when all gradients are added: their reductions wait for nothing more.
+    A microbatch has passed backward through the layer once all its gradients are added: their reductions wait
+    for nothing more.
     """
     across = [i for i in positions if graph.tasks[i].lane is Lane.INTER]
     if across:
@@ -236,7 +252,7 @@ def _least(
 
 
 def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
-    """For every forward task, by its position, the longest chain from its end to the sums of the loss."""
+    """Return, for every forward task by position, the longest chain from its end to the sums of the loss."""
     tasks, tails = graph.tasks, [0.0] * len(graph.tasks)
     for position in reversed(range(len(tasks))):
         if not tasks[position].forward or tasks[position].op == Op.STATISTICS:
@@ -246,11 +262,11 @@ def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
     return tails
 
 
-def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[float, float]:
+def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[Any, float]:
     parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
     if not cut.moe_layers[layer]:
         parts[Op.EXPERT_ALL_REDUCE] = ()
     made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1, scatters=cut.updating is not None)
-    seconds = {op: [slowest(cost(task)) for task in tasks] for op, tasks in made.items()}
-    whole = [*seconds[Op.ALL_REDUCE], *seconds[Op.PARTIAL_ALL_REDUCE]]
+    seconds = {op: [cost(task) for task in tasks] for op, tasks in made.items()}
+    whole = [fastest(each) for each in (*seconds[Op.ALL_REDUCE], *seconds[Op.PARTIAL_ALL_REDUCE])]
     return sum(map(sum, seconds.values())), max(whole, default=0.0)

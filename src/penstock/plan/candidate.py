@@ -1,4 +1,4 @@
-"""A choice, worked out: its plan, how long it takes, what no order of it beats, and what memory it needs."""
+"""A choice after evaluation: its plan, its predicted time, a lower bound for any order, and its memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.words import within
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A choice, worked out. memory_bytes: estimated, per rank. interval_s: between which `predicted_s` is
-    expected to lie, from real steps; None = unknown. quick_bound_s: of QuickBounds, 0 = unknown."""
+    """An evaluated choice. memory_bytes: estimated, per rank. interval_s: the range in which `predicted_s` is
+    expected to lie, from real steps; None = unknown. quick_bound_s: from QuickBounds; 0 = unknown."""
 
     choice: Decision
     plan: StepPlan
@@ -30,25 +30,25 @@ class Candidate:
 
     @property
     def predicted(self) -> str:
-        """The prediction for people, with its interval."""
+        """The prediction and its interval as text."""
         return within(self.predicted_s, self.interval_s)
 
     @property
     def bound_s(self) -> float:
-        """What no order of the same tasks beats: the sharper of two bounds."""
+        """Seconds that no order of the same tasks beats: the sharper of two bounds."""
         return max(self.bound.seconds, self.quick_bound_s)
 
 
 def whole_s(problem: Problem, candidate: Candidate) -> float:
-    """The predicted seconds of a whole iteration, clipping and updates included: what runs measure."""
+    """Return the predicted seconds of a whole iteration, clipping and updates included: what runs measure."""
     return candidate.predicted_s + closing_s(problem)
 
 
 def evaluate(problem: Problem, choice: Decision) -> Candidate:
-    """Order, simulate and bound one choice. Raises ConfigError where a task takes no finite time."""
+    """Order, simulate and bound one choice. Raises ConfigError if a task takes no finite time."""
     plan = problem.plan(choice)
     least = bound(problem, choice, plan)
-    predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may shorten, too
+    predicted_s = max(least.seconds, predict_s(problem, choice, plan))  # scatter may also shorten a step
     if not 0 < predicted_s < math.inf:
         raise impossible(problem, choice, plan, predicted_s)
     return Candidate(

@@ -1,9 +1,10 @@
-"""Which cuts deserve a full search for their order: those that a short search orders best.
+"""Selection of the cuts that deserve a full search for their order: those that a short search orders best.
 
-A rule orders some cuts nearly as well as can be and others badly, so the best cut by rules is often not the
-best one once all are ordered well. Searching for the order of every cut in full would take too long. So rules
-only say which cuts get a very short search, these which get a longer one, and these which get a full one
-(successive halving: Jamieson and Talwalkar, Non-stochastic Best Arm Identification, 2016).
+A rule orders some cuts almost optimally and others badly, so the best cut by rules is often not the best one
+once every cut is ordered well. A full search for the order of every cut would take too long. Rules therefore
+only select the cuts that get a very short search; its results select those that get a longer one, and these
+in turn those that get a full one (successive halving: Jamieson and Talwalkar, Non-stochastic Best Arm
+Identification, 2016).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from penstock.plan.problem import Problem
 from penstock.schedule import SCHEDULES
 
 ROUNDS = ((20, 80), (5, 20))
-"""Of every round how many cuts it searches, the best ones of the round before, and the part of a full search
-that each of them gets."""
+"""For each round: the number of cuts searched, the best of the round before, and the divisor of a full
+search's length that each of them gets."""
 
 DRAFTED = ROUNDS[0][0]
-"""Cuts that get a short search, each time that orders are searched."""
+"""The number of cuts that get a short search each time orders are searched."""
 
 
 @dataclass
 class Drafts:
-    """Seconds of cuts in the order that short searches find: of each the longest that it had."""
+    """Seconds of cuts in the orders found by short searches: for each, by its longest search."""
 
     problem: Problem
     meter: Meter
@@ -37,10 +38,10 @@ class Drafts:
     parts: dict[Decision, int] = field(default_factory=dict)
 
     def ranked(self, candidates: Mapping[Decision, Candidate]) -> list[Decision]:
-        """The most promising cuts, best first, each with the order `search`; all is charged to the meter.
+        """Return the most promising cuts, best first, with priority `search`; charge the meter.
 
-        candidates: what was looked at, ordered by rules or by full searches. Cuts that no order makes faster
-        than the best of them are left out.
+        candidates: evaluated choices, ordered by rules or by full searches. Cuts whose lower bound is not
+        below the time of the best candidate are left out.
         """
         found = sorted(candidates.values(), key=lambda each: each.predicted_s)
         best_s = min((each.predicted_s for each in found), default=math.inf)
@@ -58,7 +59,7 @@ class Drafts:
         return drafted
 
     def _best(self, choices: Sequence[Decision]) -> list[Decision]:
-        """Those that had a search, best first; equal ones as they stand."""
+        """Return the choices that have been searched, best first; ties keep their order."""
         return sorted((each for each in choices if each in self.seconds), key=self.seconds.__getitem__)
 
     def _draft_s(self, choice: Decision, ruled: Candidate, part: int) -> float:

@@ -1,4 +1,4 @@
-"""How much a search may look at. Work is counted, not timed: a busy machine finds what an idle one does."""
+"""The extent of a search, counted in work, not in time: a busy machine finds what an idle one does."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.words import counted
 Effort = Literal["low", "usual"]
 
 PLACEMENTS = {"low": 30_000, "usual": 800_000}
-"""Placements in a budget of 1. A task is placed once when its cut is ordered, and once on each timeline."""
+"""Task placements in a budget of 1: one per task when its cut is ordered, and one on each timeline."""
 
 PER_PLANNER = 5_000
-"""What a published planner is charged for its formulas and simulations of its own."""
+"""The placements charged for a published planner's own formulas and simulations."""
 
 QUICK = 15
-"""A local search is charged for one of so many tasks that it places: plain numbers, rarely all of them."""
+"""A local search is charged one placement per QUICK tasks: they are plain numbers, rarely all of them."""
 
 MOST_BUDGET = 1000.0
 
@@ -31,11 +31,11 @@ Count = Annotated[int, Within(0, 2**62, "no search looks at more")]
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """How much a search has looked at, and what it left out. Counts of choices, except for placements.
+    """What a search examined and what it left out. Counts of choices, except for placements.
 
-    left_out: neither simulated nor ruled out by a lower bound. placements, allowed: tasks that were placed
-    on simulated timelines, and how many the budget allowed. stopped: the stage in which the budget was used
-    up; None = it was not. skipped: published planners whose plans were not compared.
+    left_out: neither simulated nor ruled out by a lower bound. placements, allowed: tasks placed on simulated
+    timelines, and the number that the budget allowed. stopped: the stage in which the budget was used up;
+    None = it was not. skipped: published planners whose plans were not compared.
     """
 
     simulated: Count
@@ -52,12 +52,12 @@ class Searched:
 
     @property
     def complete(self) -> bool:
-        """Every choice was simulated or ruled out, and no stage was cut short."""
+        """Whether every choice was simulated or ruled out, and no stage was cut short."""
         return self.stopped is None and not self.left_out
 
     @property
     def words(self) -> str:
-        """The search in words, which claim no more than what was done."""
+        """A description of the search that claims no more than was done."""
         looked = f"{counted(self.simulated, 'plan')} simulated, {self.ruled_out:,} ruled out by lower bounds"
         if self.stopped is None:
             return looked if not self.left_out else f"{looked}, {self.left_out:,} not examined"
@@ -73,16 +73,16 @@ class Searched:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """One more line of explanation if some plans were not examined."""
+        """One more line of explanation if some choices were not examined, else none."""
         return () if self.complete else (f"Search   {self.words}",)
 
 
 class OutOfBudgetError(Exception):
-    """The budget is used up; raised where the next simulation would begin."""
+    """Raised where the next simulation would begin once the budget is used up."""
 
 
 class Meter:
-    """Counts placed tasks against an allowance."""
+    """Counter of placed tasks against an allowance."""
 
     def __init__(self, effort: Effort, budget: float) -> None:
         check_budget("budget", budget)
@@ -93,28 +93,28 @@ class Meter:
         return self.spent >= self.allowed
 
     def check(self) -> None:
-        """Raises OutOfBudgetError if nothing is left."""
+        """Raise OutOfBudgetError if nothing is left of the allowance."""
         if self.used_up:
             raise OutOfBudgetError
 
     def note(self, problem: Problem, choice: Decision, tasks: int) -> None:
-        """Count a choice that was ordered and simulated. tasks: in its graph."""
+        """Count a choice that was ordered and simulated. tasks: the number of tasks in its graph."""
         self.spent += tasks * (1 + timelines(problem))
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * trials(tasks) // QUICK
 
     def note_draft(self, problem: Problem, tasks: int, part: int) -> None:
-        """Count 1/part of a full search for an order, and the simulation of what it found. tasks: in the
-        graph."""
+        """Count 1/part of a full search for an order, and the simulation of the order found. tasks: the
+        number of tasks in the graph."""
         self.spent += tasks * (timelines(problem) + trials(tasks) // part // QUICK)
 
     def note_planner(self) -> None:
-        """A published planner has made its choice."""
+        """Count the choice of one published planner."""
         self.spent += PER_PLANNER
 
 
 def check_budget(key: str, budget: float) -> None:
-    """Raises ConfigError if `budget` is out of range."""
+    """Raise ConfigError if `budget` is out of range."""
     if not 0 < budget <= MOST_BUDGET or math.isnan(budget):
         why = f"must be above 0 and at most {MOST_BUDGET:g}: it multiplies the usual search effort"
         raise ConfigError(key, budget, why, "Use 1, or 4 to search four times as long.")

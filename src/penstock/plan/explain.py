@@ -1,4 +1,4 @@
-"""Why a plan was chosen and what would make it faster, in five lines."""
+"""The reasons for a plan, and what would make it faster, in five lines."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from penstock.words import change, gib, lane_words, milliseconds
 FASTER = 2
 
 INFINITELY = 1e12
-"""With this many times the bandwidth, only start-ups remain."""
+"""A factor on bandwidth so large that only start-up times remain."""
 
 MOSTLY = 0.5
-"""If start-ups take a larger share of the communication time, more bandwidth helps little."""
+"""If start-ups take a larger share of the communication time than this, more bandwidth helps little."""
 
 RIVALS = 2
-"""How many next best plans are also tried on a faster cluster, where one of them may be the best."""
+"""The next best plans also tried on a faster cluster, where one of them may be the best: their number."""
 MOST_TASKS = 20_000
-"""In all plans tried there; the best plan is tried however many tasks it has."""
+"""The most tasks in all plans tried on a faster cluster; the best plan is tried whatever its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource that is
-    twice as fast, the predicted step time over the present one, both ordered by the same rules. rows: what
-    rounded ones save. again: what computing again saves and takes. nodes: whether there are several; inside:
-    whether the network between them mostly waits for links inside."""
+    """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource made twice
+    as fast, the predicted step time over the present one, both ordered by the same rules. rows: what rounded
+    rows save. again: what recomputation saves and takes. nodes: whether there are several; inside: whether
+    the network between them mostly waits for links inside nodes."""
 
     best: Candidate
     next_best: Candidate | None
@@ -55,7 +55,7 @@ class Explanation:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Exactly five."""
+        """Exactly five lines of text."""
         return (
             f"Plan     {self.best.choice.words}{self.rows}",
             f"Time     {self._time()}",
@@ -65,7 +65,7 @@ class Explanation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         following = self.next_best
         return {
             "lines": list(self.lines),
@@ -121,7 +121,7 @@ class Explanation:
 
 
 def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
-    """Simulates the best few plans again on clusters in which one resource is twice as fast."""
+    """Explain a plan: simulate the best few again on clusters in which one resource is twice as fast."""
     best = found.best
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)
@@ -133,7 +133,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         next_best=found.others[0] if found.others else None,
         busy=busy,
         binds=_binds(best, _start_up_share(apart, best, work), nodes=problem.has_nodes),
-        faster=_faster(problem, found, intra=Lane.INTRA in work),
+        faster=_faster(problem, found),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
@@ -145,7 +145,7 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
 
 
 def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> bool:
-    """Whether transfers between nodes take most of their time on links inside nodes."""
+    """Return whether transfers between nodes take most of their time on links inside nodes."""
     endless = replace(apart, cluster=apart.cluster.faster(intra=INFINITELY))
     cost = endless.cost(best.choice, best.plan.shape)
     between = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane is Lane.INTER})
@@ -153,7 +153,7 @@ def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> b
 
 
 def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
-    """The share of start-ups in the communication time; 0 without communication."""
+    """Return the share of start-ups in the communication time; 0 without communication."""
     lanes = [lane for lane in (Lane.INTER, Lane.INTRA) if work.get(lane)]
     if not lanes:
         return 0.0
@@ -178,19 +178,24 @@ def _binds(best: Candidate, start_up_share: float, *, nodes: bool) -> str:
     return f"latency limits the step: {share}; {text}"
 
 
-def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
-    """Best predicted time of a few plans over their best time now, by the resource that is twice as fast."""
+def _faster(problem: Problem, found: FoundPlan) -> dict[str, float]:
+    """Return the best predicted time of a few plans over their best now, by the resource made faster.
+
+    On one node, or where nodes are not known, all links are between ranks.
+    """
     near = (found.best, *found.others[:RIVALS])
     tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
     fits = [so_far <= MOST_TASKS for so_far in tasks]
     tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
     choices = [by_rule(candidate.choice) for candidate in tried]
-    link = "inter-node bandwidth" if problem.has_nodes else "bandwidth between ranks"
+    work = problem.workload
     parts: dict[str, dict[str, float]] = {}
-    if problem.workload.world_size > 1:
-        parts[link] = {"inter": FASTER}
-    if intra:
-        parts["intra-node bandwidth"] = {"intra": FASTER}
+    if work.world_nodes > 1:
+        parts["inter-node bandwidth"] = {"inter": FASTER}
+        if work.world_nodes < work.world_size:
+            parts["intra-node bandwidth"] = {"intra": FASTER}
+    elif work.world_size > 1:
+        parts["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}
     now_s = _best_s(problem, choices)
     # A rule may order shorter tasks worse; the present order would still do, and would not take more time.

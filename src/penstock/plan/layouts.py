@@ -1,7 +1,7 @@
-"""Which ranks share attention and experts: every layout of a model on a cluster, the best first.
+"""Which ranks share attention and experts: every layout of a model on a cluster, ranked.
 
-All layouts work on the same samples per step. They are ranked by quick plans: the first choices of a search
-and what Parm's planner takes; the full search is for the one that is taken.
+All layouts process the same samples per step. They are ranked by quick plans (the first choices of a search
+and the choice of Parm's planner); only the layout that is taken gets the full search.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from penstock.step.shape import TokenLayout
 from penstock.words import change, gib, lane_words
 
 NEXT: Final = 2
-"""Layouts that are told beside the best."""
+"""The number of layouts reported besides the best."""
 
 TOKENS: Final[tuple[TokenLayout, ...]] = ("split", "replicated")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSizes:
-    """Who shares what, and what ranks that share attention have of every sample's tokens between blocks."""
+    """The sizes of the groups that share attention or experts, and how a group that shares attention holds
+    every sample's tokens between blocks."""
 
     mp_size: int
     ep_size: int
@@ -57,7 +58,7 @@ class RankedLayout:
 
     @property
     def words(self) -> str:
-        """The layout in a line."""
+        """The layout in one line of text."""
         dp, own = self.problem.mesh.sizes["dp"], self.sizes
         sizes = f"dp {dp}, mp {own.mp_size}, ep {own.ep_size}, esp {own.esp_size}"
         tokens = f", tokens {own.tokens}" if own.mp_size > 1 else ""
@@ -78,10 +79,10 @@ class RankedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundLayouts:
-    """Those that can run, the best first.
+    """The layouts that can run, best first.
 
-    undivided: the number of those in which something does not divide; too_large: of those that need too much
-    memory. refused: why others cannot be had, one reason for each.
+    undivided: the number of layouts in which a size does not divide; too_large: of those that need too much
+    memory. refused: why other layouts are impossible, one reason for each.
     """
 
     ranked: tuple[RankedLayout, ...]
@@ -95,7 +96,7 @@ class FoundLayouts:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The best for people, beside what else there is."""
+        """The best layout and its alternatives, as lines of text."""
         first, *others = self.ranked
         lines = [f"layout, by quick plans: {first.words}"]
         lines += [f"next best layout: {each.words} ({self._slower(each)})" for each in others[:NEXT]]
@@ -112,10 +113,10 @@ class FoundLayouts:
 def layout_sizes(
     ranks: int, per_node: int, num_experts: int, ep_size: int | None = None
 ) -> Iterator[LayoutSizes]:
-    """Every layout worth a look, those with less sharing first.
+    """Yield every layout worth trying, those with less sharing first.
 
-    per_node: ranks of a node; 0 = nodes differ, and nothing is shared. ep_size: the only one wanted; None =
-    experts spread over as many ranks as divide them, over those of one node, and over none.
+    per_node: ranks of a node; 0 = nodes differ, and nothing is shared. ep_size: the only size wanted; None =
+    experts spread over as many ranks as divide them, over the ranks of one node, and over none.
     """
     sizes = group_sizes(per_node) if per_node else [1]
     for mp_size, esp_size in sorted(product(sizes, sizes), key=prod):
@@ -138,10 +139,10 @@ def rank_layouts(
     *,
     key: str = "plan.layout",
 ) -> FoundLayouts:
-    """The layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
+    """Return the layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
 
-    problem_of: raises IndivisibleError for a layout in which something does not divide, ConfigError for one
-    that cannot be had for another reason.
+    problem_of: raises IndivisibleError for a layout in which a size does not divide, and ConfigError for one
+    that is impossible for another reason.
     """
     ranked, undivided, too_large, refused = [], 0, 0, list[str]()
     for sizes in tried:
@@ -167,13 +168,13 @@ def rank_layouts(
 
 
 def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
-    """What else there is, with the first reason why layouts cannot be had."""
+    """Return text on the layouts left out, with the first reason why one is impossible."""
     counts = f"{undivided} do not divide, {too_large} need more memory"
     return f"{counts}, {len(refused)} cannot be had: {refused[0]}" if refused else counts
 
 
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
-    """The best quick plan that fits; None if none does."""
+    """Return the best quick plan that fits; None if none does."""
     quick: list[Decision] = [*first_choices(problem), parm_choice(problem)]
     fitting = map(Room(problem, memory).with_least_again, dict.fromkeys(quick))
     candidates = [evaluate(problem, choice) for choice in fitting if choice is not None]
@@ -186,7 +187,7 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
 def find_layouts(
     name: str, file: ClusterFile, overrides: Overrides, memory: MemoryBudget | None = None
 ) -> FoundLayouts:
-    """Every layout of published model `name`. Raises ConfigError if none fits."""
+    """Return every layout of published model `name`, ranked. Raises ConfigError if none fits."""
     usual = published_problem(name, file, replace(overrides, mp_size=None, ep_size=None, esp_size=None))
     work = usual.problem.workload
     tried = layout_sizes(work.world_size, work.devices_per_node, work.num_experts, overrides.ep_size)
@@ -196,7 +197,7 @@ def find_layouts(
 
 
 def with_layout(name: str, file: ClusterFile, overrides: Overrides, sizes: LayoutSizes) -> Subject:
-    """The published model with this layout."""
+    """Return the published model with this layout."""
     own = replace(overrides, mp_size=sizes.mp_size, ep_size=sizes.ep_size, esp_size=sizes.esp_size)
     subject = published_problem(name, file, own)
     problem = subject.problem

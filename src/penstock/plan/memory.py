@@ -1,4 +1,4 @@
-"""How much memory a plan takes on each rank: a formula, not a measurement."""
+"""The memory that a plan takes on each rank: a formula, not a measurement."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from penstock.step.shape import FORM_TOKENS
 
 FLOAT32_BYTES = 4
 MOMENTS = 2
-"""What AdamW keeps for every weight that it trains, as large as the weight."""
+"""Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
 GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 4, 2
-"""Hidden states that a block saves per token: of all tokens the input of attention's norm and its output; of
-this rank's heads queries, keys, values and attention's output; of the tokens that stay here between blocks
-that output once more, and the residual."""
+"""Hidden states that a block saves per token: for all tokens, the input of attention's norm and its output;
+for this rank's heads, queries, keys, values and attention's output; for the tokens that stay on this rank
+between blocks, that output once more and the residual."""
 
 HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
-"""Hidden states per routed row: ordered and what came home; received and the experts' output."""
+"""Hidden states per routed row: at home, the permuted and the returned row; at the experts, the received row
+and their output."""
 
 WIDE_COPIES = {2: 2, 3: 4}
-"""Hidden activations of an expert per row, by its matrices: GELU's input and output; SwiGLU's gate, its
-activation, the other factor, and the product."""
+"""Hidden activations of an expert per row, by its number of matrices: GELU's input and output; SwiGLU's gate,
+its activation, the other factor, and the product."""
 
 ENTERED_COPIES = 2
-"""Hidden states that ranks which share attention keep per token of a block that is computed again, beside all
-tokens gathered: what entered it, and what attention added."""
+"""Hidden states that ranks which share attention keep per token of a recomputed block, beside all tokens
+gathered: the block's input, and what attention added."""
 
 LOGIT_COPIES = 2
 
@@ -40,21 +41,21 @@ STATE, ACTIVATIONS, BUFFERS = "weights, gradients and optimizer state", "activat
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """What a rank has for training. Bytes."""
+    """Bytes that a rank has for training."""
 
     bytes: int
 
     @staticmethod
     def of(size_bytes: int | None) -> MemoryBudget | None:
-        """As much; None = not known."""
+        """Return a budget of `size_bytes`; None = not known."""
         return None if size_bytes is None else MemoryBudget(bytes=size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank in the middle of a step.
+    """Bytes of one rank, the busiest where loads are said, in the middle of a step.
 
-    buffers_bytes: gradients of the piece of one layer that is under way, and rows sent and received.
+    buffers_bytes: gradients of the piece of one layer that is being computed, and rows sent and received.
     """
 
     weights_bytes: int
@@ -69,7 +70,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> dict[str, int]:
-        """In words, the largest first. Weights, gradients and optimizer state grow together."""
+        """Bytes by description, the largest first. Weights, gradients and optimizer state grow together."""
         state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         parts = {
             STATE: state,
@@ -80,22 +81,27 @@ class MemoryEstimate:
 
 
 def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
-    """Weights W, gradients W, AdamW's moments 2 W, activations of the whole batch, buffers.
+    """Estimate a rank's weights W, gradients W, moments 2 W (AdamW), activations of the batch, and buffers.
 
-    W = 4 bytes x (this rank's weights outside of experts + layers x experts here x matrices x M x H / esp).
-    Where the workload says what a rank holds, weights are all of that, frozen ones too, and of their own
-    type; gradients and moments are those of trained weights.
-    Guest slots count as experts here that have no moments. With a sharded optimiser a rank has the moments of
-    its share: of every kind of weights one part among the ranks that sum its gradients. Where gradients are
-    given up once they are summed, it has such a share of them, too, and the whole ones of two layers.
+    W = 4 bytes x (this rank's weights outside of experts + layers x experts on this rank x matrices x M x H /
+    esp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their
+    own type; gradients and moments are those of trained weights.
+
+    Guest slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
+    moments of its share: of every kind of weights, one part among the ranks that sum its gradients. Where
+    gradients are released once they are summed, a rank keeps such a share of them, too, and the whole
+    gradients of two layers.
+
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
-    before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M +
-    c H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M +
-    2 H_dense); logits twice in float32. Ranks that share attention divide heads, dense widths, the vocabulary
-    and, where tokens are split, what stays between blocks; shards of an expert all have its rows. What the
-    framework and the transports need themselves is not counted. Where experts are computed again, only the
-    rows are kept that they received, e r M; where blocks are, e (M + 2 r M), what entered one and its rows,
-    received and come home, and the input of shared experts. Then buffers hold one block whole.
+    before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c
+    H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2
+    H_dense); logits twice in float32. Where nothing is dropped and the problem's load says that the experts
+    of a rank get more than the mean, the rows that they receive are that many times more. Ranks that share
+    attention divide heads, dense widths, the vocabulary and, where tokens are split, what stays between
+    blocks; the shards of an expert all have its rows. What the framework and the transports need themselves
+    is not counted. Where experts are recomputed, only the rows that they received are kept, e r M; where
+    blocks are, e (M + 2 r M): a block's input, its rows, received and returned, and the input of shared
+    experts. Then buffers hold one whole block.
 
     Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -104,9 +110,9 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     guests = _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
-    whole = replace(cut, recompute="none")
-    per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in layers]
-    largest = max(_layer_bytes(work, whole, is_moe) for is_moe in layers)
+    whole, busiest = replace(cut, recompute="none"), _busiest(problem)
+    per_layer = [_layer_bytes(work, cut, is_moe, busiest) for is_moe in layers]
+    largest = max(_layer_bytes(work, whole, is_moe, busiest) for is_moe in layers)
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
     moe = any(problem.shape.moe_layers)
@@ -116,12 +122,12 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
         gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
-        buffers_bytes=int(largest / microbatches + 2 * work.wire_bytes(piece_rows)),
+        buffers_bytes=int(largest / microbatches + (1 + busiest) * work.wire_bytes(piece_rows)),
     )
 
 
 def trained_bytes(problem: Problem) -> dict[str, int]:
-    """Of this rank's weights that are trained, by the op that reduces their gradients."""
+    """Return the bytes of this rank's trained weights, by the op that reduces their gradients."""
     work = problem.workload
     sizes = work.gradients_of("gather")
     experts = sum(problem.shape.moe_layers) * work.placement.slots * work.expert_bytes
@@ -130,13 +136,13 @@ def trained_bytes(problem: Problem) -> dict[str, int]:
 
 
 def _weights_bytes(problem: Problem) -> int:
-    """Of all weights, frozen ones too."""
+    """Return the bytes of all weights, frozen ones included."""
     held = problem.workload.held
     return sum(trained_bytes(problem).values()) if held is None else held.weights
 
 
 def _gradients_bytes(problem: Problem, choice: Decision) -> int:
-    """Of gradients: all, or where they are given up a share, and what of two layers is not yet summed."""
+    """Return the bytes of gradients: all, or a share and two layers where they are released."""
     trained, updating = trained_bytes(problem), problem.shape.updating
     if updating is None or not updating.releases:
         return sum(trained.values())
@@ -147,7 +153,7 @@ def _gradients_bytes(problem: Problem, choice: Decision) -> int:
 
 
 def _updated_bytes(problem: Problem) -> int:
-    """Of the weights that this rank updates: all trained ones, or a share where a step updates by itself."""
+    """Return the bytes of weights that this rank updates: all, or a share where the step updates."""
     trained = trained_bytes(problem)
     if problem.shape.updating is None:
         return sum(trained.values())
@@ -156,18 +162,28 @@ def _updated_bytes(problem: Problem) -> int:
 
 
 def _owners(problem: Problem) -> dict[str, int]:
-    """How many ranks sum the gradients of each kind, and so have a share."""
+    """Return, for each kind of gradients, the number of ranks that sum them, each of which owns a share."""
     sharing, mesh = problem.workload.mp_size > 1, problem.workload.mesh
     return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
 
 
 def _guest_bytes(problem: Problem, choice: Decision) -> int:
-    """Weights of the experts that a rank has room for as guests, which have no moments there."""
+    """Return the bytes of a rank's guest slots: weights of experts that have no moments on this rank."""
     return int(choice.guests * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
 
 
-def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
-    """What the whole batch of one rank leaves behind in one layer until its backward."""
+def _busiest(problem: Problem) -> float:
+    """Return the rows that the busiest rank's experts receive over those with even routing."""
+    work = problem.workload
+    limited = work.capacity_factor is not None or work.slots_per_sample > 0
+    return 1.0 if limited or problem.evidence is not None else max(problem.load, default=1.0)
+
+
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, busiest: float) -> float:
+    """Return the bytes that one layer keeps for its backward, for the whole batch of one rank.
+
+    busiest: how many times the mean number of rows its experts receive.
+    """
     tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
     kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
     block = hidden * (tokens * (GATHERED_COPIES + HEAD_COPIES / mp_size) + kept * BLOCK_COPIES)
@@ -179,7 +195,7 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
-    there = work.rows(0, 1, 0, 1, *_row_shares(work, cut))
+    there = busiest * work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
     wide_shared = wide * work.shared_ffn_hidden_size
     if cut.recompute != "none":
@@ -191,7 +207,7 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
 
 
 def _row_shares(work: Workload, cut: StepShape) -> tuple[int, int]:
-    """Ranks that cut the same samples, and ranks that deal each other their rows, when experts get them."""
+    """Return how many ranks cut the same samples, and how many deal out rows, when experts get them."""
     if cut.expert_form == "baseline":
         return 1, 1
     return (work.mp_size, 1) if FORM_TOKENS[cut.expert_form] == "split" else (1, work.mp_size)

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """Sizes as published.
+    """A model's sizes as published.
 
     batch: samples per device, and per node where `sharded`. experts_per_device, experts_per_node: the number
     of experts grows with the cluster. capacity_factor: None = dropless. num_heads: None = not given.
     sharded: the devices of a node share attention and every expert (FSMoE's MP = ESP). on: other sizes on a
-    cluster, by its name. note: what is to be known about the numbers.
+    cluster, by the cluster's name. note: a remark on the numbers for users.
     """
 
     study: str
@@ -116,4 +116,4 @@ MODELS: dict[str, PublishedModel] = {
     "MoE-GPT-DS": _pro_prophet(24, 512),
     "MoE-GPT-DM": _pro_prophet(24, 1024),
 }
-"""By the names of the studies; MoE-GPT-* are Pro-Prophet's."""
+"""Published models by the names in the studies; MoE-GPT-* are Pro-Prophet's."""

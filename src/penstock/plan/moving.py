@@ -1,8 +1,8 @@
 """Whether it pays to move samples or experts: good plans priced once more, with measured routing.
 
-A search prices even routing, with which nothing is gained by moving. Here the best plans are compared with
-themselves: samples moved, experts moved by each planner, both. What moving costs (solving, counts,
-residuals, weights, gradients) is in the simulated step as tasks, so one number decides.
+A search prices even routing, with which moves gain nothing. Here the best plans are compared with themselves:
+with samples moved, with experts moved by each planner, and with both. The cost of moves (solving, counts,
+residuals, weights, gradients) is part of the simulated step as tasks, so one number decides.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.words import change, counted, gib
 from penstock.workloads import RoutingConfig, routing_of
 
 WORTH = 0.97
-"""What moves must shorten a step to less than this part; predictions err by about as much."""
+"""Moves must shorten a step to less than this part of its time; predictions err by about as much."""
 
 
 QUICK_RULE: Final = "critical_path"
@@ -35,7 +35,7 @@ QUICK_RULE: Final = "critical_path"
 
 @dataclass(frozen=True, kw_only=True)
 class _Priced:
-    """What some moves would cost. refused: by reason, the names of those that the step cannot have."""
+    """Priced moves. refused: by reason, the names of the moves that the step cannot have."""
 
     found: list[Candidate] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class _Priced:
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """A plan with and without moving. still, best: without, and the fastest of all where that is worth it.
+    """A plan with and without moves. still: without; best: the fastest of all where that is worth it.
 
     lines: on samples, on experts and on both, as far as they may move, with the reasons; also on moves that
     could not be weighed.
@@ -60,12 +60,12 @@ class Weighed:
 
     @property
     def verdict(self) -> str:
-        """The plan that follows."""
+        """A line with the plan that follows."""
         return f"{PLACED}  {self.best.choice.words if self.moves else 'nothing is to move'}"
 
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
-    """The problem of a step that is routed like the second of a workload's steps, after its first."""
+    """Return the problem with evidence: a step routed like a workload's second step, known from its first."""
     sizes = routing_sizes(problem.workload, sum(problem.shape.moe_layers))
     found = routing_of(routing, sizes)
     return replace(problem, evidence=Evidence(found.counts(0), found.counts(1)), movable=movable)
@@ -81,7 +81,7 @@ def weigh(
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
     progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
-    known. routing: the evidence in words. Raises RefusalError if no choice can be had without moves.
+    known. routing: the evidence in words. Raises RefusalError if no choice is possible without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
@@ -102,7 +102,7 @@ def weigh(
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
-    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # what runs fits
+    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # the present plan fits
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
     both = price(_joined(alone)) if len(alone) > 1 else _Priced()
     best = _least([still, *(each for some in (samples, experts, both) for each in _usable(some.found, most))])
@@ -115,7 +115,7 @@ def weigh(
 
 
 def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
-    """The same with the order that `choice` asks for: what moves was weighed by a quick rule."""
+    """Return `weighed` with the order that `choice` asks for: moves were weighed with a quick rule."""
     if not weighed.moves:
         return weighed
     best = evaluate(problem, replace(weighed.best.choice, priority=choice.priority))
@@ -123,7 +123,7 @@ def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
 
 
 def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
-    """Those that fit; with more guest slots only where these shorten the step by what is worth it."""
+    """Return the candidates that fit; with more guest slots only where these shorten the step enough."""
     fitting = [each for each in candidates if each.memory_bytes <= most_bytes]
     found: list[Candidate] = []
     for guests in sorted({each.choice.guests for each in fitting}):
@@ -134,13 +134,13 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 
 
 def _settled(problem: Problem, choice: Decision) -> Decision:
-    """Without moves that are open, and by a quick rule, so that like is compared with like."""
+    """Return the choice without open moves and with a quick rule, so that like is compared with like."""
     quick = QUICK_RULE if choice.reads("priority") else choice.priority
     return replace(staying(problem, choice), priority=quick)
 
 
 def staying(problem: Problem, choice: Decision) -> Decision:
-    """The choice without the moves that the problem leaves open."""
+    """Return the choice without the moves that the problem leaves open."""
     samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
     settled = replace(choice, samples=samples, experts=experts)
     return replace(settled, guest_slots=FIELDS["guest_slots"].values(problem, settled)[0])
@@ -165,7 +165,7 @@ def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
 
 
 def _note_what_stays(problem: Problem, choice: Decision, samples: _Priced, experts: _Priced) -> None:
-    """Where it is left open whether something moves, and with this choice it cannot: why."""
+    """Note why samples or experts cannot move with this choice where the problem leaves their moves open."""
     movable = problem.movable
     kinds = (
         (samples, movable.samples, why_samples_stay(problem, choice)),
@@ -189,7 +189,7 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
-    """What moves are compared with, and why it is not the time that was predicted for the plan before."""
+    """Return what moves are compared with, and why it is not the time predicted for the plan before."""
     of = "forward and backward take"
     of = of if still.plan.shape.updating is None else "the step, updates included, takes"
     quick = any(choice.reads("priority") and choice.priority != QUICK_RULE for choice in choices)
@@ -200,7 +200,7 @@ def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
 def _lines(
     problem: Problem, what: str, still: Candidate, priced: _Priced, most_bytes: float
 ) -> Iterator[str]:
-    """Whether the best of some moves pays, and what of them could not be weighed."""
+    """Yield whether the best of some moves pays, and which moves could not be weighed."""
     if priced.found:
         yield _line(problem, what, still, priced.found, most_bytes)
     for why, moves in priced.refused.items():
@@ -211,7 +211,7 @@ def _lines(
 def _line(
     problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate], most_bytes: float
 ) -> str:
-    """Whether the best of some moves pays: the step with it and without, and what it saves."""
+    """Return whether the best of some moves pays: the step with and without it, and what the move saves."""
     if not (usable := _usable(moving, most_bytes)):
         leanest = min(moving, key=lambda each: each.memory_bytes)
         return f"{what}  does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"

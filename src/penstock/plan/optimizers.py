@@ -21,7 +21,7 @@ SHARDED = "a sharded AdamW"
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
-    """A plan of one of the two optimisers; found: None if no plan of it fits into memory.
+    """A plan with one of the two optimisers. found: None if no plan with it fits into memory.
 
     refusal: why there is none.
     """
@@ -32,12 +32,12 @@ class Updated:
 
     @property
     def iteration_s(self) -> float:
-        """Predicted, clipping and updates included; infinite without a plan."""
+        """Predicted seconds, clipping and updates included; infinite without a plan."""
         return float("inf") if self.found is None else whole_s(self.problem, self.found.best)
 
     @property
     def words(self) -> str:
-        """Seconds and memory, or that it does not fit."""
+        """Seconds and memory as text, or that the optimiser does not fit."""
         of = "AdamW" if self.problem.shape.updating is None else SHARDED
         if self.found is None:
             return f"{of} does not fit"
@@ -46,7 +46,7 @@ class Updated:
 
 
 def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
-    """The same step with an optimiser of which every data-parallel rank owns a share, and clipping.
+    """Return the step with an optimiser of which every data-parallel rank owns a share, and with clipping.
 
     releases: see `Updating`.
     """
@@ -56,10 +56,10 @@ def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
 
 
 def find_updated(plain: Problem, sharded: Problem, find: Find) -> tuple[Problem, FoundPlan, str]:
-    """The problem of the optimiser whose whole iteration is shorter, or that fits; its plan, and a line that
-    compares both.
+    """Return the problem of the optimiser whose whole iteration is shorter, or that fits; its plan;
+    and a line that compares both.
 
-    find: the plan of a problem. Raises the ConfigError of the sharded one if neither fits.
+    find: finds the plan of a problem. Raises the ConfigError of the sharded problem if neither fits.
     """
     both = [_found(each, find) for each in (plain, sharded)]
     best = min(both, key=lambda each: each.iteration_s)

@@ -1,4 +1,4 @@
-"""Section `[plan]`: who decides how a step is cut and ordered, and how that is kept right."""
+"""Section `[plan]`: who decides how a step is cut and ordered, and how that plan is kept right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.step.shape import Recompute
 
 GIVEN, AUTO = "given", "auto"
 DROPPED_STEPS = 2
-"""The first steps after a change of plan: they allocate, and caches are cold."""
+"""The first steps after a change of plan, which do not count: they allocate, and caches are cold."""
 
 Seconds = Annotated[float, Within(0, 86400, "measuring takes some time, and must end", above=True)]
 Trials = Annotated[int, Within(1, 64, "the chosen plan counts as one, and each trial takes six steps")]
@@ -33,7 +33,7 @@ DriftSteps = Annotated[int, Within(4, 10_000, "fewer steps are too noisy, and al
 
 
 def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
-    """Add `plan.source=given` to overrides that set a part of section [schedule].
+    """Return overrides with `plan.source=given` added if they set a key of section [schedule].
 
     Otherwise a configuration that plans would ignore `schedule.name=sequential`. `schedule.refine_after` does
     not count, and nothing is added where plan.source is set.
@@ -50,19 +50,23 @@ Budget = Annotated[float, Within(0, MOST_BUDGET, "it multiplies the usual search
 class PlanConfig:
     """Section `[plan]`.
 
-    source: "given" = section [schedule] says; "auto" = measured, searched and explained at the start; else
-    the path of a plan file to be run as it is. layout: which ranks share attention and experts; "given" =
-    section [parallel] says, "auto" = compared by quick plans at the start, on the samples per step that it
-    says, and with its ep_size if it has one. lossy: whether a search may let rows travel rounded, as bfloat16
-    or int8 (`moe.compression`). recompute: what is computed again before its backward, so that memory need
-    not hold what it saves; "auto" = nothing, unless a search (source = "auto") finds that nothing fits
-    otherwise. cluster: a cluster file, by name or path; none = measure.
+    source: "given" = section [schedule] decides; "auto" = measured, searched and explained at the start; else
+    the path of a plan file to be replayed. layout: which ranks share attention and experts; "given" = section
+    [parallel] decides, "auto" = compared by quick plans at the start, with the samples per step of [parallel]
+    and with its ep_size if it has one. lossy: whether a search may let rows travel rounded, as bfloat16 or
+    int8 (`moe.compression`). recompute: what is recomputed before its backward, so that memory need not hold
+    what it saves; "auto" = nothing, unless a search (source = "auto") finds that nothing fits otherwise.
+    cluster: a cluster file, by name or path; none = measure.
+
     profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
-    much as usual a search looks at, counted in simulated tasks and not in seconds. trials: so many of the
-    most promising plans are run for some steps each, and the fastest is kept; 1 = the prediction decides.
+    much as usual a search examines, counted in simulated tasks and not in seconds. trials: the number of most
+    promising plans that are run for some steps each, of which the fastest is kept; 1 = the prediction
+    decides.
+
     tuner: what tunes the size of all-reduce chunks while training; none = nothing does. samples: how many
-    sizes it tries, sample_steps: how many steps with each.
-    watch: notice when steps take another time than they did. drift_threshold: by which part they must
+    sizes the tuner tries, sample_steps: how many steps with each.
+
+    watch: notice when steps take another time than before. drift_threshold: by which part they must
     differ; drift_steps: over how many steps.
     """
 
@@ -84,7 +88,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         if not self.source:
             raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
-        expanded(self.source, "source")  # what is no path is refused before anything starts
+        expanded(self.source, "source")  # an invalid path is refused before anything starts
         check_bounds(self)
         if self.tuner == "bayesian" and not is_there("bayes_opt"):
             instead = f"{install('bayes_opt')} Or use grid or random."
@@ -102,25 +106,25 @@ class PlanConfig:
 
     @property
     def given_recompute(self) -> Recompute:
-        """What is computed again where no search decides."""
+        """What is recomputed where no search decides."""
         return "none" if self.recompute == "auto" else self.recompute
 
     @property
     def open_recompute(self) -> tuple[Recompute, ...]:
-        """What a search may let be computed again, that which takes least time first."""
+        """What a search may let be recomputed, the fastest choice first."""
         return get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
 
     @property
     def may_repeat_blocks(self) -> bool:
-        """Whether blocks are computed again, or will be if nothing fits otherwise."""
+        """Whether blocks are recomputed, or will be if nothing fits otherwise."""
         return self.recompute == "blocks" or (self.recompute == AUTO and self.source == AUTO)
 
     @property
     def is_saved(self) -> bool:
-        """Whether a run leaves its plan as a file: not where section [schedule] says it all."""
+        """Whether a run saves its plan as a file: not where section [schedule] alone decides."""
         return self.source != GIVEN or self.tuner is not None
 
     @property
     def file(self) -> Path | None:
-        """The plan file to be replayed, if there is one."""
+        """The plan file to be replayed; None if there is none."""
         return None if self.source in (GIVEN, AUTO) else expanded(self.source, "plan.source")

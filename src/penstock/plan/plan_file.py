@@ -43,7 +43,7 @@ NEW_ORDER = 'Delete "schedule" from the file to compute a new order.'
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSizes:
-    """The sizes of the step for which a plan was made; where it is replayed, they must be the same."""
+    """The sizes of the step for which a plan was made; they must be the same where it is replayed."""
 
     layers: Size
     moe_layers: Size
@@ -89,17 +89,17 @@ class PlanSizes:
 LABEL = 9
 """Columns of the label of a line that explains a plan."""
 PLACED = "Placed "
-"""Begins the line that says what runs instead of the plan that was found, where moving pays."""
+"""Begins the line that names the plan that runs instead of the one that was found, where moving pays."""
 IN_USE = "In use "
-"""Begins the line that says what a run has changed to since its plan was found."""
+"""Begins the line that names the plan to which a run has changed since its plan was found."""
 MOST_OTHERS = 5
-"""Of the plans that were found how many are told beside the best."""
+"""The number of plans reported besides the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPlan:
-    """A plan that was not chosen, in words. predicted_s: of a whole step, as in PlanFile. measured_s: what
-    its steps took if it was tried; null = it was not."""
+    """A plan that was not chosen, in words. predicted_s: of a whole step, as in PlanFile. measured_s: the
+    measured seconds per step if the plan was tried; null = it was not."""
 
     words: str
     predicted_s: Seconds
@@ -110,7 +110,7 @@ class OtherPlan:
 
     @staticmethod
     def among(problem: Problem, found: Sequence[Candidate]) -> tuple[OtherPlan, ...]:
-        """The first of some candidates, each told once."""
+        """Return the fastest few of some candidates, each description once."""
         told = {each.choice.words: whole_s(problem, each) for each in reversed(found)}
         ordered = sorted(told.items(), key=lambda each: each[1])
         return tuple(OtherPlan(words=words, predicted_s=seconds) for words, seconds in ordered[:MOST_OTHERS])
@@ -118,11 +118,11 @@ class OtherPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """A plan on paper. predicted_s, lower_bound_s: of a whole step, clipping and update included. interval_s:
-    of the prediction, see Candidate; empty = unknown. why: its explanation;
-    schedule: the text of the order, a line per lane; null = the order is made again from the choice. search:
-    how much was looked at to find it; null = unknown. others: the next best plans. trial_s: seconds per step
-    when the plan was tried; null = it was not."""
+    """The content of a plan file. predicted_s, lower_bound_s: of a whole step, clipping and update included.
+    interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation; schedule: the text of
+    the order, a line per lane; null = the order is computed again from the choice. search: how much was
+    examined to find it; null = unknown. others: the next best plans. trial_s: seconds per step when the plan
+    was tried; null = it was not."""
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
@@ -159,7 +159,7 @@ class PlanFile:
         why: tuple[str, ...] = (),
         search: Searched | None = None,
     ) -> PlanFile:
-        """What is to be saved of a plan."""
+        """Return the plan file of a candidate."""
         predicted_s = whole_s(problem, candidate)
         return PlanFile(
             model=model,
@@ -176,16 +176,16 @@ class PlanFile:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return to_dict(self)
 
     def save(self, path: Path) -> None:
-        """Write it where the path says; a half-written file never replaces a whole one."""
+        """Write the plan to `path`; a half-written file never replaces a whole one."""
         write_json(path, self.to_dict())
 
     @staticmethod
     def read(path: Path) -> PlanFile:
-        """Raises ConfigError that names the file, the key and its value, and says what to do."""
+        """Read a plan file. Raises ConfigError that names file, key and value, and says what to do."""
         table = read_json(path, "Give a plan file, or make one with `penstock plan --out`.")
         try:
             file = from_dict(PlanFile, _with_table(_with_shards(table, path), path), str(path))
@@ -197,27 +197,27 @@ class PlanFile:
 
     @property
     def explains_choice(self) -> bool:
-        """Whether the explanation, if there is one, describes the choice: the file may have been edited."""
+        """Whether the explanation, if any, describes the choice: the file may have been edited."""
         said = [line for line in self.why if line.startswith(("Plan ", PLACED, IN_USE))]
         told = [line[LABEL:].strip() for line in said]
         words = self.choice.words
         return not told or told[-1] == words or told[-1].startswith(f"{words} (")  # what rounded rows save
 
     def telling_use(self) -> PlanFile:
-        """The same with a line that says which plan it is, where the explanation is of an earlier one."""
+        """Return the same with a line that names the plan, where the explanation is of an earlier one."""
         file = replace(self, why=tuple(line for line in self.why if not line.startswith(IN_USE)))
         if file.explains_choice:
             return file
         return replace(file, why=(*file.why, f"{IN_USE}  {self.choice.words}"))
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
-        """What to run. Raises ConfigError if the file does not fit the problem, or its order not its choice.
+        """Return what to run. Raises ConfigError if the file does not fit the problem, or order and choice.
 
         name: what messages call the file, such as its path.
         """
         choice = self.choice
         try:
-            choice.check()  # what was registered when the file was read may be so no more
+            choice.check()  # a decision registered when the file was read may be gone by now
         except ConfigError as error:
             raise error.under(f"{name}.choice") from error
         self._check(problem, choice, name)
@@ -257,7 +257,7 @@ class PlanFile:
 
     @staticmethod
     def _check_partition(problem: Problem, choice: Decision, name: str) -> None:
-        """Checks that every gradient is reduced exactly once, or the ranks would diverge silently."""
+        """Check that every gradient is reduced exactly once; otherwise the ranks would diverge silently."""
         if choice.partition is None:
             return
         sizes, parts = problem.gradients.of_form(choice.form).replicated, choice.partition.parts
@@ -271,9 +271,9 @@ class PlanFile:
 
 
 def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> None:
-    """A decision that is not in the file would be another one than the file was made for.
+    """Raise ConfigError for a decision missing from the file: its default is not what the file was made for.
 
-    One that may be left out need not be there: files are older than some of them.
+    A decision that may be left out need not be there: some files are older than the decision.
     """
     for name in choice.deciding_fields:
         if name not in given and not FIELDS[name].may_be_left_out:
@@ -282,7 +282,7 @@ def _check_decided(choice: Decision, given: Mapping[str, Any], path: Path) -> No
 
 
 def _with_shards(table: Any, path: Path) -> Any:
-    """What a file holds; once it said of a step whether it was for planning only, with so many shards."""
+    """Return a file's table without older files' `shard_size`. Raise ConfigError unless that was 1."""
     sizes = table.get("sizes") if isinstance(table, dict) else None
     if not isinstance(sizes, dict) or "shard_size" not in sizes:
         return table
@@ -293,12 +293,12 @@ def _with_shards(table: Any, path: Path) -> Any:
 
 
 def _with_table(table: Any, path: Path) -> Any:
-    """What a file holds, with registered decisions as pairs: once each was a text of JSON and its name."""
+    """Return a file's table with registered decisions as pairs; in older files each was JSON text."""
     try:
         more = [(each["name"], parse_json(each["value"])) for each in table["choice"]["more"]]
     except ValueError as error:
         hint = 'Write pairs such as ["mine", 2].'
         raise ConfigError(f"{path}.choice.more", UNSET, f"is not JSON: {error}", hint) from error
-    except (KeyError, TypeError):  # it has pairs, or what is wrong is told when it is read
+    except (KeyError, TypeError):  # the table has pairs already, or its error is reported when it is read
         return table
     return {**table, "choice": {**table["choice"], "more": more}}

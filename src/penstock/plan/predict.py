@@ -1,10 +1,11 @@
-"""How long a step will take: the simulated iteration, with what tasks do to each other.
+"""The predicted time of a step: the simulated iteration, with the influence of tasks on each other.
 
 Computation beside traffic is slower than alone: the kernel moves the bytes on the same cores. Traffic beside
-computation is a little slower, too. A task therefore costs what its share of company says, which in turn
-depends on the simulated timeline: a fixed point, found by simulating again. And ranks scatter: a collective
-waits for the slowest, so a step with scattered tasks is longer than one with their means. Last, real steps
-that ended the profile say how much longer all of it takes than that, and within which interval.
+computation is a little slower, too. A task's cost therefore depends on its share of company, which in turn
+depends on the simulated timeline: a fixed point, found by repeated simulation. And the times of ranks
+scatter: a collective waits for the slowest, so a step with scattered tasks is longer than one with their
+means. Last, real steps at the end of the profile say how much longer a step takes than simulated, and within
+which interval.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from penstock.simulate import LowerBound, RankCost, Timeline, iteration_s, simul
 PASSES = 3
 DRAWS = 4
 DRAWN_RANKS = 256
-"""Fewer draws where each has this number of ranks already."""
+"""With so many ranks that draws times ranks would exceed this number, fewer draws are made."""
 
 LEAST_FACTOR = 0.1
-"""No task takes less than this part of its mean, however much tasks scatter."""
+"""The least time of a task as a part of its mean, however much tasks scatter."""
 
 Shares = Mapping[Task, Any]
-"""Which part of a task's time the other side, computation or transfers, is busy on the same rank: one number
-for all ranks, or one for each."""
+"""The part of a task's time in which the other side, computation or transfers, is busy on the same rank: one
+number for all ranks, or one for each."""
 
 CompanyCost = Callable[[Task, Any], Any]
-"""Seconds of a task that has company for such a share of its time."""
+"""Seconds of a task that has company for the given share of its time."""
 
 
 def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
-    """Seconds of an iteration. Deterministic: what is drawn at random has a fixed seed."""
+    """Return the seconds of an iteration. Deterministic: random draws have a fixed seed."""
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster):
         return iteration_s(plan.schedule, plan.graph, problem.cost(choice, plan.shape), problem.mesh)
@@ -52,7 +53,7 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
-    """When every task is expected to run: as long as `predict_s` says, without the scatter of ranks in it."""
+    """Return when every task is expected to run: as long as `predict_s` says, but without scatter."""
     cluster = problem.cluster
     known = isinstance(cluster, ProfiledCluster)
     cost = _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
@@ -61,26 +62,26 @@ def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Ti
 
 
 def step_ratio(problem: Problem) -> float:
-    """How many times as long as their simulation steps took; 1 where none were measured."""
+    """Return how many times as long as simulated the measured steps took; 1 where none were measured."""
     cluster = problem.cluster
     steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
     return 1.0 if steps is None else steps.ratio
 
 
 def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
-    """What is predicted for no order of the same tasks: costs without company, as long as steps take them."""
+    """Return the lower bound for any order of these tasks: costs without company, times `step_ratio`."""
     return alone(problem).bound(choice, plan).times(step_ratio(problem))
 
 
 def interval_s(problem: Problem, predicted_s: float) -> tuple[float, float] | None:
-    """Between which a step of this prediction is expected; None where no real steps were measured."""
+    """Return the range in which a step of this prediction is expected; None without measured steps."""
     cluster = problem.cluster
     steps = cluster.file.steps if isinstance(cluster, ProfiledCluster) else None
     return None if steps is None else steps.around(predicted_s)
 
 
 def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: ProfiledCluster) -> float:
-    """The same by what was measured of tasks and links alone."""
+    """Return the seconds of an iteration by measured tasks and links alone, without `step_ratio`."""
     cost = _between(problem, choice, plan)
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))
@@ -89,9 +90,9 @@ def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: Pro
 
 
 def closing_s(problem: Problem) -> float:
-    """Seconds from gradients to changed parameters: norm, clipping and AdamW, by the rate of memory.
+    """Return the seconds from gradients to new parameters: norm, clipping and AdamW at memory's rate.
 
-    They follow an iteration that leaves whole gradients; one that updates by itself has them among its tasks.
+    They follow an iteration that leaves whole gradients; a step that updates has them among its tasks.
     """
     if problem.shape.updating is not None:
         return 0.0
@@ -100,7 +101,7 @@ def closing_s(problem: Problem) -> float:
 
 
 def timelines(problem: Problem) -> int:
-    """How many timelines `predict_s` simulates for one plan."""
+    """Return how many timelines `predict_s` simulates for one plan."""
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster):
         return 1
@@ -113,14 +114,14 @@ def _draws(problem: Problem) -> int:
 
 
 def alone(problem: Problem) -> Problem:
-    """The same problem with no task slowed by company: costs that no prediction is below."""
+    """Return the problem with no task slowed by company: its costs are below those of every prediction."""
     if not isinstance(problem.cluster, ProfiledCluster) or not problem.cluster.feels_company:
         return problem
     return replace(problem, cluster=replace(problem.cluster, company=0.0))
 
 
 def settle(plan: StepPlan, cost: CompanyCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
-    """Every task's share of company in the timeline that its duration with that share leads to.
+    """Return every task's share of company in the timeline that results from durations with these shares.
 
     paces: by rank, see Problem; only ranks of one pace have the same company.
     """
@@ -136,7 +137,7 @@ def _at_share(cost: CompanyCost, shares: Shares, task: Task) -> Any:
 
 
 def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
-    """Company on one rank of every pace, to a tenth, and from it on all ranks."""
+    """Return the company on one rank of every pace (to a tenth), as that of all ranks of the pace."""
     if not paces:
         return company(timeline)
     _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
@@ -145,13 +146,13 @@ def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
 
 
 def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
-    """For every task the share of its time in which the other side was busy, on this rank."""
+    """Return, for every task, the share of its time in which the other side was busy on this rank."""
     times = timeline.times
     return shares_of({task: (float(i.start[rank]), float(i.end[rank])) for task, i in times.items()})
 
 
 def shares_of(spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
-    """The same of tasks that ran from the first to the second moment."""
+    """Return every task's share of company, from the moments at which each task began and ended."""
     computes = {task: task.lane.computes for task in spans}
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
@@ -160,7 +161,7 @@ def shares_of(spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
-    """Moments, and how long the side had been busy until each of them; lanes of a side may overlap."""
+    """Return moments and the busy seconds of a side before each of them; its lanes may overlap."""
     moments, busy_s = [0.0], [0.0]
     for begin, end in sorted(spans):
         start = max(begin, moments[-1])
@@ -171,7 +172,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> tuple[Seconds, Seconds]:
 
 
 def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> float:
-    """Share of `span` in which the side was busy. 0 for an empty span."""
+    """Return the share of `span` in which the side was busy. 0 for an empty span."""
     start, end = span
     if end <= start:
         return 0.0
@@ -180,7 +181,7 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
 
 
 def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
-    """The cost of every task at its own share of company."""
+    """Return the cost of every task at its own share of company."""
     shape = plan.shape
     assert isinstance(problem.cluster, ProfiledCluster)
     if not problem.cluster.feels_company:
@@ -202,7 +203,7 @@ def _crowded(problem: Problem) -> Problem:
 
 
 def _drawn(cost: RankCost, jitter: float, ranks: int, seed: int) -> RankCost:
-    """The same with every compute task on every rank shorter or longer by chance."""
+    """Return `cost` with every compute task on every rank made shorter or longer by chance."""
     rng = np.random.default_rng(seed)
 
     def drawn(task: Task) -> Any:

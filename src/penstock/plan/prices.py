@@ -1,4 +1,4 @@
-"""Costs that no step can have are refused by name, before a planner computes with them."""
+"""Refusal, by name, of costs that no step can have, before a planner computes with them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.schedule import StepPlan
 from penstock.schedule.freeze import slowest
 
 LEAST_STEP_S, LONGEST_STEP_S = 1e-9, 1e9
-"""A nanosecond and thirty years: beyond them a number of the cluster or of the model is a mistake."""
+"""A nanosecond and thirty years: beyond these limits a number of the cluster or the model is a mistake."""
 
 HINT = "Correct the latencies, rates or models of tasks in the cluster file (or section [cluster])."
 
 
 def check_prices(problem: Problem) -> None:
-    """Raises ConfigError for a cluster on which a plain step, or a task of it, takes no sensible time."""
+    """Raise ConfigError for a cluster on which a plain step, or one of its tasks, takes no sensible time."""
     for dispatch in problem.dispatches:
         choice = Decision(dispatch=dispatch)
         plan = problem.plan(choice)
@@ -27,7 +27,7 @@ def check_prices(problem: Problem) -> None:
 
 
 def impossible(problem: Problem, choice: Decision, plan: StepPlan, seconds: float) -> ConfigError:
-    """The error for a plan that takes `seconds`: it names the task that takes longest."""
+    """Return the error for a plan that takes `seconds`; it names the longest task."""
     prices = _prices(problem, choice, plan)
     wrong = [task for task, each in prices.items() if not 0 <= each < LONGEST_STEP_S]
     task = wrong[0] if wrong else max(prices, key=prices.__getitem__)

@@ -1,4 +1,4 @@
-"""`Problem`: what a plan is sought for, and what any choice would cost."""
+"""`Problem`: the step for which a plan is sought, and the cost of any choice for it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.config import ConfigError
-from penstock.cost import (
-    ClusterConfig,
-    ProfiledCluster,
-    RoutedCost,
-    SlowRanks,
-    StepCost,
-    UnevenRanks,
-    Workload,
-)
+from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
 from penstock.cost.placed import (
     Evidence,
     Placed,
@@ -45,13 +37,13 @@ USUAL = PlacementConfig()
 class Problem:
     """One step of a model on a cluster.
 
-    shape: uncut, of any dispatch. dispatches: those that the ranks can run. compressions: as what rows may
-    travel, "none" = as the workload says.
+    shape: uncut, with any dispatch. dispatches: those that the ranks can run. compressions: formats in which
+    rows may travel, "none" = as the workload says.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
-    load: by rank, how many times as many tokens its experts get as with even routing; empty = even.
-    recompute: what may be computed again, that which takes least time first.
-    movable: samples and experts, as far as they may move. placement: how it is decided where to. evidence:
-    how steps are routed; none = evenly.
+    load: by rank, the tokens that its experts get as a multiple of even routing; empty = even.
+    recompute: what may be recomputed, the fastest choice first.
+    movable: samples and experts, as far as they may move. placement: how their destinations are decided.
+    evidence: how steps are routed; none = evenly.
     """
 
     shape: StepShape
@@ -69,8 +61,7 @@ class Problem:
     @property
     def has_nodes(self) -> bool:
         """Whether there are several nodes."""
-        measured = self.cluster.file.nodes if isinstance(self.cluster, ProfiledCluster) else None
-        return (measured or self.workload.nodes) > 1
+        return self.workload.world_nodes > 1
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -88,19 +79,19 @@ class Problem:
 
     @property
     def least_chunk_bytes(self) -> int:
-        """Smaller all-reduce chunks would be too many tasks (see pieces_of)."""
+        """Least bytes of an all-reduce chunk; smaller chunks would be too many tasks (see pieces_of)."""
         forms = (self.gradients.of_form(form) for form in FORM_TOKENS)
         return max(least_chunk_bytes(sizes) for form in forms for sizes in form.kinds)
 
     @property
     def layer_kinds(self) -> list[tuple[object, ...]]:
-        """For every layer what tells it from others: whether it has experts, and its gradients."""
+        """For every layer, what distinguishes it: whether it has experts, and the sizes of its gradients."""
         by_form = (sizes for _, sizes in self.gradients.partial_by_form)
         return list(zip(self.shape.moe_layers, *self.gradients.kinds, *by_form, strict=True))
 
     @property
     def paces(self) -> tuple[float, ...]:
-        """A number by rank: those with the same are taken to wait alike. Empty: all do."""
+        """A number by rank: ranks with equal numbers are assumed to wait alike. Empty: all ranks do."""
         load = self.load if self.evidence is None else self._known_load
         if self.slowness and load:
             return tuple(slow * each for slow, each in zip(self.slowness, load, strict=True))
@@ -108,7 +99,7 @@ class Problem:
 
     @cached_property
     def _known_load(self) -> tuple[float, ...]:
-        """By rank, rows of its experts over the mean, of all layers together, where nothing moves."""
+        """By rank, the rows of its experts over the mean, summed over all layers, where nothing moves."""
         assert self.evidence is not None, "else nothing is known"
         work = self.workload
         received_E = rank_loads(self.evidence.now_DBYE, self.shape, work).sum(axis=(0, 1))
@@ -118,9 +109,9 @@ class Problem:
         return tuple(float(rows[place] / mean) for place in places)
 
     def with_imbalance(self, ratio: float) -> Problem:
-        """The same with one popular rank in every expert group, whose experts get `ratio` times the mean.
+        """Return the problem with one popular rank per expert group: its experts get `ratio` times the mean.
 
-        The others share what is left. Raises ConfigError for what no rank can get.
+        The other ranks share what is left. Raises ConfigError for a ratio that no rank can get.
         """
         size, shards = self.workload.ep_size, self.workload.esp_size
         if not 1 <= ratio <= size:
@@ -137,9 +128,9 @@ class Problem:
         return work if choice.compression == "none" else work.compressed(choice.compression)
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
-        """Seconds of every task of a step cut so, per rank where ranks differ.
+        """Return the seconds of every task of a step with this cut, per rank where ranks differ.
 
-        The last one is kept: ordering, simulating and bounding a choice price the same tasks.
+        The last cost is kept: ordering, simulating and bounding a choice price the same tasks.
         """
         wire = choice.dispatch, choice.compression
         key = wire, choice.samples, choice.experts, choice.split, choice.more, cut
@@ -161,7 +152,7 @@ class Problem:
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
-        """Where the samples and guests of the known steps would be; none = nothing moves."""
+        """Return where the samples and guests of the known steps would be; None = nothing moves."""
         if self.evidence is None or choice.samples == choice.experts == "none":
             return None
         moving = (
@@ -199,29 +190,29 @@ class Problem:
         return replace(found, planning_s=planning_s)
 
     def _guest_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
-        """By MoE layer what planners of guests know, with the slack that a quick order of the step leaves."""
+        """Return, by MoE layer, what guest planners know, with the slack left by a quick order."""
         quick = replace(choice, priority="critical_path") if choice.reads("priority") else choice
         plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
         costs = expert_costs(even)
         return [costs.hiding(slack) for slack in guest_slack(plan, even, self.mesh)]
 
     def plan(self, choice: Decision) -> StepPlan:
-        """The graph and the frozen order that a choice means."""
+        """Return the graph and the frozen order of a choice."""
         return plan_step(choice, self.uncut(choice), self.gradients, lambda cut: self.cost(choice, cut))
 
     def cut(self, choice: Decision) -> StepShape:
-        """The shape that a choice means, without its graph."""
+        """Return the shape of a choice, without its graph."""
         return cut(choice, self.uncut(choice), self.gradients)
 
     def simulate(self, choice: Decision, plan: StepPlan) -> Timeline:
         return simulate(plan.schedule, plan.graph, self.cost(choice, plan.shape), self.mesh)
 
     def bound(self, choice: Decision, plan: StepPlan) -> LowerBound:
-        """What no order of the same tasks beats."""
+        """Return the time that no order of the same tasks beats."""
         return lower_bound(plan.graph, self.cost(choice, plan.shape), self.mesh)
 
     def uncut(self, choice: Decision) -> StepShape:
-        """The shape with the legs of the choice's dispatch, and the counts that these need."""
+        """Return the shape with the legs of the choice's dispatch, and with the counts that these need."""
         if choice.dispatch == self.workload.dispatch:
             return self.shape
         return replace(
@@ -231,7 +222,7 @@ class Problem:
         )
 
     def only(self, layers: tuple[int, ...]) -> Problem:
-        """The same step of a model that has only these layers."""
+        """Return the same step for a model that has only these layers."""
         work, shape, evidence = self.workload, self.shape, self.evidence
         moe_layers = [sum(shape.moe_layers[:layer]) for layer in layers if shape.moe_layers[layer]]
         return replace(

@@ -1,4 +1,4 @@
-"""What fits into the memory of a rank, and what has to be computed again for that."""
+"""Which plans fit into the memory of a rank, and what has to be recomputed for that."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.words import change, gib, milliseconds
 
 @dataclass(frozen=True)
 class Room:
-    """The memory of a rank for the plans of one problem; None = nothing is known of it."""
+    """The memory of a rank for the plans of one problem; memory: None = not known."""
 
     problem: Problem
     memory: MemoryBudget | None
     _known: dict[object, bool] = field(default_factory=dict)
 
     def holds(self, choice: Decision) -> bool:
-        """Whether a plan fits, by estimate."""
+        """Return whether a plan fits, by estimate."""
         if self.memory is None:
             return True
         key = (
@@ -38,14 +38,14 @@ class Room:
         return self._known[key]
 
     def with_least_again(self, choice: Decision) -> Decision | None:
-        """The choice with as little computed again as fits; None if nothing does."""
+        """Return the choice with the least recomputation that fits; None if nothing does."""
         tried = (replace(choice, recompute=what) for what in self.problem.recompute)
         return next((each for each in tried if self.holds(each)), None)
 
     @property
     def needed(self) -> Problem:
-        """The problem with what may be computed again where that is needed: where some plan does not fit
-        without. Else nothing is, since it takes time."""
+        """The problem with recomputation left open where some plan does not fit without it. Otherwise nothing
+        is recomputed, since that takes time."""
         if len(self.problem.recompute) == 1:
             return self.problem
         least = replace(self.problem, recompute=self.problem.recompute[:1])
@@ -53,8 +53,8 @@ class Room:
 
 
 def again_words(problem: Problem, best: Candidate) -> str:
-    """The memory that recomputing saves and the time that it takes, by the same rule for orders; "" where
-    nothing is recomputed."""
+    """Return the memory that recomputation saves and the time that it takes, with the same rule for orders;
+    "" where nothing is recomputed."""
     if best.choice.recompute == "none":
         return ""
     once = by_rule(replace(best.choice, recompute="none"))
@@ -66,6 +66,6 @@ def again_words(problem: Problem, best: Candidate) -> str:
 
 
 def by_rule(choice: Decision) -> Decision:
-    """The choice with a quick rule instead of a search, so that like is compared with like."""
+    """Return the choice with a quick rule instead of a search, so that like is compared with like."""
     searched = choice.reads("priority") and choice.priority == "search"
     return replace(choice, priority="critical_path") if searched else choice

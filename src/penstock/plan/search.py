@@ -1,17 +1,17 @@
-"""The joint plan: the fastest choice that simulation finds, with lower bounds as stopping rule.
+"""The joint plan: the fastest choice that simulation finds, with lower bounds as the stopping rule.
 
 1. A few good plans that need no planner are simulated in full: there is an answer at once.
 2. From the best of them, one decision after another is changed while that helps.
 3. Every published planner's choice is simulated in full, so the plan is never worse than any of them, and
-   step 2 goes on from the best.
+   step 2 is repeated from the best of these.
 4. The best cuts of `fsmoe` get its gradient partition, too. The best of `penstock` are ordered by short local
-   searches, and the best one of these in full (its priority `search`), which is slow and better.
-5. All other cuts follow in the order of their lower bounds, until no bound is below the best time found; in
-   between the best of them go through step 4.
+   searches, and the best of these by a full one (its priority `search`), which is slower and better.
+5. All other cuts follow in the order of their lower bounds, until no bound is below the best time found; at
+   intervals, the best of them go through step 4.
 
-A long model of layers that repeat is looked at through a short one in steps 2 and 5; what is best there is
-simulated in full. All of that is one fixed sequence, and a budget of simulated tasks says where it ends: the
-same problem has the same plan on every machine, and a larger budget never a worse one.
+A long model of layers that repeat is represented by a short one in steps 2 and 5; the best cuts found there
+are simulated in full. All of this is one fixed sequence, and a budget of simulated tasks decides where it
+ends: the same problem has the same plan on every machine, and a larger budget never gives a worse plan.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ CHECKPOINT = 20_000
 """After this number of placements in step 5 its best cuts are simulated in full."""
 
 FINALISTS = 4
-"""Cuts of a long model that are simulated in full."""
+"""The number of cuts of a long model that are simulated in full."""
 
 SEARCHED = {"low": 0, "usual": 1}
-"""Plans that are ordered by a full local search, each time that orders are searched."""
+"""The number of plans ordered by a full local search, each time orders are searched."""
 
 SHOWN = 5
 FEW_LAYERS = 4
@@ -53,7 +53,7 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a search has come. total: the most it may do; best_s: seconds of the best plan, if any."""
+    """The progress of a search. total: the most work it may do; best_s: seconds of the best plan, if any."""
 
     stage: str
     done: int
@@ -63,10 +63,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """The best plan, and what else there is.
+    """The best plan found, and its alternatives.
 
     others: the next best of other schedules or cuts, best first. lower_bound_s: the least bound over all
-    cuts. searched: how much was looked at to find it.
+    cuts. searched: how much was examined to find it.
     """
 
     best: Candidate
@@ -83,9 +83,9 @@ def find_plan(
     budget: float = 1.0,
     effort: Effort = "usual",
 ) -> FoundPlan:
-    """The fastest plan that fits `memory`. Raises ConfigError if none does, or costs are no numbers.
+    """Find the fastest plan that fits `memory`. Raises ConfigError if none does, or if costs are not finite.
 
-    budget: how many times as much as usual is looked at, in simulated tasks; below 1 even published planners
+    budget: how many times as much as usual is examined, in simulated tasks; below 1 even published planners
     may be left out. effort: `low` for thousands of small problems, a few dozen simulations each.
     """
     check_prices(problem)
@@ -95,7 +95,7 @@ def find_plan(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Graphs have no cycles, and a search makes hundreds: looking for cycles is a seventh of its time."""
+    """Suspend garbage collection: graphs have no cycles; looking for them is a seventh of a search's time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -115,7 +115,7 @@ class _Screen:
     candidates: dict[Decision, Candidate] = field(default_factory=dict)
 
     def look(self, choice: Decision, *, always: bool = False) -> float:
-        """Seconds of a choice. Raises OutOfBudgetError if it is new and nothing is left, unless `always`."""
+        """Return a choice's seconds. Raises OutOfBudgetError if new with no budget left, unless `always`."""
         if choice not in self.seconds:
             if not always:
                 self.meter.check()
@@ -125,7 +125,7 @@ class _Screen:
         return self.seconds[choice]
 
     def ranked(self) -> list[Decision]:
-        """Best first; of equal ones the one looked at first."""
+        """Return the choices, best first; of equal ones the one examined first."""
         return sorted(self.seconds, key=lambda choice: self.seconds[choice])
 
     @property
@@ -170,27 +170,27 @@ class _Search:
         ):
             try:
                 stage()
-            except OutOfBudgetError:  # later stages see to it that nothing is left out that must not be
+            except OutOfBudgetError:  # later stages still run the choices that must not be left out
                 stopped = stopped or self._stage
         if not self._full.seconds:
             raise self._too_big()
         return self._found(everything, stopped)
 
     def _everything(self) -> list[Decision]:
-        """All that may be chosen. With low effort only what lies on the way is looked at."""
+        """Return all possible choices. With low effort only choices on the way are examined."""
         if self._effort == "low" and self._memory is None:
             return []
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
 
     def _begin(self, firsts: list[Decision]) -> None:
-        """An answer, whatever the budget."""
+        """Simulate the first plans whatever the budget, so that there is an answer."""
         self._stage = "first plans"
         for choice in firsts:
             self._full.look(choice, always=True)
             self._report(len(self._full.seconds), len(firsts))
 
     def _compare_published(self) -> None:
-        """What each published planner would run; with the usual budget and more none of them is left out."""
+        """Simulate each published planner's choice; with at least the usual budget none is left out."""
         self._stage, choices = "published planners", []
         always = self._budget >= 1
         for number, (name, planner) in enumerate(self._planners.items()):
@@ -208,14 +208,14 @@ class _Search:
         self._descend(self._best_of(choices)[:1])
 
     def _best_of(self, choices: list[Decision]) -> list[Decision]:
-        """The two best of different schedules, with what can be changed one by one."""
+        """Return the two best choices of different schedules, without partitions."""
         firsts: dict[str, Decision] = {}
         for choice in sorted(choices, key=lambda choice: self._full.seconds[choice]):
             firsts.setdefault(choice.schedule, replace(choice, partition=None))
         return [choice for choice in firsts.values() if self._fits(choice)][:2]
 
     def _descend(self, starts: list[Decision]) -> None:
-        """Change one decision at a time, for as long as that is an improvement."""
+        """Change one decision at a time, as long as that is an improvement."""
         self._stage, screen = "better cuts", self._screen
         for start in starts:
             best, best_s = start, screen.look(start)
@@ -230,7 +230,7 @@ class _Search:
                     self._report_work()
 
     def _walk(self, choices: list[Decision]) -> None:
-        """The rest in the order of their bounds, until none is below the best time."""
+        """Examine the remaining choices in the order of their bounds, until none is below the best time."""
         self._stage = "all cuts by their bounds"
         screen, meter = self._screen, self._meter
         if self._effort == "low" or meter.used_up:
@@ -252,7 +252,7 @@ class _Search:
         self._finish(orders=True)
 
     def _finish(self, *, orders: bool) -> None:
-        """The best in full, and if wanted with the best order that local search finds."""
+        """Simulate the best cuts in full, if wanted also in the best orders that local search finds."""
         self._stage = "the best in full"
         ranked = self._screen.ranked()
         finalists = ranked[:FINALISTS]
@@ -269,7 +269,7 @@ class _Search:
             self._report(number + 1, len(choices))
 
     def _with_partition(self, choice: Decision) -> Decision:
-        """The same with the gradients in the gaps that FSMoE's planner has chosen for this model."""
+        """Return the choice with the gradients in the gaps chosen by FSMoE's planner for this model."""
         return replace(choice, partition=self._partition) if choice.reads("partition") else choice
 
     def _found(self, everything: list[Decision], stopped: str | None) -> FoundPlan:
@@ -305,7 +305,7 @@ class _Search:
         self._report(self._meter.spent, self._meter.allowed)
 
     def _report(self, done: int, total: int) -> None:
-        best_s = self._full.best_s  # never that of a short model, whose steps are shorter, too
+        best_s = self._full.best_s  # never the best of a short model, whose steps are shorter, too
         self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best_s))
 
     def _too_big(self) -> ConfigError:
@@ -331,7 +331,7 @@ WAYS_OUT = {
 
 
 def _others(best: Candidate, ranked: list[Candidate]) -> list[Candidate]:
-    """The best of every other cut, best first: of the other schedules, and of as many more as are shown."""
+    """Return the best of every other cut, best first: of the other schedules, and more up to SHOWN."""
     cuts: dict[object, Candidate] = {}
     for candidate in ranked:
         if _cut(candidate) != _cut(best):
@@ -350,7 +350,7 @@ def _bounded(candidate: Candidate, bounds: QuickBounds) -> Candidate:
 
 
 def _cut(candidate: Candidate) -> Decision:
-    """The decision but for sizes and orders."""
+    """Return the decision without sizes and orders."""
     usual = Decision()
     return replace(
         candidate.choice,
@@ -361,7 +361,7 @@ def _cut(candidate: Candidate) -> Decision:
 
 
 def sketch(problem: Problem) -> Problem:
-    """A model with few of the layers that repeat, the first and the last; the problem itself if none do."""
+    """Return a model with few of the repeating layers, the first and the last; without repeats, `problem`."""
     kinds = problem.layer_kinds
     middle = kinds[1:-1]
     for period in range(1, FEW_LAYERS + 1):

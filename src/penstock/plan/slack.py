@@ -1,4 +1,4 @@
-"""How much time a schedule leaves its network for guests: parameters on their way there, gradients home."""
+"""The time that a schedule leaves its network for guests: parameters on the way out, gradients home."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Span = tuple[float, float]
 
 
 def guest_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
-    """By MoE layer the seconds in which the lane between nodes has nothing to do while guests may travel.
+    """Return, by MoE layer, the seconds in which the lane between nodes is idle while guests may travel.
 
-    Of the step in which they take no time: before the layer's experts begin, and after their backward. Each
-    gap counts for one layer, forward for that whose experts are next, backward for that whose were last.
+    Guests take no time in this step: they may travel before the layer's experts begin, and after their
+    backward. Each gap counts for one layer: forward for the layer whose experts are next, backward for the
+    one whose experts were last.
     """
 
     def without(task: Task) -> object:
@@ -45,7 +46,7 @@ def _makes_gradients(task: Task) -> bool:
 
 
 def _idle(busy: Sequence[Span], gap: Span) -> float:
-    """Seconds of a gap in which none of the spans runs; those of one lane do not overlap."""
+    """Return the seconds of a gap in which none of the spans runs; the spans of one lane do not overlap."""
     begin, end = gap
     return max(0.0, end - begin - sum(_common(busy, begin, end)))
 

@@ -1,4 +1,4 @@
-"""Where a search looks: decisions that differ from each other in what their schedules read."""
+"""The choices that a search examines: decisions that differ in the fields that their schedules read."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ USUAL_PIECES = 4
 
 
 def usual_chunk_bytes(problem: Problem) -> int:
-    """The size that is good for most: USUAL_PIECES of the largest layer's gradients."""
+    """Return the chunk size that is good for most problems: USUAL_PIECES of the largest layer's gradients."""
     sizes = all_reduce_sizes(problem)
     return sizes[min(ALL_REDUCE_PIECES.index(USUAL_PIECES), len(sizes) - 1)]
 
 
 def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
-    """What can be decided of one field, given the rest of `choice`: the default where nothing reads it."""
+    """Return a field's valid values, given the rest of `choice`: the default where nothing reads it."""
     return field.values(problem, choice) if choice.reads(field.name) else (field.default,)
 
 
 def space(problem: Problem) -> Iterator[Decision]:
-    """Every combination of values, in a fixed order."""
+    """Return every combination of values, in a fixed order."""
     choices = iter([Decision(dispatch=problem.dispatches[0])])
     for field in FIELDS.values():
         choices = _spread(choices, field, problem)
@@ -39,7 +39,7 @@ def _spread(choices: Iterator[Decision], field: Field, problem: Problem) -> Iter
 
 
 def neighbours(problem: Problem, choice: Decision) -> Iterator[Decision]:
-    """Decisions that differ in one field, and where that forces others, in the nearest valid way."""
+    """Yield the decisions that differ in one field, and in others where these must change to stay valid."""
     for field in FIELDS.values():
         for value in values(problem, choice, field):
             other = valid(problem, choice.deciding(field.name, value))
@@ -48,7 +48,7 @@ def neighbours(problem: Problem, choice: Decision) -> Iterator[Decision]:
 
 
 def valid(problem: Problem, choice: Decision) -> Decision:
-    """`choice` with the first value of every field whose value the rest does not allow."""
+    """Return `choice` with the first allowed value for every field whose value the rest does not allow."""
     for field in FIELDS.values():
         allowed = values(problem, choice, field)
         if choice.value(field.name) not in allowed:
@@ -57,7 +57,7 @@ def valid(problem: Problem, choice: Decision) -> Decision:
 
 
 def in_effect(problem: Problem, choice: Decision) -> Decision:
-    """`choice` without chunks where they change nothing, so that nothing is said of them."""
+    """Return `choice` without chunks where they change nothing, so that descriptions leave them out."""
     pieces = ("chunks", "backward_chunks")
     cut = any(list(values(problem, choice, FIELDS[name])) != [1] for name in pieces)
     return choice if cut else replace(choice, chunks=1, backward_chunks=1)

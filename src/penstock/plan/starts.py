@@ -1,4 +1,4 @@
-"""Where a search begins: good plans that need no planner, so there is an answer after a few simulations."""
+"""The start of a search: good plans that need no planner, for an answer after a few simulations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.schedule.penstock import Penstock
 
 
 def first_choices(problem: Problem) -> list[Decision]:
-    """Plain expert parallelism, and every idea on its own with few pieces: microbatches, chunks, gaps.
+    """Return plain expert parallelism, and every idea on its own with few pieces: microbatches, chunks, gaps.
 
-    The gaps are FSMoE's by its closed formulas, with what fits into them and no more.
+    The gaps are FSMoE's by its closed formulas, filled with what fits into them and no more.
     """
     dispatch, size = problem.dispatches[0], usual_chunk_bytes(problem)
     choices = [

@@ -1,4 +1,4 @@
-"""From a published model and a cluster to the problem that a plan is sought for. No torch."""
+"""The problem for which a plan is sought, made from a published model and a cluster. No torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import Recompute, Sharing
+from penstock.words import counted
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
@@ -30,11 +31,11 @@ UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """What a user says instead of the study; None = as published.
+    """Sizes given by a user instead of the study's; None = as published.
 
     nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. mp_size,
     esp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
-    recompute: what is computed again before its backward; None = what has to be for a plan to fit.
+    recompute: what is recomputed before its backward; None = as much as a plan needs to fit.
     """
 
     layers: Layers | None = None
@@ -57,7 +58,7 @@ class Overrides:
             raise ConfigError(key, error.value, error.why, error.hint) from None
 
     def applied(self, model: PublishedModel) -> PublishedModel:
-        """The model with what it has of these sizes."""
+        """Return the model with these sizes where they are given."""
         return replace(
             model,
             num_layers=self.layers or model.num_layers,
@@ -69,9 +70,9 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A problem with words for people. notes: what they have to know about the numbers.
+    """A problem with its description. notes: remarks on the numbers for users.
 
-    sharded: the problem with an optimiser in shares, where the faster of the two is sought. movable: what may
+    sharded: the problem with a sharded optimiser, where the faster of the two is sought. movable: what may
     be weighed against a known routing.
     """
 
@@ -85,12 +86,12 @@ class Subject:
 
     @property
     def step(self) -> str:
-        """The sizes of a step in a line."""
+        """The sizes of a step in one line of text."""
         work, shape = self.problem.workload, self.problem.shape
         capacity = "dropless" if work.capacity_factor is None else f"capacity {work.capacity_factor:g}"
         return (
-            f"{shape.num_layers} layers ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
-            f"{work.num_experts} experts of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
+            f"{counted(shape.num_layers, 'layer')} ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
+            f"{counted(work.num_experts, 'expert')} of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
             f"{work.batch} x {work.seq_len} tokens per {self._sharing_attention}"
         )
 
@@ -101,22 +102,25 @@ class Subject:
 
     @property
     def ranks(self) -> str:
-        """How the ranks are used, in a line."""
+        """The use of the ranks in one line of text."""
         work = self.problem.workload
-        parts = [f"{work.world_size} ranks, {work.devices_per_node or work.ranks_per_node} per node"]
+        parts = [
+            f"{counted(work.world_size, 'rank')}, {work.devices_per_node or work.ranks_per_node} per node"
+        ]
         shared = {"attention and samples": work.mp_size, "every expert": work.esp_size}
         if work.mp_size == work.esp_size:
             shared = {"attention, samples and every expert": work.mp_size}
         parts += [f"{size} ranks of a node share {what}" for what, size in shared.items() if size > 1]
-        groups = "groups of ranks" if work.esp_size > 1 else "ranks"
-        return "; ".join([*parts, f"experts spread over {work.ep_size} {groups}"])
+        places = counted(work.ep_size, "group" if work.esp_size > 1 else "rank")
+        of = " of ranks" if work.esp_size > 1 else ""
+        return "; ".join([*parts, f"experts spread over {places}{of}"])
 
 
 def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
-    """The step of model `name` on the cluster. Raises ConfigError for what does not fit together.
+    """Return the step of model `name` on the cluster. Raises ConfigError for sizes that do not fit together.
 
     The head is left out, as in the studies, which count blocks only. Replicated gradients of a layer are
-    4 M^2 + M E numbers; where ranks share attention, each has its part of the first.
+    4 M^2 + M E numbers; where ranks share attention, each has its part of the first term.
     """
     changes = overrides or Overrides()
     published, notes = _published(name, file.name)
@@ -145,7 +149,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
 
 
 def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
-    """The model as the study has it on this cluster, and what is to be known about it."""
+    """Return the model as the study has it on this cluster, and remarks on its numbers for users."""
     check_name("--model", name, MODELS, "published model")
     model = MODELS[name]
     notes = [model.note] if model.note else []
@@ -178,14 +182,14 @@ def _problem(
 
 
 def _words(sizes: Mapping[str, int]) -> str:
-    """Sizes of a model in words."""
+    """Return sizes of a model as text."""
     return " and ".join(f"{value} {UNITS[key]}" for key, value in sizes.items())
 
 
 def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
     usual_shards = per_node if model.sharded else 1
     mp_size, shards = changes.mp_size or usual_shards, changes.esp_size or usual_shards
-    if changes.mp_size or changes.esp_size:  # studies do not ask whether heads divide
+    if changes.mp_size or changes.esp_size:  # the studies' own sizes need not divide the heads
         _check_sharing(model, mp_size, shards, per_node)
     ranks = nodes * per_node
     groups = holders(ranks, shards)
@@ -193,7 +197,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     usual = model.experts_per_device * ranks + model.experts_per_node * nodes
     experts = changes.num_experts or usual
     if model.top_k > experts:
-        why = f"there are {experts} experts"
+        why = f"there {'is' if experts == 1 else 'are'} {counted(experts, 'expert')}"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
     given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.esp_size else None)
     ep_size = _ep_size(given, groups, experts)
@@ -226,7 +230,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
 
 
 def _check_sharing(model: PublishedModel, mp_size: int, esp_size: int, per_node: int) -> None:
-    """Refuses what does not divide: the ranks of a node, heads, the width of experts."""
+    """Raise IndivisibleError for a size that does not divide a node's ranks, heads or experts' width."""
     _divided("--mp-size", mp_size, per_node, mp_size, "ranks of a node")
     _divided("--esp-size", esp_size, per_node, esp_size, "ranks of a node")
     _divided("--mp-size", mp_size, model.num_heads or mp_size, mp_size, "heads")
@@ -234,7 +238,7 @@ def _check_sharing(model: PublishedModel, mp_size: int, esp_size: int, per_node:
 
 
 def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
-    """`total / by`. Raises IndivisibleError naming the option where that is no whole number."""
+    """Return `total / by`. Raises IndivisibleError naming the option if that is not a whole number."""
     if total % by:
         why = f"does not divide the {what} ({total} by {by})"
         raise IndivisibleError(option, value, why, "Use another size.")
@@ -246,11 +250,11 @@ def _ep_sizes(groups: int, experts: int) -> list[int]:
 
 
 def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
-    """Ranks that share a layer's experts: all of them, unless set otherwise."""
+    """Return the number of ranks that share a layer's experts: all groups, unless set otherwise."""
     valid = _ep_sizes(groups, experts)
     ep_size = groups if wanted is None else wanted
     if ep_size in valid:
         return ep_size
     nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
-    why = f"must divide the {groups} groups of ranks and the {experts} experts"
+    why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
     raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")

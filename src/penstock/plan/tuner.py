@@ -1,8 +1,9 @@
 """Tuners of S_p, the size of an all-reduce chunk, by measured step times: ask for a size, tell its time.
 
 FlowMoE (Section 3, Algorithm BO) tunes with a Gaussian process and expected improvement; grid and random
-search stand beside it for comparison. All work on the logarithm of the size: what counts is how often a
-gradient is cut in two. The time has several local minima over the size, so none of them climbs a hill.
+search are there for comparison. All of them work on the logarithm of the size, because what counts is how
+often a gradient is cut in two. The time has several local minima over the size, so none of them climbs a
+hill.
 """
 
 from __future__ import annotations
@@ -21,41 +22,41 @@ TunerName = Literal["bayesian", "grid", "random"]
 
 LEAST_BYTES = 1 << 12
 MOST_CHUNKS = 64
-"""Into how many pieces a layer's gradients may be cut: each costs a start-up."""
+"""The most pieces into which a layer's gradients may be cut: each costs a start-up."""
 ROUND_BYTES = 1 << 10
 FIRST_PLACES = (1 / 6, 1 / 2, 5 / 6)
-"""Of the range, logarithmic: where the Gaussian process gets points before it is trusted."""
+"""Logarithmic places in the range where the Gaussian process gets points before it is trusted."""
 XI = 0.01
-"""Expected improvement over the best by less than this part of a step is none."""
+"""An expected improvement over the best by less than this part of a step counts as none."""
 NOISE = 0.01
-"""Variance of a measurement, as a part of the variance of all of them."""
+"""Variance of a measurement, as a part of the variance of all measurements."""
 SAME = 0.05
-"""Places nearer to each other than this are one size."""
+"""Places nearer to each other than this count as one size."""
 RESTARTS = 1
 APART, MOST_SAMPLES = 1e-9, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeRange:
-    """Sizes worth trying. Bytes."""
+    """The sizes worth trying, in bytes."""
 
     least_bytes: int
     most_bytes: int
 
     @staticmethod
     def of(all_reduce_bytes: tuple[int, ...]) -> SizeRange:
-        """For layers with these bytes of gradients: from MOST_CHUNKS pieces of the largest to it whole."""
+        """Return the range for layers with these gradients: from 1 / MOST_CHUNKS of the largest to all."""
         most = max(*all_reduce_bytes, LEAST_BYTES)
         least = max(LEAST_BYTES, -(-most // MOST_CHUNKS), least_chunk_bytes(all_reduce_bytes))
         return SizeRange(least_bytes=min(least, most), most_bytes=most)
 
     def at(self, place: float) -> int:
-        """The size at a place between 0 and 1 on the logarithmic scale, rounded as FlowMoE's code does."""
+        """Return the size at a place from 0 to 1 on the logarithmic scale, rounded as FlowMoE's code does."""
         exact = self.least_bytes * (self.most_bytes / self.least_bytes) ** place
         return self.clamp(round(exact / ROUND_BYTES) * ROUND_BYTES)
 
     def place(self, size_bytes: int) -> float:
-        """Where a size lies, between 0 and 1; 0 if there is but one."""
+        """Return the place of a size, from 0 to 1; 0 if there is only one size."""
         octaves = math.log(self.most_bytes / self.least_bytes)
         return math.log(self.clamp(size_bytes) / self.least_bytes) / octaves if octaves else 0.0
 
@@ -72,10 +73,10 @@ class Sample:
 
 
 class Tuner(Protocol):
-    """Ask for a size, run with it, tell how long a step took; in turns."""
+    """Interface of a tuner, used in turns: ask for a size, run with it, tell how long a step took."""
 
     def ask(self) -> int:
-        """The next size to try, in bytes. The first is where the tuner was told to start."""
+        """Return the next size to try, in bytes. The first is the start size given to the tuner."""
         ...
 
     def tell(self, size_bytes: int, seconds: float) -> None: ...
@@ -87,7 +88,7 @@ class Tuner(Protocol):
 
 
 class FixedSizes:
-    """Tries sizes that were decided beforehand; the fastest wins. After the last it begins again."""
+    """Tuner that tries sizes decided beforehand and keeps the fastest; after the last it starts over."""
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes, self._told = sizes, list[Sample]()
@@ -104,12 +105,12 @@ class FixedSizes:
 
 
 class BayesianTuner:
-    """A Gaussian process (Matern kernel) over the logarithm of the size; expected improvement asks.
+    """Tuner with a Gaussian process (Matern kernel) over the logarithm of the size, and expected improvement.
 
-    The paper begins with one random point. Here the first is the start, the next two lie far from it, since a
-    process that knows one corner of a function with several minima stays there; for the same reason a size
-    that was measured before gives way to the middle of the widest gap. The process takes measurements as
-    noisy, and the best size is the one that it, not a single lucky sample, finds fastest.
+    The paper begins with one random point. Here the first is the start, and the next two lie far from it,
+    since a process that knows one corner of a function with several minima stays there; for the same reason a
+    size that was measured before gives way to the middle of the widest gap. The process takes measurements as
+    noisy, and the best size is the one that the process, not a single lucky sample, finds fastest.
     """
 
     def __init__(self, start_bytes: int, sizes: SizeRange, seed: int) -> None:
@@ -148,7 +149,7 @@ class BayesianTuner:
 
     @property
     def _points(self) -> list[dict[str, float]]:
-        """Where the samples lie. The library takes no point twice, so each is moved by next to nothing."""
+        """The samples' places. The library takes no point twice, so each is moved by a tiny distance."""
         return [
             {"place": self._sizes.place(sample.size_bytes) + APART * number}
             for number, sample in enumerate(self._told)
@@ -161,10 +162,10 @@ class BayesianTuner:
 
 
 def build_tuner(name: TunerName, *, start_bytes: int, sizes: SizeRange, samples: int, seed: int = 0) -> Tuner:
-    """The tuner called so. samples: how many sizes it will be asked for; a grid is spread over them.
+    """Return the tuner of this name. samples: the number of sizes it will be asked for, also in a grid.
 
-    All start with start_bytes, which should be what the simulator finds best. The same seed and times give
-    the same sizes.
+    All tuners start with start_bytes, which should be the size that the simulator finds best. The same seed
+    and times give the same sizes.
     """
     if name == "bayesian":
         return BayesianTuner(start_bytes, sizes, seed)

@@ -1,4 +1,4 @@
-"""What a plan says of rows that travel rounded."""
+"""Text on a plan's rows that travel rounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.words import mib
 
 
 def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
-    """The bytes that rows are expected to take, and would take unrounded; "" where they are not rounded."""
+    """Return text on the bytes that rows take, and would take unrounded; "" where they are not rounded."""
     if choice.compression == "none":
         return ""
     taken, plain = (_row_bytes(problem, each, plan) for each in (choice, replace(choice, compression="none")))
@@ -20,7 +20,7 @@ def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
 
 
 def _row_bytes(problem: Problem, choice: Decision, plan: StepPlan) -> int:
-    """That a rank hands to the transfers of rows, with even routing."""
+    """Return the bytes that a rank hands to the transfers of rows, with even routing."""
     cost = StepCost(plan.shape, problem.workload_of(choice), problem.cluster)
     works = (cost.work(task) for task in plan.graph.tasks)
     return round(sum(work.sent_bytes for work in works if work.collective == "leg"))

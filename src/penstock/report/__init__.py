@@ -1,4 +1,4 @@
-"""What people read: timelines, descriptions of schedules, the summary of a run. Pure Python: no torch."""
+"""Text and pictures for people: timelines, descriptions of schedules, the summary of a run. Without torch."""
 
 from penstock.report.schedule import ScheduleDescription, describe_schedule
 from penstock.report.summary import RunSummary

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.config import UNSET, ConfigError, open_regular, shorten
 
-if TYPE_CHECKING:  # plans are made without loading it
+if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
@@ -30,12 +30,12 @@ PANEL_IN, HEAD_IN, GAP_IN = (2.6, 1.7), 1.0, 0.75
 DPI: Final = 140
 TEXT, QUIET = "#1B1F23", "#6B737C"
 BRIGHTEST: Final = 4.0
-"""Loads above this many times the mean have the last colour."""
+"""Loads above this many times the mean get the last colour."""
 CELL: Final = 8
-"""Pixels of a side of a cell in an array of colours."""
+"""Pixels per side of a cell in an array of colours."""
 
 COLD, EVEN, HOT = (0x0B, 0x6E, 0x99), (0xF7, 0xF7, 0xF5), (0xB4, 0x5F, 0x06)
-"""Less than the mean, the mean, more: blue, nearly white, orange."""
+"""Colours of less than the mean, the mean, and more: blue, nearly white, orange."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LoadCourse:
 
     @staticmethod
     def read(path: Path) -> LoadCourse:
-        """Raises ConfigError naming the file if it does not hold what `save` writes."""
+        """Read `loads.npz`. Raises ConfigError naming the file if it does not hold what `save` writes."""
         try:
             with open_regular(path, str(path), REMOVE) as file, np.load(file, allow_pickle=False) as held:
                 layers, steps, loads_SYE = (np.asarray(held[name]) for name in ("layers", "steps", "loads"))
@@ -100,7 +100,7 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
 
 
 def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """A heat map of one step, [CELL * Y, CELL * E, 3]: blue below the mean, orange above."""
+    """Return a heat map of one step, [CELL * Y, CELL * E, 3]: blue below the mean, orange above."""
     heat = np.log2(np.clip(over_mean(loads_YE), 1 / BRIGHTEST, BRIGHTEST)) / np.log2(BRIGHTEST)
     towards = np.where(heat[..., None] > 0, np.array(HOT), np.array(COLD))
     mixed = np.array(EVEN) + np.abs(heat)[..., None] * (towards - np.array(EVEN))
@@ -109,14 +109,14 @@ def colours(loads_YE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 
 
 def over_mean(loads: npt.NDArray[np.int64]) -> Numbers:
-    """Loads over the mean of all experts, along the last axis; 1 where there are none at all."""
+    """Return loads over the mean of all experts, along the last axis; 1 where there are no loads."""
     mean = loads.mean(axis=-1, keepdims=True)
     found: Numbers = np.where(mean > 0, loads / np.maximum(mean, 1e-9), 1.0)
     return found
 
 
 def _shown(layers: int) -> list[int]:
-    """Which layers have a panel of their own: all, or some from the first to the last."""
+    """Return the places of layers with a panel of their own: all, or some from the first to the last."""
     if layers <= MOST_LAYERS:
         return list(range(layers))
     return sorted({round(i * (layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
@@ -146,7 +146,7 @@ def _panel(figure: Figure, row: int, column: int, title: str, across: str, down:
 
 
 def _scale(figure: Figure, axes: Axes, image: AxesImage) -> None:
-    """What the colours mean, beside a panel."""
+    """Draw the scale of colours beside a panel."""
     bar = figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
     bar.set_ticks([0.25, 0.5, 1, 2, 4], labels=["1/4 of the mean", "1/2", "1", "2", "4 times the mean"])
     bar.minorticks_off()

@@ -1,4 +1,4 @@
-"""What `penstock plan` prints: the step, the plan in five lines, and how the next ones compare."""
+"""What `penstock plan` prints: the step, the plan in five lines, and how the next best plans compare."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LEGEND = {
     "chunks": "forward/backward",
     "bound": "lower bound for any order of the same tasks",
 }
-"""What heads of columns mean that do not say it themselves."""
+"""The meaning of column heads that do not explain themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search that has ended. seconds: its duration; saved: the file of the plan.
+    """A finished search. seconds: its duration; saved: the file of the plan.
 
     updates: which optimiser was chosen, where that was open. weighed: the best plan with and without moving,
     where a routing was given.
@@ -41,7 +41,7 @@ class PlanReport:
     weighed: Weighed | None = None
 
     def to_text(self, width: int) -> str:
-        """The text for a terminal of `width` columns."""
+        """Return the text for a terminal of `width` columns."""
         candidates = (self.found.best, *self.found.others)
         dispatches = len(self.subject.problem.dispatches) > 1
         parts = [
@@ -54,7 +54,7 @@ class PlanReport:
         return "\n\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         subject, found = self.subject, self.found
         file = PlanFile.of(
             subject.problem,
@@ -77,7 +77,7 @@ class PlanReport:
         }
 
     def _moving(self, weighed: Weighed, width: int) -> str:
-        """What moving would bring with the given routing, and the plan that follows from it."""
+        """Return what moving would bring with the given routing, and the plan that follows from it."""
         lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
         return "\n".join(folded(line, width) for line in (*lines, weighed.verdict))
 
@@ -88,13 +88,13 @@ class PlanReport:
 
 
 def saved_plan(file: PlanFile, name: str, width: int) -> str:
-    """A plan file in words."""
+    """Return a plan file as text."""
     kept = "the task order in the file"
     sizes, order = file.sizes, kept if file.schedule is not None else "computed when the plan is used"
     lines = [
         f"{name}: {file.model} on {file.cluster}",
-        f"step     {sizes.layers} layers, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
-        f"hidden {sizes.hidden_size}, {sizes.num_experts} experts, {_ranks(sizes)}",
+        f"step     {counted(sizes.layers, 'layer')}, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
+        f"hidden {sizes.hidden_size}, {counted(sizes.num_experts, 'expert')}, {_ranks(sizes)}",
         f"order    {order}",
         *file.why,
     ]
@@ -111,7 +111,7 @@ def _ranks(sizes: PlanSizes) -> str:
 
 
 def heading(subject: Subject, width: int) -> str:
-    """What the plan is for."""
+    """Return text on what the plan is for."""
     lines = [
         f"{subject.title} on {subject.cluster_name}",
         f"step     {subject.step}",
@@ -122,7 +122,7 @@ def heading(subject: Subject, width: int) -> str:
 
 
 def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
-    """Of whole steps, as a plan file has it."""
+    """Return plain data of a plan for whole steps, as in a plan file."""
     predicted_s = whole_s(problem, candidate)
     return {
         **to_dict(candidate.choice),
@@ -134,13 +134,13 @@ def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
 
 
 def _weighed(problem: Problem, weighed: Weighed) -> dict[str, Any]:
-    """Plain data: with the given routing the best plan without moves, and the best of all."""
+    """Return plain data: with the given routing the best plan without moves, and the best of all."""
     plans = {"still": _plain(problem, weighed.still), "best": _plain(problem, weighed.best)}
     return {"lines": list(weighed.lines), "pays": weighed.moves, **plans}
 
 
 def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> str:
-    """A row per plan, the best first: what was decided, words to the left and numbers to the right.
+    """Return a row per plan, the best first: decisions, words to the left and numbers to the right.
 
     Where that is wider than `width`, decisions in which all plans agree are left out, then
     memory, bound, change, and decisions from the right.
@@ -166,19 +166,19 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
 
 
 def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
-    """Whether no plan says anything of the field that is not always so."""
+    """Return whether a field may be left out and has its default in every plan."""
     values = {each.choice.value(field.name) for each in candidates}
     return field.may_be_left_out and values == {field.default}
 
 
 def _column(cells: Sequence[str], *, left: bool) -> list[str]:
-    """The cells of one column, all as wide as the widest."""
+    """Return the cells of one column, all as wide as the widest."""
     width = max(map(len, cells))
     return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
 def _row(candidate: Candidate, best: Candidate, fields: Sequence[Field]) -> tuple[str, ...]:
-    choice, first = candidate.choice, candidate is best  # another may take as long
+    choice, first = candidate.choice, candidate is best  # by identity: another plan may take as long
     return (
         "→" if first else "",
         *(each.cell(choice) if each.cell and choice.reads(each.name) else each.unread for each in fields),

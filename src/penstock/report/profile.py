@@ -1,4 +1,4 @@
-"""What `penstock profile` prints: the lines that were fitted, and how well they fit."""
+"""What `penstock profile` prints: the fitted lines, and how well they fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ LINK_HEAD = ("collective", "group", "lane", "ranks", "start us", "MB/s", *FIT_HE
 TASK_HEAD = ("task", "fixed us", "factor", "contention", *FIT_HEAD)
 KERNEL_HEAD = ("kernel", "start us", "rate", *FIT_HEAD)
 LEAST_R2 = 0.5
-"""A line that explains less than half of the scatter says nothing of how time grows with size."""
+"""A line that explains less than half of the scatter says nothing about how time grows with size."""
+
+LEAST_POINTS = 3
+"""A line goes through two points exactly, however wrong they are."""
 
 UNKNOWN = "unknown"
 EXPLANATION = (
@@ -28,7 +31,7 @@ EXPLANATION = (
 
 
 def profile_text(file: ClusterFile, width: int | None = None) -> str:
-    """Tables of links, tasks and kernels in Markdown.
+    """Return tables of links, tasks and kernels in Markdown.
 
     width: of the terminal; a wider table is printed in parts, one below the other. None = a document's.
     """
@@ -45,18 +48,18 @@ def profile_text(file: ClusterFile, width: int | None = None) -> str:
 
 
 def link_bandwidth(file: ClusterFile, link: LinkModel) -> float | None:
-    """Bytes per second through the busiest rank's link in one direction; None if nothing crosses one."""
+    """Return bytes per second through the busiest rank's link in one direction; None if nothing crosses."""
     share = _share(file, link)
     return share / link.beta_s_per_byte if share > 0 else None
 
 
 def link_name(link: LinkModel) -> str:
-    """`all_to_all`, and `hierarchical_2d DG` for a leg."""
+    """Return `all_to_all`, or `hierarchical_2d DG` for a leg."""
     return f"{link.collective} {link.op}".strip()
 
 
 def alike(links: Sequence[LinkModel]) -> list[list[LinkModel]]:
-    """Links that differ in the name of their group only: groups with the same members, measured once."""
+    """Return groups of links that differ only in their group's name: the same members, measured once."""
     found: dict[LinkModel, list[LinkModel]] = {}
     for link in links:
         found.setdefault(replace(link, group=""), []).append(link)
@@ -64,7 +67,7 @@ def alike(links: Sequence[LinkModel]) -> list[list[LinkModel]]:
 
 
 def _share(file: ClusterFile, link: LinkModel) -> float:
-    """Bytes through the busiest rank's link per byte of the model's argument."""
+    """Return the bytes through the busiest rank's link per byte of the model's argument."""
     ranks = link.ranks
     others = ranks - 1
     if link.op:
@@ -97,6 +100,9 @@ def _rest(file: ClusterFile) -> list[str]:
     if not all(map(_is_line, fits)):
         why = f"R2 is below {LEAST_R2:g}, so time hardly grew with size"
         lines.append(f"{UNKNOWN}: {why}; measure with a larger --budget, while nothing else runs")
+    if any(fit is not None and not is_checked(fit) for fit in fits):
+        why = f"fewer than {LEAST_POINTS} points do not say how well a line fits"
+        lines.append(f"R2 and residual {UNKNOWN}: {why}; measure with a larger --budget")
     if file.links:
         lines.append(_transfer_line(file))
     if file.tasks:
@@ -118,7 +124,7 @@ def _rest(file: ClusterFile) -> list[str]:
 
 
 def _transfer_line(file: ClusterFile) -> str:
-    """What computation and real steps do to transfers; the file has it by collective."""
+    """Return what computation and real steps do to transfers; the file has these factors by collective."""
     usual = file.transfers_beside_compute
     beside = _span(usual if link.beside is None else link.beside for link in file.links)
     in_steps = _span(link.in_steps for link in file.links)
@@ -127,7 +133,7 @@ def _transfer_line(file: ClusterFile) -> str:
 
 
 def _span(factors: Iterable[float]) -> str:
-    """`1.10`, or `1.00 to 1.20` of several."""
+    """Return `1.10`, or `1.00 to 1.20` for several factors."""
     least, *_, most = [f"{factor:.2f}" for factor in sorted(factors)] * 2
     return least if least == most else f"{least} to {most}"
 
@@ -153,14 +159,22 @@ def _kernel_row(kernel: KernelModel) -> tuple[str, ...]:
 
 
 def _is_line(fit: Fit | None) -> bool:
-    """Whether the slope is a figure: measured and explained, or given by whoever wrote the file."""
+    """Return whether the slope is known: measured and well explained, or given by the file's author."""
     return fit is None or fit.r2 >= LEAST_R2
 
 
 def _fit_cells(fit: Fit | None) -> tuple[str, str, str]:
     if fit is None:
         return "-", "-", "-"
-    return f"{fit.r2:.3f}", _percent(fit.residual), str(len(fit.points))
+    points = str(len(fit.points))
+    return (
+        (f"{fit.r2:.3f}", _percent(fit.residual), points) if is_checked(fit) else (UNKNOWN, UNKNOWN, points)
+    )
+
+
+def is_checked(fit: Fit) -> bool:
+    """Return whether there were points enough to tell how well the line fits; a file need not keep them."""
+    return not fit.points or len(fit.points) >= LEAST_POINTS
 
 
 def _micro(seconds: float) -> str:
@@ -177,7 +191,7 @@ def _tables(rows: Sequence[Sequence[str]], width: int | None, *, left: int) -> l
 
 
 def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """The first row is the head. left: how many columns of words come first."""
+    """Return a table in Markdown; the first row is the head. left: the number of leading columns of words."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<" if i < left else ">" for i in range(len(widths))]
     lines = [

@@ -1,4 +1,4 @@
-"""Every line that was fitted over the points that it rests on, as small multiples in one PNG file."""
+"""Every fitted line over the points that it rests on, as small multiples in one PNG file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, LinkModel
-from penstock.report.profile import alike, link_name
+from penstock.report.profile import UNKNOWN, alike, is_checked, link_name
 
-if TYPE_CHECKING:  # plans are made without loading it
+if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ TEXT, QUIET, GRID = "#1B1F23", "#6B737C", "#E4E7EB"
 COLOURS: Final = {"links": "#0B6E99", "tasks": "#B45F06", "kernels": "#4C7A34"}
 UNITS: Final = {"flop": "operations", "byte": "bytes"}
 FAR = 0.25
-"""A point farther from its line than that share is drawn hollow."""
+"""A point that is farther from its line than this share is drawn hollow."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Part:
 
 
 def draw_profile(file: ClusterFile, folder: Path) -> Path:
-    """Write `profile.png` into `folder`, which is made if need be. Returns its path."""
+    """Write `profile.png` into `folder`, which is created if necessary, and return its path."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ def _draw_panel(axes: Axes, panel: Panel, colour: str) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda x, _, unit=unit: _short(x, unit)))
     axes.set_title(panel.title, fontsize=8.5, color=TEXT, loc="left", pad=4)
-    note = f"R2 {panel.fit.r2:.3f}"
+    note = f"R2 {panel.fit.r2:.3f}" if is_checked(panel.fit) else f"R2 {UNKNOWN}"
     axes.text(0.97, 0.05, note, transform=axes.transAxes, color=QUIET, fontsize=8, ha="right")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -147,7 +147,7 @@ def _draw_panel(axes: Axes, panel: Panel, colour: str) -> None:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Two to four round numbers between the ends of a logarithmic axis."""
+    """Return two to four round numbers between the ends of a logarithmic axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,)):
         ticks = [n * 10.0**power for power in powers for n in steps if low <= n * 10.0**power <= high]
@@ -157,7 +157,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _short(value: float, unit: str) -> str:
-    """`10 us`, `1 ms`, `100 kB`."""
+    """Return a short text: `10 us`, `1 ms`, `100 kB`."""
     steps = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
     size, prefix = next((step for step in steps if value >= 0.999 * step[0]), steps[-1])
     return f"{value / size:.3g} {prefix}{unit}".strip()

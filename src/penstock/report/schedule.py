@@ -29,10 +29,10 @@ from penstock.trace import Occupation, TaskRecord, occupation
 from penstock.words import counted, lane_words
 
 SLOW_LINK_BYTES_PER_S = 5e7
-"""With it the representative step communicates for about half as long as it computes."""
+"""With this rate the representative step communicates for about half as long as it computes."""
 
 SHARERS = (1, 2, 4, 8)
-"""Ranks that can share the step that is drawn, whose widths are powers of two."""
+"""Numbers of ranks that can share the step that is drawn, whose widths are powers of two."""
 
 MICROBATCHES, ALL_REDUCE_CHUNKS = 2, 4
 BASELINE = "sequential"
@@ -41,7 +41,7 @@ LABEL_WIDTH = 13
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleDescription:
-    """One schedule on one workload and one cluster, simulated. Pictures are text; durations seconds.
+    """One schedule on one workload and one cluster, simulated. Pictures are text; durations are in seconds.
 
     shape is what the system made of the request; notes say which parts of the request it does not read.
     exposed_communication_s: communication under which nothing is computed, of communication_s in all.
@@ -82,7 +82,7 @@ class ScheduleDescription:
         return self.sequential_iteration_s / self.iteration_s
 
     def to_text(self) -> str:
-        """Everything but the schedule's text form, for a terminal."""
+        """Return everything but the schedule's text form, for a terminal."""
         parts = [
             textwrap.fill(f"{self.name}: {self.about}", self.width),
             self._table(self._setting()),
@@ -93,7 +93,7 @@ class ScheduleDescription:
         return "\n\n".join(parts) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`; `schedule_text` is what `Schedule.parse` reads."""
+        """Return plain data for `--json`; `schedule_text` is what `Schedule.parse` reads."""
         return {
             "schedule": self.name,
             "iteration_s": self.iteration_s,
@@ -114,7 +114,7 @@ class ScheduleDescription:
         }
 
     def _table(self, rows: Iterator[tuple[str, str]]) -> str:
-        """Labelled lines, the text of each wrapped beside its label."""
+        """Return labelled lines, the text of each wrapped beside its label."""
         indent = " " * LABEL_WIDTH
         filled = (
             textwrap.fill(f"{label:<{LABEL_WIDTH}}{text}", self.width, subsequent_indent=indent)
@@ -196,11 +196,11 @@ def describe_schedule(
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
     microbatches, all_reduce_chunks: None = MICROBATCHES and ALL_REDUCE_CHUNKS, where the schedule reads them.
-    chunks: None = the schedule's usual; backward_chunks: None = as many as forward. sharing: on two nodes, as
-    many ranks of each as it needs; None = `usual_sharing`. placement: what moves; None = nothing. recompute:
-    what is computed again before its backward.
+    chunks: None = the schedule's usual number; backward_chunks: None = as many as forward. sharing: on two
+    nodes with as many ranks each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
+    recompute: what is recomputed before its backward.
     sharded_optimizer: the step updates parameters, each rank a share, after clipping. Raises ConfigError for
-    what this step cannot have.
+    settings that this step cannot have.
     """
     given = {"microbatches": microbatches, "all_reduce_chunks": all_reduce_chunks}
     microbatches = MICROBATCHES if microbatches is None else microbatches
@@ -245,7 +245,7 @@ def _described(
     notes: tuple[str, ...],
     width: int,
 ) -> ScheduleDescription:
-    """What a simulated step shows, beside the baseline's."""
+    """Return the description of a simulated step, compared with the baseline."""
     return ScheduleDescription(
         name=name,
         about=_about(SCHEDULES[name]),
@@ -272,7 +272,7 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _about(system: System) -> str:
-    """The first paragraph of the system's docstring: what it does, in its own file's words."""
+    """Return the first paragraph of the system's docstring: what the system does, in its file's words."""
     return " ".join((inspect.getdoc(type(system)) or "").partition("\n\n")[0].split())
 
 
@@ -280,15 +280,15 @@ def _about(system: System) -> str:
 
 
 def _with_updates(workload: Workload) -> Workload:
-    """The same step on ranks that each update all of their experts."""
+    """Return the workload of ranks that each update all of their experts."""
     own = int(workload.expert_bytes) * workload.placement.slots
     return replace(workload, expert_all_reduce_bytes=(own,) * len(workload.all_reduce_bytes))
 
 
 def usual_sharing(name: str) -> Sharing:
-    """Pairs of ranks that share attention and experts where schedule `name` says how rows meet shards.
+    """Return pairs that share attention and experts where schedule `name` has an expert form, else none.
 
-    Tokens lie between blocks as it wants them at the gate. Raises ConfigError for a name that is none.
+    Between blocks, tokens lie as the form wants them at the gate. Raises ConfigError for an unknown name.
     """
     check_name("schedule", name, SCHEDULES)
     form = SCHEDULES[name].expert_form
@@ -304,11 +304,11 @@ def _check_sharing(sharing: Sharing) -> None:
 
 
 def _workload(layers: int, microbatches: int, sharing: Sharing, form: ExpertForm) -> Workload:
-    """A small float32 step in which neither computing nor a slow link is negligible.
+    """Return a small float32 step in which neither computing nor a slow link is negligible.
 
     Every microbatch holds at least one sample. Experts have no replicas, so only what is replicated
     (attention and gate; norms only where ranks have parts of their gradients) is reduced. Ranks that share
-    something fill two nodes.
+    attention or experts fill two nodes.
     """
     hidden_size, node_size = 512, max(sharing.mp_size, sharing.esp_size)
     world_size = 4 if sharing.is_none else 2 * node_size
@@ -374,9 +374,9 @@ def _run(
 
 
 def _notes(asked: Decision, shape: StepShape, given: Mapping[str, int | None]) -> Iterator[str]:
-    """What was asked for and has no effect, read off the shape that the system made.
+    """Yield the settings that have no effect, by the shape that the system made.
 
-    given: what replaces the request where that says it also if nobody asked.
+    given: numbers that were asked for; None = nobody asked, and the request has a usual one.
     """
     used = {
         "microbatches": (shape.microbatches, given["microbatches"]),

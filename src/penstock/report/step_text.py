@@ -1,4 +1,4 @@
-"""One line each about a step that is drawn: who shares what, the cluster, the pieces, what moves."""
+"""Lines of text about a step that is drawn: sharing, the cluster, the pieces, moves. One line each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def placement_text(shape: StepShape) -> str:
 
 
 def again_text(shape: StepShape) -> str:
-    """Say what is computed again."""
+    """Say what is recomputed."""
     what = "experts run" if shape.recompute == "experts" else "attention, router and experts run"
     return f"{what} a second time before their backward (in lower case), on the rows that have come already"
 

@@ -1,4 +1,4 @@
-"""The words at the end of a training run, for someone who has never seen one."""
+"""The text at the end of a training run, for readers who have never seen one."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run was and what came of it. Losses and entropy are in nats per token.
+    """The settings and results of a run. Losses and entropy are in nats per token.
 
     unit: what a token is, in the singular. eval_loss: loss on held-out text; None if the run never evaluated.
-    eval_noise: by how much it may be too small (95 % of the time); None where it does not say.
-    unigram_entropy: what guessing every token by its frequency in the corpus costs.
-    communication_s, exposed_communication_s: of a typical step; exposed is what nothing was computed under.
+    eval_noise: by how much eval_loss may be too small (95 % of the time); None if unknown.
+    unigram_entropy: the loss of guessing every token by its frequency in the corpus.
+    communication_s, exposed_communication_s: of a typical step; exposed = under which nothing was computed.
     overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
-    simulated_iteration_s: what the simulator says of the last steps' tasks.
-    skipped_steps: how many steps of this start were not finite and changed nothing.
-    interrupted: the run was stopped early and saved. parameters: of the whole model, every expert counted
-    once. mp_size, esp_size: processes that share attention, and that share every expert.
-    rank_load_max_over_mean: rows that the busiest process computes over the mean, in a typical step.
-    rows_crossing_nodes: the share of rows that another node computes. loads_in_common: the share of rows that
-    a step and the one before have alike. None is not known. Outputs are paths; None was not written. loads: a
-    picture of them.
+    simulated_iteration_s: the simulator's time for the last steps' tasks.
+    skipped_steps: how many steps since this start were not finite and changed nothing. interrupted: the run
+    was stopped early and saved. parameters: of the whole model, every expert counted once. mp_size, esp_size:
+    processes that share attention, and that share every expert. rank_load_max_over_mean: rows that the
+    busiest process computes over the mean, in a typical step. rows_crossing_nodes: the share of rows that
+    another node computes. loads_in_common: the share of rows that a step has in common with the one before.
+    None = not known. Outputs are paths; None = not written. loads: the picture of loads.
     """
 
     schedule: str
@@ -80,16 +79,16 @@ class RunSummary:
         return 1 - self.exposed_communication_s / self.communication_s
 
     def save(self, folder: Path) -> None:
-        """Leave it in the folder of the run."""
+        """Write the summary into the folder of the run."""
         write_json(folder / SUMMARY_FILE, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> RunSummary:
-        """Raises ConfigError naming the file and the key that is wrong."""
+        """Read a summary. Raises ConfigError naming the file and the key that is wrong."""
         return from_dict(RunSummary, read_json(path, REMOVE), str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for `--json`."""
+        """Return plain data for `--json`."""
         return {
             "schedule": self.schedule,
             "dispatch": self.dispatch,
@@ -130,7 +129,7 @@ class RunSummary:
         }
 
     def to_text(self, width: int = UNKNOWN) -> str:
-        """About fifteen lines for a terminal of `width` columns."""
+        """Return about fifteen lines for a terminal of `width` columns."""
         rows = (f"{label:<{LABEL_WIDTH}}{text}" for label, text in self._rows())
         return "".join(folded(row, width) + "\n" for row in rows)
 
@@ -157,7 +156,7 @@ class RunSummary:
 
     @property
     def subject(self) -> str:
-        """What was trained, how long, and on how many processes."""
+        """What was trained, for how long, and on how many processes."""
         processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         experts = f"{self.num_experts} experts per MoE layer"
@@ -169,13 +168,13 @@ class RunSummary:
         )
 
     def _sharing(self) -> str:
-        """How many processes work on parts of the same; nothing where none do."""
+        """Return how many processes share attention or each expert as text; empty where none do."""
         shared = [(self.mp_size, "attention"), (self.esp_size, "each expert")]
         words = [f"{size} share {what}" for size, what in shared if size > 1]
         return f" ({', '.join(words)})" if words else ""
 
     def _held_out(self) -> str:
-        """Whether the model learned anything that frequencies alone do not say."""
+        """Return whether the model has learned anything beyond frequencies."""
         guess = f"Predicting {self.unit}s by their frequency alone gives {self.unigram_entropy:.3f}"
         if self.eval_loss is None:
             return f"not evaluated: no loss on unseen text is known. {guess}."
@@ -233,7 +232,7 @@ class RunSummary:
 
 
 def _millions(count: int) -> str:
-    """A count in words: 12.3 million."""
+    """Return a count in words: 12.3 million."""
     for size, word in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:.1f} {word}"

@@ -32,13 +32,13 @@ FILL = "━"
 TICK = "└"
 
 COLUMNS_PER_TASK = 5
-"""Room a task wants for its name; with less on average, forward and backward get a picture each."""
+"""Columns that a task's name needs; with fewer on average, forward and backward get a picture each."""
 
 COLUMNS_PER_TICK = 10
 
 
 def render_timeline(records: Sequence[TaskRecord], *, width: int = 100) -> str:
-    """The picture of one rank in one step, simulated or measured, with a legend; at most `width` wide."""
+    """Return a picture of one rank in one step, simulated or measured, with a legend, `width` at most."""
     if width < MIN_WIDTH:
         raise ValueError(f"a timeline needs a width of {MIN_WIDTH} or more, not {width}")
     if len(runs := {(record.step, record.rank) for record in records}) > 1:
@@ -53,14 +53,14 @@ def render_timeline(records: Sequence[TaskRecord], *, width: int = 100) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration for people: three digits, seconds or milliseconds."""
+    """Return a duration for people: three digits, in seconds or milliseconds."""
     unit, unit_s = _unit(seconds)
     seconds = max(0.0, seconds)  # a difference of two sums may be a rounding error below zero
     return f"{_three_digits(seconds / unit_s)} {unit}"
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """The name and the seconds of the unit in which a duration is told."""
+    """Return the name and the seconds of the unit in which a duration is given."""
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e-3)
 
 
@@ -71,7 +71,7 @@ def _three_digits(value: float) -> str:
 
 
 def _by_lane(records: Sequence[TaskRecord]) -> dict[Lane, list[TaskRecord]]:
-    """The records of every lane that occurs, lanes in their own order, records by time."""
+    """Return the records of every lane that occurs, lanes in their own order, records by time."""
     by_time = sorted(records, key=lambda record: (record.start_s, record.end_s))
     found = {lane: [record for record in by_time if record.lane is lane] for lane in Lane}
     return {lane: lane_records for lane, lane_records in found.items() if lane_records}
@@ -82,7 +82,7 @@ def _by_lane(records: Sequence[TaskRecord]) -> dict[Lane, list[TaskRecord]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Window:
-    """A stretch of seconds cut into columns. unit: the name and the seconds of what its axis counts."""
+    """A stretch of seconds divided into columns. unit: the name and the seconds of the axis's unit."""
 
     title: str
     start_s: float
@@ -95,11 +95,11 @@ class _Window:
         return (self.end_s - self.start_s) / self.columns
 
     def column(self, time_s: float) -> int:
-        """The column that a moment falls into, clipped to the window."""
+        """Return the column of a moment, clipped to the window."""
         return min(self.columns - 1, max(0, int((time_s - self.start_s) / self.column_s)))
 
     def overlap_s(self, record: TaskRecord, column: int | None = None) -> float:
-        """Seconds of a task inside one column, or inside the whole window."""
+        """Return the seconds of a task inside one column, or inside the whole window."""
         start_s, end_s = self.start_s, self.end_s
         if column is not None:
             start_s = self.start_s + column * self.column_s
@@ -108,7 +108,7 @@ class _Window:
 
 
 def _windows(records: Sequence[TaskRecord], columns: int) -> list[_Window]:
-    """The whole iteration, or forward and backward apart where names would not fit otherwise."""
+    """Return the whole iteration, or forward and backward separately where names would not fit otherwise."""
     start_s = min(record.start_s for record in records)
     # An iteration of no length at all still needs columns to divide by.
     end_s = max(start_s + 1e-9, *(record.end_s for record in records))
@@ -143,7 +143,7 @@ def _row(label: str, picture: str, busy: str) -> str:
 
 
 def _shown(window: _Window, records: Sequence[TaskRecord]) -> list[Task | None]:
-    """For every column of a lane the task that is drawn there."""
+    """Return, for every column of a lane, the task that is drawn there."""
     shares: list[dict[Task, float]] = [{} for _ in range(window.columns)]
     for record in records:
         for column in range(window.column(record.start_s), window.column(record.end_s) + 1):
@@ -153,13 +153,13 @@ def _shown(window: _Window, records: Sequence[TaskRecord]) -> list[Task | None]:
 
 
 def _is_hidden(window: _Window, records: Sequence[TaskRecord]) -> bool:
-    """Whether a lane is busy and drawn wholly idle."""
+    """Return whether a lane is busy and drawn wholly idle."""
     busy = any(window.overlap_s(record) > 0 for record in records)
     return busy and not any(_shown(window, records))
 
 
 def _majority(share: Mapping[Task, float], column_s: float) -> Task | None:
-    """The longest task of the symbol with the most seconds; None if most of the column was idle."""
+    """Return the longest task of the symbol with the most seconds; None if most of the column was idle."""
     if 2 * sum(share.values()) < column_s:
         return None
     by_symbol: dict[str, float] = defaultdict(float)
@@ -174,7 +174,7 @@ def _lane_row(tasks: Sequence[Task | None]) -> str:
 
 
 def _run(task: Task | None, columns: int) -> str:
-    """One task as its longest name that fits, then a line; an op's first letter is unique on its lane."""
+    """Return a task as its longest fitting name, then a line; an op's first letter is unique on its lane."""
     if task is None:
         return IDLE * columns
     names = (task.cell, task.symbol, task.symbol[0])
@@ -182,7 +182,7 @@ def _run(task: Task | None, columns: int) -> str:
 
 
 def _layer_row(compute: Sequence[Task | None]) -> str:
-    """Which block is computed, written where it changes and there is room."""
+    """Return which block is computed, written where it changes and there is room."""
     row, written = "", -1
     for column, task in enumerate(compute):
         if task is None or task.layer == written:
@@ -194,7 +194,7 @@ def _layer_row(compute: Sequence[Task | None]) -> str:
 
 
 def _axis(window: _Window) -> str:
-    """Ticks at round times. A label may reach under the percentages but not beyond them."""
+    """Return ticks at round times. A label may reach under the percentages but not beyond them."""
     unit_s = window.unit[1]
     step = _round_up(window.column_s / unit_s * COLUMNS_PER_TICK)
     row, tick = "", math.ceil(window.start_s / unit_s / step - 1e-9)
@@ -207,7 +207,7 @@ def _axis(window: _Window) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ... and of their decimal fractions."""
+    """Return the next of 1, 2, 5, 10, 20, 50, ... and of their decimal fractions."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * (1 - 1e-9))
 
@@ -216,7 +216,7 @@ def _round_up(value: float) -> float:
 
 
 def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
-    """What the names mean: the ops that occur, lane by lane, and how to read an index.
+    """Return the meaning of names: the ops that occur, lane by lane, and how to read an index.
 
     hidden: a lane has tasks, and all are too short to be drawn.
     """
@@ -245,7 +245,7 @@ def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
 
 
 def _lane_meanings(lanes: AbstractSet[Lane]) -> str:
-    """What those lanes are whose names do not say it."""
+    """Explain those lanes whose names say too little."""
     nodes = any(lane.is_inside for lane in lanes)
     meanings = {
         Lane.INTER: "network between nodes" if nodes else "network between ranks",

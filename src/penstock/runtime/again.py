@@ -1,7 +1,7 @@
-"""Handlers of computation that runs a second time before its backward (phase R), and of its first time.
+"""Handlers of computation that is recomputed before its backward (phase R), and of its first run.
 
 The first time a task runs without autograd and keeps its inputs; the second time the same handler makes
-segments of them. Nothing else of the step knows: the backward finds in `saved` what it always finds.
+segments of them. Nothing else in the step knows: the backward finds in `saved` what it always finds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Keep:
-    """A forward task that keeps its inputs for a second time, in `kept`."""
+    """Runs a forward task and keeps its inputs, in `kept`, for a second run."""
 
     handler: Handler
 
@@ -38,7 +38,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Repeat:
-    """The second time: leaves `saved` for the backward, and nothing else, since all else has been read."""
+    """Runs a task again: leaves `saved` for the backward, and nothing else, since all else has been read."""
 
     handler: Handler
 
@@ -50,11 +50,11 @@ class Repeat:
 
 
 OWN: dict[tuple[str, Phase], Handler] = {}
-"""Of ops whose second time is not the first one's handler with what that was given."""
+"""Handlers of ops whose second run is not that of the first handler on the kept inputs."""
 
 
 def repeated(handlers: Handlers) -> Handlers:
-    """The handlers of tasks that run twice, for every op that may: phases F and R."""
+    """Return the handlers of tasks that run twice, for every op that may: phases F and R."""
     found: dict[tuple[str, Phase], Handler] = {}
     for op, spec in OPS.items():
         if spec.again and (op, Phase.FORWARD) in handlers:
@@ -64,7 +64,7 @@ def repeated(handlers: Handlers) -> Handlers:
 
 
 def handlers_of(tasks: Collection[Task], handlers: Handlers, twice: Handlers) -> Mapping[Task, Handler]:
-    """The handler of every task; of those that run twice, and of their second time, as `twice` says.
+    """Return the handler of every task; of those that run twice, in both their runs, the one in `twice`.
 
     Raises KeyError where there is none.
     """

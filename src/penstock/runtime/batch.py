@@ -1,8 +1,9 @@
-"""What a stack makes of a batch: numbers for its samples, and one size on all ranks where slots are fixed.
+"""Preparation of a batch: numbers for its samples, and one size on all ranks where slots are fixed.
 
-Ranks may bring different numbers of samples, or none. Dropless routing sends what there is. With a fixed
-number of slots per expert, sizes must be known without asking, so smaller batches are filled up with samples
-that are nothing but padding: they go to no expert and count for nothing.
+Ranks may bring different numbers of samples, or none. Dropless routing sends whatever rows there are. With a
+fixed number of slots per expert, sizes must be known without asking, so smaller batches are filled up with
+samples that are nothing but padding: they go to no expert and count for nothing.
+
 Shapes: B samples of this rank, L tokens per sample.
 """
 
@@ -31,9 +32,9 @@ NO_LABEL = -100
 class Samples:
     """One rank's batch as it is given.
 
-    valid_BL: bool, False for padding; None if there is none. companions: samples of every rank that this one
-    exchanges samples with; () = none move. documents_BL: int64, where the document of every token begins;
-    None = every sample is one.
+    valid_BL: bool, False for padding; None if there is none. companions: the number of samples of every rank
+    with which this one exchanges samples; () = none move. documents_BL: int64, where the document of every
+    token begins; None = every sample is one document.
     """
 
     tokens_BL: Tensor
@@ -44,7 +45,7 @@ class Samples:
     documents_BL: Tensor | None = None
 
     def cut(self, microbatches: int, seed: int) -> Batch:
-        """The larger pieces first; empty ones where there are fewer samples than microbatches."""
+        """Cut the batch into microbatches, the larger first; some are empty where samples are fewer."""
         tokens, labels, ids = (
             each.tensor_split(microbatches) for each in (self.tokens_BL, self.labels_BL, self.ids_B)
         )
@@ -61,7 +62,7 @@ class Samples:
         return Batch(tokens, passengers, list(zip(*sizes, strict=True)))
 
     def of_length(self, length: int) -> Samples:
-        """The same; samples that there are none of, [0, length]."""
+        """Return these samples; an empty batch becomes [0, length]."""
         if len(self.tokens_BL):
             return self
         tokens_BL, labels_BL = (each.new_empty(0, length) for each in (self.tokens_BL, self.labels_BL))
@@ -73,7 +74,7 @@ class Samples:
         )
 
     def filled(self, samples: int, length: int) -> Samples:
-        """The same with padding after it, [samples, length]."""
+        """Return these samples with padding after them, [samples, length]."""
         more = samples - len(self.tokens_BL)
         if more == 0:
             return self
@@ -98,9 +99,9 @@ def _pieces(tensor: Tensor | None, count: int) -> Sequence[Tensor | None]:
 class SampleNumbers:
     """Numbers for samples that come without: unique over the run, dealt in turn to ranks with other samples.
 
-    Ranks that share attention work on the same samples and give them the same numbers.
-    Training counts up from 0, everything else down from -1: an evaluation between two steps does not change
-    the dropout of the second.
+    Ranks that share attention work on the same samples and give them the same numbers. Training counts up
+    from 0, everything else down from -1: an evaluation between two steps does not change the dropout of the
+    second step.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -108,7 +109,7 @@ class SampleNumbers:
         self._next = {True: 0, False: 0}
 
     def take(self, count: int, device: torch.device, *, training: bool) -> Tensor:
-        """The next `count` numbers of this rank, [count]. Ranks may take different numbers of them."""
+        """Return this rank's next `count` numbers, [count]. Ranks may take different counts."""
         first = self._next[training]
         self._next[training] += count
         mine = torch.arange(first, first + count, device=device)
@@ -117,15 +118,15 @@ class SampleNumbers:
 
 
 class Sizes(Protocol):
-    """What the ranks do about batches of different sizes."""
+    """How the ranks deal with batches of different sizes."""
 
     def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """The batch that this rank will run. All ranks call it."""
+        """Return the batch that this rank will run. All ranks call it."""
         ...
 
 
 class AnySizes:
-    """Every rank runs what it has: rows are counted before they travel."""
+    """Every rank runs the samples it has: rows are counted before they travel."""
 
     def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
         del largest_batch
@@ -139,7 +140,8 @@ class EqualSizes:
         self._control = control
 
     def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """Without `largest_batch` it costs an exchange of 24 bytes.
+        """Return the batch filled up to the largest. Without `largest_batch` it costs an exchange of 24
+        bytes.
 
         Raises ValueError on all ranks if their samples have different lengths.
         """
@@ -156,7 +158,7 @@ class EqualSizes:
         return samples.filled(largest_batch, length)
 
     def _agree(self, batch: int, length: int) -> tuple[int, int]:
-        """Samples of the largest batch and the length of every sample."""
+        """Return the samples of the largest batch and the length of every sample."""
         shortest = -length if batch else -inf
         mine = (batch, length if batch else -inf, shortest)
         largest, longest, shortest = self._control.largest(mine, "comparing the sizes of batches")
@@ -172,17 +174,17 @@ class EqualSizes:
 
 
 Shape = tuple[int, int, bool, bool]
-"""Of a rank's batch: samples, their length, whether padding is marked, and where documents begin."""
+"""A rank's batch: samples, their length, whether padding is marked, whether document starts are."""
 
 
 class SharedSizes:
-    """Every rank runs what it has, and knows how many samples the ranks have that it exchanges some with."""
+    """Every rank runs the samples it has, and knows how many samples its exchange partners have."""
 
     def __init__(self, layout: Layout, control: Control) -> None:
         self._layout, self._control = layout, control
 
     def settle(self, samples: Samples, largest_batch: int | None) -> Samples:
-        """Costs an exchange of a few bytes.
+        """Return the batch with the numbers of samples of its companions. Costs an exchange of a few bytes.
 
         Raises ValueError on all ranks if samples that might meet have different lengths, or padding is marked
         on some ranks only.
@@ -199,7 +201,7 @@ class SharedSizes:
         return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)
 
     def _gathered(self, mine: Shape) -> list[Shape]:
-        """Those of every rank, by one small sum: each is the largest at its own place."""
+        """Return the shapes of every rank, by one exchange of maxima: each is the largest at its place."""
         ranks, size = self._layout.world_size, len(mine)
         numbers = [0.0] * (ranks * size)
         numbers[self._layout.rank * size : (self._layout.rank + 1) * size] = map(float, mine)
@@ -210,7 +212,7 @@ class SharedSizes:
 
 
 def _check_alike(shapes: Mapping[int, Shape]) -> None:
-    """Samples of one length, all with marks of padding or all without."""
+    """Raise ValueError unless samples have one length and all or none have marks of padding and documents."""
     found = {rank: shape for rank, shape in shapes.items() if shape[0]}
     for rank, (_, length, marked, separate) in found.items():
         first, (_, wanted, marks, separates) = next(iter(found.items()))

@@ -1,4 +1,4 @@
-"""How the residual stream of a token comes to where its experts' outputs are added to it.
+"""How the residual stream of a token gets to where its experts' outputs are added to it.
 
 Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, R rows.
 """
@@ -21,7 +21,7 @@ from penstock.runtime.parts import BlockParts, ModelParts
 class Carriage(Protocol):
     """What leaves the ranks of tokens, and what their experts' ranks send.
 
-    apart_bytes: of every number of the residual stream that follows a sample beside its rows.
+    apart_bytes: bytes, per number of the residual stream, that follow a sample beside its rows.
     """
 
     @property
@@ -30,17 +30,17 @@ class Carriage(Protocol):
     def route(
         self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
     ) -> RoutedTokens:
-        """Choose experts for tokens x, and order rows of them or of the residual stream."""
+        """Choose experts for tokens x, and order rows of the tokens or of the residual stream."""
         ...
 
     def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        """What goes home for rows that have come to this rank's experts, [R, M]."""
+        """Return what goes home for rows that have come to this rank's experts, [R, M]."""
         ...
 
 
 @dataclass(frozen=True)
 class Apart:
-    """The residual stream stays at home, or follows its sample. wire_dtype: of rows; None = as they are."""
+    """The residual stream stays at home, or follows its sample. wire_dtype: of rows; None = unchanged."""
 
     wire_dtype: torch.dtype | None = None
     apart_bytes = torch.float32.itemsize
@@ -57,7 +57,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class InRows:
-    """Rows bring it along: see `penstock.moe.carried`. wire_dtype: of tokens for the gate."""
+    """Rows bring the residual stream: see `penstock.moe.carried`. wire_dtype: of tokens for the gate."""
 
     wire_dtype: torch.dtype | None = None
     apart_bytes = 0
@@ -75,13 +75,13 @@ class InRows:
 
 
 def experts_of(block: BlockParts) -> MoELayer:
-    """The MoE layer of a block that has one."""
+    """Return the MoE layer of a block that has one."""
     assert block.moe is not None, "tasks of experts are those of MoE layers"
     return block.moe
 
 
 def row_norm(block: BlockParts) -> nn.Module:
-    """What experts read of the residual stream. Raises ValueError where rows cannot carry that."""
+    """Return the norm that experts read. Raises ValueError where rows cannot carry the residual stream."""
     norm = block.row_norm
     if norm is None:
         raise ValueError(
@@ -94,12 +94,12 @@ def row_norm(block: BlockParts) -> nn.Module:
 
 
 def may_carry(parts: ModelParts) -> bool:
-    """Whether rows of every MoE layer can carry the residual stream."""
+    """Return whether rows of every MoE layer can carry the residual stream."""
     return all(block.row_norm is not None for block in _with_experts(parts))
 
 
 def check_carries(parts: ModelParts, autocast_dtype: torch.dtype | None) -> None:
-    """Raise ValueError where they cannot, or what they bring would be rounded under way."""
+    """Raise ValueError where rows cannot carry the residual stream, or it would be rounded on the way."""
     if autocast_dtype is not None:
         dtype = str(autocast_dtype).removeprefix("torch.")
         raise ValueError(

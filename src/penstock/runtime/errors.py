@@ -1,4 +1,4 @@
-"""Errors of a running step. They name the task, the lane, the rank, and who was waited for."""
+"""Errors of a running step. They name the task, the lane, the rank, and the ranks waited for."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ class ScheduleMismatchError(RuntimeError):
 
 
 class ParameterMismatchError(RuntimeError):
-    """Ranks would train different parameters: sums of their gradients would mean nothing."""
+    """Ranks would train different parameters, so sums of their gradients would be meaningless."""

@@ -74,13 +74,13 @@ class Execution:
     def _raise(self, failure: LaneError) -> None:
         cause = failure.__cause__
         assert cause is not None
-        if not isinstance(cause, Exception):  # an interrupt stays what it is
+        if not isinstance(cause, Exception):  # an interrupt is raised unchanged
             raise cause
         grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
         raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """When every task ran, in seconds from the start of the iteration on this rank."""
+        """Return when every task ran, in seconds from the start of the iteration on this rank."""
         ran = [task for times in self._times for task in times()]
         origin_s, rank = self._origin_s, self._rank
         return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]

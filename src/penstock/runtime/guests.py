@@ -23,15 +23,15 @@ from penstock.placing.exact import ExactSplit
 from penstock.runtime.transport import Transport
 
 Flats = Mapping[torch.dtype, Sequence[Tensor]]
-"""What belongs to one expert, flat, by type."""
+"""What belongs to one expert, as flat tensors, by type."""
 
 
 @dataclass(frozen=True)
 class Trip:
-    """Which slots a rank exchanges with the ranks of its expert group.
+    """The slots whose contents a rank exchanges with the ranks of its expert group.
 
-    leaving: for every rank this rank's own slots whose experts are guests there, by guest slot there. coming:
-    for every rank the guest slots here that have experts of that rank.
+    leaving: for every rank, this rank's own slots whose experts are guests there, by guest slot there.
+    coming: for every rank, the guest slots here that have experts of that rank.
     """
 
     leaving: tuple[tuple[int, ...], ...]
@@ -39,7 +39,7 @@ class Trip:
 
     @staticmethod
     def of(hosting: Hosting, rank: int) -> Trip:
-        """Of a rank of the expert group."""
+        """Return the trip of one rank of the expert group."""
         placement, held = hosting.placement, hosting.placement.held(rank)
 
         def owner(expert: int) -> int | None:
@@ -57,7 +57,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of every guest on its way. parts: relative sizes of all pieces; transport, axes: who meets."""
+    """A piece of every guest. parts: relative sizes of all pieces; transport, axes: where ranks meet."""
 
     index: int
     parts: tuple[int, ...]
@@ -65,7 +65,7 @@ class Piece:
     axes: Axes
 
     def window(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The piece of what lies back to back in `flats`."""
+        """Return the piece of what lies back to back in `flats`."""
         sizes = part_sizes(sum(map(len, flats)), self.parts)
         start, found, begin = sum(sizes[: self.index]), list[Tensor](), 0
         stop = start + sizes[self.index]
@@ -79,9 +79,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class LayerGuests:
-    """Guests of one rank in one layer of one step. own: the layer's experts; guests: room for the others.
+    """Guests of one rank in one layer of one step. own: the layer's experts; guests: room for other ranks'
+    experts.
 
-    split: whose rows they compute, where that is settled by the step's own counts.
+    split: whose rows the guests compute, where that is settled by the step's own counts.
     """
 
     trip: Trip
@@ -92,22 +93,23 @@ class LayerGuests:
 
     @torch.no_grad()
     def bring(self, piece: Piece) -> None:
-        """Send the piece of own experts to their hosts, and take in that of every guest."""
+        """Send the piece of own experts to their hosts, and receive that of every guest."""
         own, guests = self._parameters
         _exchange(piece, (own, self.trip.leaving), (guests, self.trip.coming), Tensor.copy_)
 
     @torch.no_grad()
     def take_home(self, piece: Piece) -> None:
-        """Send the piece of every guest's gradient to its owner; add those that come to the own experts'.
+        """Send the piece of every guest's gradient to its owner; add arriving pieces to own experts'
+        gradients.
 
-        Added in the order of ranks, so the sums are the same whatever came first.
+        They are added in the order of ranks, so the sums do not depend on the order of arrival.
         """
         own, guests = self._gradients
         _exchange(piece, (guests, self.trip.coming), (own, self.trip.leaving), Tensor.add_)
 
     @cached_property
     def _parameters(self) -> tuple[Sequence[Flats], Sequence[Flats]]:
-        """Of own experts and of guests. Looked up for the first piece."""
+        """The parameters of own experts and of guests, looked up for the first piece."""
         return _by_slot(self.own, lambda p: p), _by_slot(self.guests, lambda p: p)
 
     @cached_property
@@ -116,17 +118,17 @@ class LayerGuests:
         return _by_slot(self.own, _kept), _by_slot(self.guests, _left)
 
     def forget(self) -> None:
-        """Drop the gradients, which are their owners' now."""
+        """Drop the gradients, which their owners have now."""
         for parameter in self.guests.parameters():
             parameter.grad = None
 
 
 Slots = tuple[Sequence[Flats], Sequence[Sequence[int]]]
-"""What there is by slot, and for every rank the slots that are exchanged with it."""
+"""The tensors by slot, and for every rank the slots that are exchanged with it."""
 
 
 def _exchange(piece: Piece, sent: Slots, found: Slots, put: Callable[[Tensor, Tensor], object]) -> None:
-    """An all-to-all of flat pieces, for each type. put: what is done with what arrives."""
+    """Exchange flat pieces by an all-to-all for each type. put: what is done with what arrives."""
     (mine, leaving), (ours, coming) = sent, found
     for kind in mine[0]:
         out, into = (
@@ -146,7 +148,7 @@ def _exchange(piece: Piece, sent: Slots, found: Slots, put: Callable[[Tensor, Te
 
 
 def _by_slot(experts: Experts, of: Callable[[nn.Parameter], Tensor]) -> list[dict[torch.dtype, list[Tensor]]]:
-    """What belongs to every slot's parameters, flat, in the order of their names."""
+    """Return what belongs to every slot's parameters, flat, in the order of their names."""
     found: list[dict[torch.dtype, list[Tensor]]] = [{} for _ in range(experts.num_local_experts)]
     for name, parameter in experts.named_parameters():
         for _, slot, part in experts.split(name, of(parameter)):
@@ -155,7 +157,7 @@ def _by_slot(experts: Experts, of: Callable[[nn.Parameter], Tensor]) -> list[dic
 
 
 def _left(parameter: nn.Parameter) -> Tensor:
-    """A guest's gradient: zero if no row met it."""
+    """Return a guest's gradient: zero if no row met the guest."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 

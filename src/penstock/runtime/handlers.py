@@ -1,7 +1,7 @@
-"""What really happens when a task runs: a handler for every op and phase, found by name.
+"""Handlers: what really happens when a task runs, for every op and phase, found by name.
 
-A handler gets what its task reads by role, and returns its outputs by name; it never asks who made them.
-An output is read as the role of the same name, or, as a gradient, as `d_` and the name: the `rows` of D.F are
+A handler gets what its task reads by role, and returns its outputs by name; it never asks who made them. An
+output is read as the role of the same name, or, as a gradient, as `d_` and the name: the `rows` of D.F are
 the `rows` of X.F, and the `rows` of X.B are the `d_rows` of D.B.
 """
 
@@ -41,13 +41,13 @@ from penstock.runtime.transport import Transports
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What stands in the slot of an output that its handler did not leave."""
+    """Stands in the slot of an output that its handler did not leave."""
 
     task: Task
     output: str
 
     def refuse(self) -> NoReturn:
-        """None would count as no gradient, and training would go on without it."""
+        """Raise ScheduleError: a None would count as no gradient, and training would go on without it."""
         raise ScheduleError(
             f"{self.task} has left no output {self.output!r}, which is read: its handler must return one of "
             "that name"
@@ -61,14 +61,14 @@ class Inputs(dict[str, tuple[Any, ...]]):
     """
 
     def one(self, role: str) -> Any:
-        """The output of a role that has one edge."""
+        """Return the output of a role that has one edge."""
         values = self.all(role)
         if len(values) != 1:
             raise ScheduleError(f"the handler needs one edge {role}, and the task has {len(values)}")
         return values[0]
 
     def all(self, role: str) -> tuple[Any, ...]:
-        """The outputs of a role; () if the task has no such edge."""
+        """Return the outputs of a role; () if the task has no such edge."""
         values = self.get(role, ())
         for value in values:
             if type(value) is Missing:
@@ -76,7 +76,7 @@ class Inputs(dict[str, tuple[Any, ...]]):
         return values
 
     def maybe(self, role: str) -> Any:
-        """The output of a role with one edge, None if the task has no such edge."""
+        """Return the output of a role with one edge; None if the task has no such edge."""
         return self.one(role) if role in self else None
 
 
@@ -91,7 +91,8 @@ class Batch:
     """One rank's batch, cut into microbatches.
 
     tokens: of every microbatch, [b, L]. passengers: everything else that is known of its samples. companions:
-    for every microbatch the samples of every rank that this one exchanges samples with; () = with none.
+    for every microbatch, the number of samples of every rank with which this one exchanges samples; () = with
+    none.
     """
 
     tokens: Sequence[Tensor]
@@ -99,7 +100,7 @@ class Batch:
     companions: Sequence[tuple[int, ...]] = ()
 
     def part(self, rank: int, ranks: int) -> Batch:
-        """What the tokens of this rank are, where `ranks` share those of every sample."""
+        """Return the batch with this rank's part of the tokens, where `ranks` share those of every sample."""
         here = part_of(self.tokens[0].shape[1], rank, ranks)
         tokens = [tokens_BL[:, here] for tokens_BL in self.tokens]
         return replace(self, tokens=tokens, passengers=[each.part(rank, ranks) for each in self.passengers])
@@ -107,19 +108,19 @@ class Batch:
 
 @dataclass
 class StepContext:
-    """What handlers work on in one step, beside what tasks hand to each other.
+    """What handlers work on in one step, in addition to what tasks hand to each other.
 
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
-    tensor: its place among them. makers: what makes the routes of each layer; None for a dense one.
-    carriage: how residual streams get to where outputs are. segment: makes a compute segment.
-    degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes what a slice's weight
-    gradients are left to. host, lodging: what ranks host as guests from step to
-    step, and in this one. marks: [7] float64, to sum with the statistics.
-    relocation: how samples get their homes, where they move. training: whether backward follows.
-    loss_gradient: known when the backward half begins. total, marks_total: known when the statistics task
-    has run. loads_PYE, sample_loads: when the loads task has, if the step has one: choices by rank, MoE layer
-    and expert; those of this rank's samples.
-    plans: what to host next, when ranks have compared it. updates: of a step that updates parameters itself.
+    tensor: its place among these ranks. makers: makers of each layer's routes; None for a dense layer.
+    carriage: how residual streams get to where outputs are. segment: makes a compute segment. degrees: the
+    numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
+    weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
+    marks: [7] float64, to sum with the statistics. relocation: how samples get their homes, where they move.
+    training: whether backward follows. loss_gradient: known when the backward half begins. total,
+    marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
+    step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
+    known then too. plans: what to host next, when ranks have compared it. updates: those of a step that
+    updates parameters itself.
     """
 
     parts: ModelParts
@@ -153,16 +154,16 @@ class StepContext:
 
     @property
     def updating(self) -> Updates:
-        """What the tasks of a sharded optimiser work on."""
+        """The updates on which the tasks of a sharded optimiser work."""
         assert self.updates is not None, "a step that updates is run with an optimizer"
         return self.updates
 
     def batch_of(self, task: Task) -> Batch:
-        """The batch with the tokens that the task has: this rank's, or all of its samples'."""
+        """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""
         return self.part if task.cut.token_shards > 1 else self.batch
 
     def counts_once(self, task: Task) -> bool:
-        """Whether sums over all ranks take the task's tokens from this one: several may have the same."""
+        """Return whether this rank counts the task's tokens in sums: several ranks may have the same."""
         return task.cut.token_shards > 1 or self.tensor.rank == 0
 
     @property
@@ -172,56 +173,56 @@ class StepContext:
         return self.relocation
 
     def following(self, layer: int) -> int | None:
-        """The number of the next MoE layer."""
+        """Return the number of the next MoE layer; None after the last."""
         parts = enumerate(self.parts.parts)
         return next((number for number, part in parts if number > layer and part.moe is not None), None)
 
     def asked(self, layer: int) -> MoELayer | None:
-        """The next MoE layer, if its gate is asked what samples will want of it."""
+        """Return the next MoE layer, if its gate is asked what samples will want there; else None."""
         following = self.following(layer)
         asks = self.placing.how.prediction == "next_gate" and following is not None
         return self.parts.parts[following].moe if asks and following is not None else None
 
     def hosting(self, layer: int) -> Hosting:
-        """Where the experts of an MoE layer are, guests among them."""
+        """Return where the experts of an MoE layer are, guests among them."""
         moe, guests = self.parts.parts[layer].moe, self.host.hostings
         assert moe is not None, layer
         return (guests[layer] if guests else None) or Hosting.none(moe.placement, 0)
 
     def row_weight(self, layer: int) -> float:
-        """How many rows on their way to experts weigh as much as what follows one token beside them."""
+        """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
         moe, sent_bytes = self.parts.parts[layer].moe, (self.wire_dtype or torch.float32).itemsize
         assert moe is not None, layer
-        width = 1024  # of any hidden state: a row's share of scales is small
+        width = 1024  # stands for any hidden size: scales are a small part of a row
         row_bytes = self.moe.row_bytes(width, sent_bytes)
         shared = 0 if moe.shared is None else sent_bytes
         return width * (self.carriage.apart_bytes + shared) / row_bytes
 
     def maker(self, layer: int) -> RouteMaker:
-        """What makes the routes of an MoE layer."""
+        """Return the maker of the routes of an MoE layer."""
         maker = self.makers[layer]
         assert maker is not None, layer
         return maker
 
     def counting(self, layer: int) -> RouteMaker | SplitRoutes:
-        """What makes routes of the counts that ranks exchange."""
+        """Return the object that makes routes from the counts that ranks exchange."""
         maker, split = self.maker(layer), self.lodging.split(layer)
         return maker if split is None else SplitRoutes(maker, split)
 
     def legs(self, layer: int) -> list[str]:
-        """The ops of a layer's dispatch, in their order."""
+        """Return the ops of a layer's dispatch, in their order."""
         return [hop.op for hop in self.maker(layer).dispatch.hops]
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Which of `size` ranks this is that share attention, and have the same samples."""
+    """This rank's place among the `size` ranks that share attention and have the same samples."""
 
     rank: int = 0
     size: int = 1
 
     def lengths(self, length: int) -> tuple[int, ...]:
-        """Tokens of a sample on each of them."""
+        """Return the tokens of a sample on each of these ranks."""
         return split_sizes(length, self.size)
 
 
@@ -251,7 +252,7 @@ def handles(op: str, *phases: Phase) -> Callable[[Handler], Handler]:
 
 
 def check_handlers(tasks: Iterable[Task], handlers: Handlers) -> None:
-    """Raise ScheduleError naming the first task that nothing can run, or whose op is not registered."""
+    """Raise ScheduleError naming the first task that no handler can run, or whose op is not registered."""
     for task in tasks:
         if task.op not in OPS:
             raise ScheduleError(f"{task}: no op is called {task.op}. Add it with ops.register.")

@@ -9,11 +9,11 @@ NEVER, TOP_PAD_BYTES = 2**31 - 1, 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Keep what tensors give back, instead of returning it to the kernel; False where that cannot be set.
+    """Keep what tensors free instead of returning it to the kernel; return False where that cannot be set.
 
     A step on a CPU frees and makes the same tensors as the step before. By default the C library returns
-    every large one to the kernel, which then hands out the same memory page by page, each page cleared
-    first. Costs: the process stays as large as it ever was. For the whole process, from now on.
+    every large one to the kernel, which then hands out the same memory page by page, each page cleared first.
+    Cost: the process stays as large as it ever was. The setting holds for the whole process, from now on.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""What the ranks of a stack host as guests from step to step, and the room for it."""
+"""The guests that the ranks of a stack host from step to step, and the room for them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from penstock.topology import Layout
 
 Layers = Sequence[MoELayer | None]
 Hostings = tuple[Hosting | None, ...]
-"""By layer; None for a dense one."""
+"""By layer; None for a dense layer."""
 MOST_FREE = 1
-"""Rooms kept for the next step; several steps under way at once make their own."""
+"""Rooms kept for the next step; several steps that run at once make their own."""
 Kinds = tuple[tuple[str, torch.dtype, torch.device, torch.Size, bool], ...]
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """One layer's hosting, and what follows from it on this rank. There is a `split`, or a `spread`."""
+    """One layer's hosting, and what follows from it on this rank. Either `split` or `spread` is set."""
 
     hosting: Hosting
     trip: Trip
@@ -43,7 +43,7 @@ class Hosted:
 
 @dataclass(frozen=True)
 class Room:
-    """Experts of one layer whose parameters are brought. own: those that they are like, as they were."""
+    """Experts of one layer whose parameters are brought. own: the layer's experts that they are like."""
 
     own: Experts
     kinds: Kinds
@@ -51,12 +51,12 @@ class Room:
 
     @staticmethod
     def like(own: Experts, slots: int) -> Room:
-        """A new one, with as many slots."""
+        """Make a new room with `slots` slots."""
         return Room(own, kinds_of(own), own.guests(slots))
 
     def fits(self, own: Experts, slots: int) -> bool:
-        """Whether it has as many slots and is still like the layer's experts: these may have been exchanged,
-        or converted."""
+        """Return whether the room has `slots` slots and still matches the layer's experts, which may have
+        been exchanged or converted."""
         same = self.own is own and self.kinds == kinds_of(own)
         return same and self.guests.num_local_experts == slots
 
@@ -71,19 +71,19 @@ class Lodging:
     hostings: Hostings = ()
 
     def split(self, layer: int) -> ExactSplit | None:
-        """How a layer's rows are split when all ranks' counts are known; None where AT says where they go."""
+        """Return how rows are split when all ranks' counts are known; None where AT says where they go."""
         found = self.guests[layer] if self.guests else None
         return None if found is None else found.split
 
     def of(self, layer: int) -> LayerGuests:
-        """The guests of an MoE layer."""
+        """Return the guests of an MoE layer."""
         found = self.guests[layer]
         assert found is not None, f"layer {layer} has no guests"
         return found
 
     @contextmanager
     def seated(self) -> Iterator[None]:
-        """While the forward pass runs, layers route to guests and compute them."""
+        """Let layers route to guests and compute them, as long as the context lasts."""
         try:
             for layer, guests in zip(self.layers, self.guests, strict=True):
                 if layer is not None and guests is not None:
@@ -98,7 +98,7 @@ class Lodging:
 class Host:
     """Lends every step the guests that its ranks host at that time, and plans what they host next.
 
-    moving: how that is planned; None: the hosting stays until `use` is called.
+    moving: how guests are planned; None: the hosting stays until `use` is called.
     """
 
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
@@ -115,11 +115,11 @@ class Host:
 
     @property
     def plans(self) -> Plans:
-        """The same of MoE layers, with what was planned and is not hosted since it would not pay."""
+        """The hostings of MoE layers, including planned ones that are not used as they would not pay."""
         return self._plans
 
     def copy(self) -> Host:
-        """The same hostings, for a copy of the layers."""
+        """Return a host with the same hostings, for a copy of the layers."""
         found = Host(self._layout, self._device, self.moving)
         found._hosted, found._splits, found._plans = self._hosted, self._splits, self._plans
         return found
@@ -139,8 +139,8 @@ class Host:
             self._hosted, self._plans = (), Plans.none(())
 
     def _that_can_be_split(self) -> Hostings:
-        """What is hosted, without the guests of a layer whose rows would be split by loads that it does not
-        wait for any more: they would compute rows of their own ranks only."""
+        """Return what is hosted, without the guests of layers that no longer wait for the loads by which
+        their rows would be split: such guests would compute rows of their own ranks only."""
         pairs = zip(self.hostings, self._splits, strict=True)
         return tuple(
             at if at is None or exact or at.limit is None else Hosting.none(at.placement, at.guest_slots)
@@ -153,7 +153,7 @@ class Host:
         self._plans = Plans.none([hosting for hosting in hostings if hosting is not None])
 
     def plan(self, loads_PYE: Tensor) -> Numbers:
-        """What to host after a step with these loads of all ranks: this rank's share of the layers.
+        """Return what to host after a step with these loads of all ranks: this rank's share of the layers.
 
         Costs a copy from a GPU.
         """
@@ -165,7 +165,7 @@ class Host:
         return numbers_of(share, self._known_of(place))
 
     def joined(self, told: Sequence[Numbers]) -> Plans:
-        """What all ranks that exchange rows have found, by place."""
+        """Return the plans joined from what all ranks that exchange rows have found, by place."""
         if self.moving is None:
             return self._plans
         shares = [share_of(numbers, self._known_of(place)) for place, numbers in enumerate(told)]
@@ -173,7 +173,7 @@ class Host:
 
     @property
     def premise(self) -> int:
-        """A hash of what ranks must agree on before each plans its layers, of 8 bytes."""
+        """A hash, of 8 bytes, of what ranks must agree on before each plans its layers."""
         how = "nobody" if self.moving is None else self.moving.name
         found = hashlib.blake2b(f"{self._plans.hash64} {self._plans.age_steps} {how}".encode(), digest_size=8)
         return int.from_bytes(found.digest(), signed=True)
@@ -185,11 +185,11 @@ class Host:
         return self._layout.mesh.place(self._layout.rank, axes), self._layout.mesh.size(axes)
 
     def _known_of(self, place: int) -> list[Hosting]:
-        """What was planned before, of the layers of one of these ranks."""
+        """Return the earlier plans of the layers that one of these ranks plans."""
         return [self._plans.made[y] for y in self._plans.layers_of(place, self._planners[1])]
 
     def follow(self, plans: Plans) -> None:
-        """Host from the next forward pass on what was planned, the same on all ranks."""
+        """Host what was planned, the same on all ranks, from the next forward pass on."""
         if plans is self._plans or not self._hosted:
             return
         found = iter(plans.hostings)
@@ -197,7 +197,7 @@ class Host:
         self._plans = plans
 
     def lend(self, layers: Layers) -> Lodging:
-        """Guests for one step. Raises ValueError for an expert with a gradient hook."""
+        """Return the guests for one step. Raises ValueError for an expert with a gradient hook."""
         if not self._hosted:
             return Lodging((), (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)
@@ -218,7 +218,7 @@ class Host:
         return Lodging(layers, tuple(guests), tuple(rooms), self.hostings)
 
     def take_back(self, lodging: Lodging) -> None:
-        """The step is over, so another may have its rooms."""
+        """Take back the rooms of a step that is over, so that another may have them."""
         if not lodging.rooms or len(self._free) >= MOST_FREE:
             return
         for guests in lodging.guests:
@@ -239,10 +239,10 @@ class Host:
 
 
 def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
-    """Whether rows of this layer may wait for the counts of all ranks before anyone knows where they go.
+    """Return whether rows of this layer may wait for the counts of all ranks before their targets are known.
 
-    Not where they move with samples, which are placed by then, nor where a row is for several experts, or
-    ranks share rows before they leave.
+    They may not where they move with samples, which are placed by then, nor where a row is for several
+    experts, or ranks share rows before they leave.
     """
     if layer is None or shape.moves_samples:
         return False
@@ -250,5 +250,5 @@ def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
 
 
 def kinds_of(experts: Experts) -> Kinds:
-    """What guests must be like: names, types, devices and shapes of parameters, and which are trained."""
+    """Return what guests must match: names, types, devices, shapes and trainability of parameters."""
     return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())

@@ -1,8 +1,8 @@
-"""Lanes: where tasks really run. The only file with threads, streams and events.
+"""Lanes, on which tasks really run. The only file with threads, streams and events.
 
-On a CPU every communication lane is a thread and the compute lane is the caller's thread. On a GPU every
-lane is a stream, tasks are issued from one thread, and waiting is done by events on the device; the host's
-own tasks run on a thread beside it.
+On a CPU every communication lane is a thread and the compute lane is the caller's thread. On a GPU every lane
+is a stream, tasks are issued from one thread, and waiting is done by events on the device; the host's own
+tasks run on a separate thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Execute = Callable[[Call], Any]
 
 @dataclass(frozen=True)
 class Ran:
-    """When a task ran, on the clock of `time.perf_counter`, on a GPU by its events."""
+    """When a task ran, in seconds on the clock of `time.perf_counter`; on a GPU measured by its events."""
 
     task: Task
     start_s: float
@@ -36,7 +36,7 @@ class Ran:
 
 
 class LaneError(Exception):
-    """A task raised. Carries the task, how long it ran, and the error as `__cause__`."""
+    """A task raised an error. Carries the task, how long it ran, and the error as `__cause__`."""
 
     def __init__(self, task: Task, waited_s: float) -> None:
         super().__init__(str(task))
@@ -44,17 +44,17 @@ class LaneError(Exception):
 
 
 class Lanes(Protocol):
-    """Runs the calls of a span; each starts when what it waits for and the call before it are done."""
+    """Runs the calls of a span; each starts when the call before it and those that it waits for are done."""
 
     def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
-        """Run all calls, then return; call the result for their times. Raises LaneError."""
+        """Run all calls, then return a function that gives their times. Raises LaneError."""
         ...
 
     def close(self) -> None: ...
 
 
 class ThreadLanes:
-    """CPU lanes. `on_failure` must wake the threads inside a collective, so that none is left."""
+    """CPU lanes. `on_failure` must wake the threads that wait in a collective, so that none is left."""
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
@@ -73,7 +73,7 @@ class ThreadLanes:
             _settle(worker, run)
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
-        # Not `run` itself: it knows what executes, and a circle of references would keep a step's tensors.
+        # Not `run` itself: it refers to `execute`, and a cycle of references would keep a step's tensors.
         return partial(_ran, span, {lane: progress.times for lane, progress in run.lanes.items()})
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class ThreadLanes:
 
 
 def _settle(worker: _Worker, run: _ThreadRun) -> None:
-    """Wait until a lane has ended, also if an interrupt comes while waiting: that stops all lanes first."""
+    """Wait until a lane has ended; an interrupt that comes meanwhile stops all lanes first."""
     while True:
         try:
             worker.finish()
@@ -111,7 +111,7 @@ class _Worker:
         self._jobs.put(job)
 
     def finish(self) -> None:
-        """Wait until the job is over; it always ends, a failure anywhere wakes it."""
+        """Wait until the job is over; it always ends, since a failure anywhere wakes it."""
         self._finished.get()
 
     def stop(self) -> None:
@@ -130,7 +130,8 @@ class _Progress:
     """How far one lane is, and what it waits for. Only its own thread writes `done` and `wanted`.
 
     A lane that waits names the lane and the count in `wanted`, then looks once more, then sleeps; a lane that
-    ends a call counts it, then looks who wants it. One of the two sees the other, so no wake-up is lost.
+    ends a call counts it, then looks which lanes want it. One of the two sees the other, so no wake-up is
+    lost.
     """
 
     __slots__ = ("done", "times", "wake", "wanted")
@@ -143,7 +144,7 @@ class _Progress:
 
 
 class _ThreadRun:
-    """One span over thread lanes: how far each is, and the first failure."""
+    """One span on thread lanes: how far each lane is, and the first failure."""
 
     def __init__(self, span: Span, execute: Execute, on_failure: Callable[[], None]) -> None:
         self._span, self._execute, self._on_failure = span, execute, on_failure
@@ -179,13 +180,13 @@ class _ThreadRun:
                     other.wake.put(None)
 
     def interrupt(self, lane: Lane, error: BaseException) -> None:
-        """Stop all lanes for something that came from outside while `lane` was under way."""
+        """Stop all lanes because of an interruption from outside while `lane` was running."""
         lane = lane if self._span.get(lane) else next(each for each, calls in self._span.items() if calls)
         calls, done = self._span[lane], self.lanes[lane].done
         self._fail(calls[min(done, len(calls) - 1)].task, 0.0, error)
 
     def _wait(self, mine: _Progress, call: Call) -> bool:
-        """Until other lanes are as far as the call needs them. False if one has failed."""
+        """Wait until other lanes are as far as the call needs. Returns False if a lane has failed."""
         for lane, count in call.waits:
             other = self.lanes[lane]
             if other.done >= count:
@@ -212,7 +213,7 @@ class _ThreadRun:
 
 
 def _ran(span: Span, times: Mapping[Lane, Sequence[tuple[float, float]]]) -> list[Ran]:
-    """When every call ran."""
+    """Return when every call ran."""
     return [
         Ran(call.task, start_s, end_s)
         for lane, calls in span.items()
@@ -231,8 +232,8 @@ class StreamLanes:
     """GPU lanes: one stream per communication lane, computation on the current stream.
 
     Tasks are issued from one thread in an order that is a function of the schedule alone, so NCCL sees the
-    same order on all ranks. The host never waits here, but for tasks of its own lane: those run on a thread,
-    when the device has what they read, and what reads their results is issued when they have ended.
+    same order on all ranks. The host waits only for tasks of its own lane: those run on a thread, when the
+    device has what they read, and tasks that read their results are issued when they have ended.
     """
 
     def __init__(self, device: torch.device, on_failure: Callable[[], None]) -> None:
@@ -272,7 +273,7 @@ class StreamLanes:
         self._host.shutdown()
 
     def _wait(self, hosted: Sequence[Future[Ran]]) -> None:
-        """Until these tasks have ended. Raises LaneError."""
+        """Wait until these host tasks have ended. Raises LaneError."""
         for future in hosted:
             try:
                 future.result()
@@ -299,13 +300,13 @@ class StreamLanes:
 
 
 class Happened(Protocol):
-    """Something on the device that can be waited for, such as an event."""
+    """An occurrence on the device that can be waited for, such as an event."""
 
     def synchronize(self) -> None: ...
 
 
 def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran:
-    """Run a task of the host when the device has done what it needs. Raises LaneError."""
+    """Run a task of the host when the device has done what the task needs. Raises LaneError."""
     start_s = time.perf_counter()
     try:
         for event in needed:
@@ -318,7 +319,7 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
 
 
 def in_issue_order(span: Span) -> Iterator[tuple[Lane, Call]]:
-    """All calls in one order in which each comes after what it waits for; a function of the span alone."""
+    """Yield all calls in one order, each after those that it waits for; a function of the span alone."""
     done = dict.fromkeys(span, 0)
     left = sum(map(len, span.values()))
     while left:
@@ -338,7 +339,7 @@ def _elapsed(
     starts: Mapping[Lane, Sequence[torch.cuda.Event]],
     ends: Mapping[Lane, Sequence[torch.cuda.Event]],
 ) -> list[Ran]:
-    """Times of a run. Waits for the device: for traces and metrics only."""
+    """Return the times of a run. Waits for the device, so it is for traces and metrics only."""
     torch.cuda.synchronize()
 
     def since(event: torch.cuda.Event) -> float:
@@ -353,7 +354,7 @@ def _elapsed(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside a handler's inputs: those must outlive the stream that reads them."""
+    """Yield every tensor inside a handler's inputs: they must outlive the stream that reads them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

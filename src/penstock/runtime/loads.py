@@ -21,7 +21,7 @@ STEPS_KEPT = 32
 
 @dataclass(frozen=True)
 class SampleLoads:
-    """How often each of some samples chose each expert, [B, E]. ids_B: their numbers."""
+    """How often each of some samples chose each expert, [B, E]. ids_B: the numbers of the samples."""
 
     ids_B: Tensor
     chosen_BE: Tensor
@@ -35,10 +35,9 @@ class LoadHistory:
     """How often tokens of each rank chose each expert, [P, Y, E] for every step, before any drop.
 
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
-    the same history. Only steps that were trained on are in it, and only those whose graph gathers loads.
-    steps: how many there have been in all. of_samples: those of the samples that this rank had in the
-    last step, by MoE layer and microbatch. hostings: of the last step, by MoE layer; () where nothing may be
-    hosted.
+    the same history. It has only steps that were trained on, and whose graph gathers loads. steps: how many
+    there have been in all. of_samples: loads of the samples that this rank had in the last step, by MoE layer
+    and microbatch. hostings: those of the last step, by MoE layer; () where nothing may be hosted.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
@@ -50,7 +49,7 @@ class LoadHistory:
     def add(
         self, loads_PYE: Tensor, of_samples: LayerLoads = (), hostings: Sequence[Hosting | None] = ()
     ) -> None:
-        """The loads of one more step. They stay on their device until they are first read."""
+        """Add the loads of one more step. They stay on their device until they are first read."""
         self._kept.append(loads_PYE)
         self.of_samples = of_samples
         self.hostings = tuple(hosting for hosting in hostings if hosting is not None)
@@ -60,17 +59,17 @@ class LoadHistory:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> Loads:
-        """Of one of the steps that are kept: -1 the last. Costs a copy from a GPU when first read."""
+        """Return the loads of a kept step: -1 = the last. Costs a copy from a GPU when first read."""
         found = self._kept[index]
         if isinstance(found, Tensor):
             found = self._kept[index] = found.cpu().numpy()
         return found
 
     def __iter__(self) -> Iterator[Loads]:
-        """Oldest first."""
+        """Yield the loads of the kept steps, oldest first."""
         return (self[i] for i in range(len(self)))
 
     @property
     def last(self) -> Loads | None:
-        """Of the last step; None before the first."""
+        """The loads of the last step; None before the first."""
         return self[-1] if self._kept else None

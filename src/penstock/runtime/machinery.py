@@ -1,4 +1,4 @@
-"""What a step runs on."""
+"""The machinery on which a step runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.topology import Control, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Machinery:
-    """What a stack runs on. control: all ranks, for checks outside the step."""
+    """Everything that a stack runs on. control: all ranks, for checks outside the step."""
 
     lanes: Lanes
     transports: Transports
@@ -25,18 +25,18 @@ class Machinery:
     autocast_dtype: torch.dtype | None = None
 
     def close(self) -> None:
-        """End its threads and connections, which nothing may use any more."""
+        """End the machinery's threads and connections, which nothing may use any more."""
         self.lanes.close()
         self.transports.close()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """What a task computes in: this precision, whatever the caller has switched on."""
+        """Return the context in which tasks compute: this precision, whatever the caller has switched on."""
         device, dtype = self.device.type, self.autocast_dtype
         if dtype is None and not torch.is_autocast_enabled(device):
-            return nullcontext()  # to enter and leave the real one takes 4 us, a third of a small segment
+            return nullcontext()  # entering and leaving a real context takes 4 us, a third of a small segment
         return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
 
     def without_callers_autocast(self) -> AbstractContextManager[Any]:
-        """For a whole half of a step, so that its backward tasks, too, compute as their forward ones did."""
+        """Return a context for half a step, so that backward tasks compute as forward ones did."""
         device = self.device.type
         return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -1,4 +1,4 @@
-"""What turns counts into routes on a rank, by how its rows meet all shards of their experts."""
+"""The maker of routes from counts on a rank, by how its rows meet all shards of their experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
 
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
-    """What makes the routes of a layer on this rank. Raises ValueError for an order that cannot be shared."""
+    """Return the maker of a layer's routes. Raises ValueError where order or gate cannot be shared."""
     _check_whole_samples(moe, layout, form)
     shared = layout.esp_size > 1 or (layout.mp_size > 1 and form in ("s2", "baseline"))
     if not shared:
@@ -46,7 +46,7 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
 
 
 def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
-    """A soft gate's slots are means over all tokens of a sample: a part of them gives other slots."""
+    """Raise ValueError for a soft gate on parts of samples: its slots are means over all tokens of one."""
     if layout.mp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
         raise ValueError(
             f"moe.gate = soft mixes all tokens of a sample, and with mp_size = {layout.mp_size} and "

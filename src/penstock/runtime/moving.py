@@ -1,9 +1,9 @@
 """Which experts ranks host next: planned from the loads of one step, and dropped where plans do not last.
 
-A plan is made for the loads that it was made from, and runs with those of the next step. So every plan is
-judged by the loads of the step after it, whether it ran or not: while it would have been slower than no
-guests at all, none are hosted, and when plans hold again, they are. A new one is judged by the loads that it
-was made from, too: published planners price links by an average.
+A plan is made from the loads of one step, and runs with those of the next. So every plan is judged by the
+loads of the step after it, whether it ran or not: while it would have been slower than no guests at all, none
+are hosted, and when plans hold again, they are. A new plan is judged by the loads from which it was made,
+too: published planners price links by an average.
 
 Shapes: P ranks of the world, Y MoE layers, E experts.
 """
@@ -27,12 +27,12 @@ from penstock.runtime.loads import Loads
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMoving:
-    """How a stack decides which experts are whose guests.
+    """How a stack decides which experts are guests of which ranks.
 
-    planner: from the loads of a layer to what its ranks host. costs: what rows and weights cost, the same on
-    all ranks. slack: by MoE layer what the schedule hides of guests' way; () = what Eq 8 takes for it. every:
-    the number of steps from one plan to the next; plans are judged after each. exact: whether rows are split
-    by the loads of their own step.
+    planner: makes, from the loads of a layer, what its ranks host. costs: what rows and weights cost, the
+    same on all ranks. slack: by MoE layer, how much of the guests' transfers the schedule hides; () = what Eq
+    8 takes for it. every: the number of steps from one plan to the next; plans are judged after each step.
+    exact: whether rows are split by the loads of their own step.
     """
 
     planner: Planner
@@ -47,20 +47,20 @@ class ExpertMoving:
 
     @property
     def name(self) -> str:
-        """What tells it from other ways."""
+        """A name that distinguishes this way of planning from others."""
         planner = getattr(self.planner, "__qualname__", type(self.planner).__qualname__)
         return f"{planner} every {self.every}"
 
     def costs_of(self, moe_layer: int) -> ExpertCosts:
-        """What rows and weights cost in a layer."""
+        """Return what rows and weights cost in a layer."""
         return self.costs.hiding(self.slack[moe_layer]) if self.slack else self.costs
 
 
 @dataclass(frozen=True)
 class Plans:
-    """What was planned last, by MoE layer, and which of it is hosted.
+    """What was planned last, by MoE layer, and which plans are hosted.
 
-    age_steps: since it was planned; 0 = plan again.
+    age_steps: steps since the plans were made; 0 = plan again.
     """
 
     made: tuple[Hosting, ...]
@@ -69,31 +69,31 @@ class Plans:
 
     @staticmethod
     def none(hostings: Sequence[Hosting]) -> Plans:
-        """Before the first step, with what ranks host then."""
+        """Return the plans before the first step, with what ranks host then."""
         return Plans(tuple(hostings), (True,) * len(hostings))
 
     def after(self, loads_YPE: Sequence[Ints], moving: ExpertMoving) -> Plans:
-        """What to host after a step with these loads, [P, E] of each layer."""
+        """Return what to host after a step with these loads, [P, E] of each layer."""
         return self.joined([self.share(loads_YPE, moving)], moving)
 
     def share(
         self, loads_YPE: Sequence[Ints], moving: ExpertMoving, place: int = 0, places: int = 1
     ) -> Share:
-        """What one of `places` ranks finds, of its layers: those that `layers_of` it names."""
+        """Return what one of `places` ranks finds for its layers, which are those of `layers_of`."""
         assert len(loads_YPE) == len(self.made), (
             f"{len(loads_YPE)} layers have loads, {len(self.made)} guests"
         )
         return tuple(self._next(y, loads_YPE[y], moving) for y in self.layers_of(place, places))
 
     def joined(self, shares: Sequence[Share], moving: ExpertMoving) -> Plans:
-        """What all ranks have found, by place."""
+        """Return the plans joined from what all ranks have found, by place."""
         places = len(shares)
         found = [shares[y % places][y // places] for y in range(len(self.made))]
         made, hosted = tuple(plan for plan, _ in found), tuple(used for _, used in found)
         return Plans(made, hosted, (self.age_steps + 1) % moving.every)
 
     def layers_of(self, place: int, places: int) -> range:
-        """The MoE layers that one of `places` ranks plans, counted from 0."""
+        """Return the MoE layers, counted from 0, that one of `places` ranks plans."""
         return range(place, len(self.made), places)
 
     def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Hosting, bool]:
@@ -107,7 +107,7 @@ class Plans:
 
     @property
     def hash64(self) -> int:
-        """A hash of all of it, of 8 bytes."""
+        """A hash of all plans and of what is hosted, of 8 bytes."""
         found = hashlib.blake2b(digest_size=8)
         for hosting in (*self.made, *self.hostings):
             found.update(hosting.digest.encode())
@@ -115,7 +115,7 @@ class Plans:
 
     @property
     def hostings(self) -> tuple[Hosting, ...]:
-        """What the next step hosts."""
+        """The hostings of the next step."""
         pairs = zip(self.made, self.hosted, strict=True)
         return tuple(
             plan if hosted else Hosting.none(plan.placement, plan.guest_slots) for plan, hosted in pairs
@@ -123,7 +123,7 @@ class Plans:
 
 
 def _harmless(plan: Hosting, problem: ExpertProblem) -> bool:
-    """Whether a plan makes the layer no slower than no guests would, by rank and link."""
+    """Return whether a plan makes the layer no slower than no guests would, by rank and link."""
     return plan.is_empty or pays(problem, plan)
 
 
@@ -134,9 +134,9 @@ def _problem(plan: Hosting, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) 
 
 
 def loads_of_group(loads_PYE: Loads, mesh: Mesh, rank: int) -> list[Ints]:
-    """Rows that start on the ranks of this rank's expert group, by layer: [ranks, E].
+    """Return the rows that start on the ranks of this rank's expert group, by layer: [ranks, E].
 
-    Ranks that share their experts are one rank there.
+    Ranks that share their experts count as one rank.
     """
     members, ranks = list(mesh.members(rank, Group.EXPERT_SHARDS)), mesh.size(Group.EXPERT)
     mine = loads_PYE[members].reshape(ranks, -1, *loads_PYE.shape[1:]).sum(axis=1, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""What the engine needs of a model: its pieces between transfers. Any model that has them can be scheduled.
+"""The interface of the engine to a model: its pieces between transfers. Any model that has them can be
+scheduled.
 
 Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens.
 """
@@ -21,28 +22,28 @@ class BlockParts(Protocol):
 
     @property
     def row_norm(self) -> nn.Module | None:
-        """What makes a row for experts of a row of the residual stream [R, M], where their outputs are added
-        to that as they are, so that rows can carry it; None where they cannot."""
+        """What turns a row of the residual stream [R, M] into a row for experts, where expert outputs are
+        added to the residual stream unchanged, so that rows can carry it; None where they cannot."""
         ...
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        """Attention: the new residual stream [B, L, M], and its norm as tokens [T, M]."""
+        """Run attention: return the new residual stream [B, L, M], and its norm as tokens [T, M]."""
         ...
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        """What attention adds to the residual stream, [B, L, M]; of several shards this rank's heads add."""
+        """Return what attention adds to the residual stream, [B, L, M]; a shard adds its heads' part."""
         ...
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
-        """The second half of `attend`: the sum of both, and its norm as tokens [T, M]."""
+        """Run the second half of `attend`: return the sum of both, and its norm as tokens [T, M]."""
         ...
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
-        """The output of the feed-forward part added to the residual stream."""
+        """Return the residual stream with the output of the feed-forward part added."""
         ...
 
     def dense(self, x_TM: Tensor) -> Tensor:
-        """The feed-forward part of a dense block."""
+        """Run the feed-forward part of a dense block."""
         ...
 
 
@@ -53,34 +54,35 @@ class ModelParts(Protocol):
     def parts(self) -> Sequence[BlockParts]: ...
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
-        """Token ids to hidden states [B, L, M]."""
+        """Return the hidden states of token ids, [B, L, M]."""
         ...
 
     def logits(self, h_BLM: Tensor) -> Tensor:
-        """Logits [T, V] of this rank's vocabulary."""
+        """Return the logits [T, V] of this rank's vocabulary."""
         ...
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
-        """The sum (not the mean) of the token losses; labels of -100 count for nothing."""
+        """Return the sum (not the mean) of the token losses; labels of -100 count for nothing."""
         ...
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Parameters that every rank holds, by layer; embedding with the first, head with the last.
+        """Return the parameters that every rank holds, by layer; embedding with the first, head with the
+        last.
 
-        A layer names all that it uses, also what other layers use: the stack counts it once.
+        A layer names all that it uses, including what other layers use: the stack counts it once.
         """
         ...
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Those of them to whose gradients every rank that shares attention adds a part, however tokens lie:
-        what is whole on every rank and computes before shards of weights."""
+        """Return those replicated parameters to whose gradients every rank that shares attention adds a part,
+        however tokens lie: what is whole on every rank and computes before shards of weights."""
         ...
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Those of them that are whole and compute on tokens one by one, between attention and the end of
-        the block: where ranks share the tokens of a sample each adds a part, else each has all."""
+        """Return those replicated parameters that are whole and compute on tokens one by one, from attention
+        to the end of the block: where ranks share a sample's tokens each adds a part, else each has all."""
         ...
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Parameters of this rank's experts of one layer."""
+        """Return the parameters of this rank's experts of one layer."""
         ...

@@ -1,4 +1,4 @@
-"""What is known of samples beside their hidden states, and travels with them where samples move.
+"""Facts about samples beside their hidden states, which travel with the samples where these move.
 
 Shapes: B samples of a microbatch, L tokens per sample.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Passengers:
     """The samples of a microbatch on one rank.
 
-    labels_BL: [B, L]. keys: what their random numbers are keyed by. valid_BL: bool, False for padding; None
-    if there is none. longest: tokens per sample of the rank that has most, where ranks share those of every
-    sample; None = all have as many. stay_whole: no chunk has a part of a sample only.
+    labels_BL: [B, L]. keys: those of their random numbers. valid_BL: bool, False for padding; None if there
+    is none. longest: tokens per sample of the rank that has most, where ranks share those of every sample;
+    None = all have as many. stay_whole: no chunk has only a part of a sample.
     """
 
     labels_BL: Tensor
@@ -34,7 +34,7 @@ class Passengers:
     stay_whole: bool = False
 
     def info(self) -> Tokens:
-        """What an MoE layer is told about them."""
+        """Return what an MoE layer is told about the samples."""
         samples = len(self.labels_BL)
         return Tokens(
             samples=samples,
@@ -45,7 +45,7 @@ class Passengers:
         )
 
     def part(self, rank: int, ranks: int) -> Passengers:
-        """What is known of this rank's tokens, where `ranks` share those of every sample."""
+        """Return what is known of this rank's tokens, where `ranks` share those of every sample."""
         length = self.labels_BL.shape[1]
         here = part_of(length, rank, ranks)
         return replace(
@@ -57,25 +57,25 @@ class Passengers:
         )
 
     def num_tokens(self) -> Tensor | int:
-        """Tokens that are not padding."""
+        """Return the number of tokens that are not padding."""
         return self.labels_BL.numel() if self.valid_BL is None else self.valid_BL.sum()
 
 
 def part_of(length: int, rank: int, ranks: int) -> slice:
-    """The tokens that one of `ranks` ranks has of a sample with `length`."""
+    """Return the tokens that one of `ranks` ranks has of a sample with `length`."""
     sizes = split_sizes(length, ranks)
     first = sum(sizes[:rank])
     return slice(first, first + sizes[rank])
 
 
 def passengers_of(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
-    """The samples that a task works on, as far as it has their tokens: this rank's, or all of them."""
+    """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
     found, place = travellers(context, task, inputs), context.tensor
     return found.part(place.rank, place.size) if task.cut.token_shards > 1 else found
 
 
 def travellers(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
-    """The same with all tokens: those that came where samples have moved, else those of the batch."""
+    """Return a task's samples with all tokens: those that came where samples have moved, else the batch's."""
     assert task.microbatch is not None, task
     found: Passengers | None = inputs.maybe("passengers")
     return context.batch.passengers[task.microbatch] if found is None else found

@@ -1,7 +1,7 @@
-"""A step plan, compiled: a flat list of calls per lane, with numbered slots for what they hand on.
+"""A compiled step plan: a flat list of calls per lane, with numbered slots for what they hand on.
 
 What a task waits for, reads, leaves and frees is worked out once, when a plan is adopted. While a step runs,
-nothing is looked up by name, and a lane asks another one only where a value or an order really comes from it.
+nothing is looked up by name, and a lane asks another only where a value or an order really comes from it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ GRADIENT = "d_"
 class Call:
     """One task, ready to run.
 
-    reads: for every role the slots on its edges. writes: outputs that are read, and their slots.
-    frees: slots that are not read after this call. shared: slots whose readers on several lanes agree on who
-    is the last. waits: for other lanes, how many of their calls in this span must have ended before.
+    reads: for every role the slots on its edges. writes: outputs that are read, and their slots. frees: slots
+    that are not read after this call. shared: slots whose readers on several lanes find out which is the
+    last. waits: for other lanes, how many of their calls in this span must have ended before.
     """
 
     task: Task
@@ -46,7 +46,7 @@ Span = Mapping[Lane, tuple[Call, ...]]
 
 @dataclass(frozen=True)
 class Program:
-    """Calls by span. slots: how many there are. shared: of slots with readers on several lanes, how many."""
+    """Calls by span. slots: their number. shared: by slot with readers on several lanes, how many lanes."""
 
     spans: tuple[Span, ...]
     slots: int
@@ -62,13 +62,13 @@ def compile_plan(
     all: bool = True,
     twice: Handlers = MappingProxyType({}),
 ) -> Program:
-    """Compile `plan` into spans that end with the tasks of `stops`; what depends on the last one follows.
+    """Compile `plan` into spans that end with the tasks of `stops`; tasks that depend on the last one follow.
 
-    A span holds what does not depend on its stop, and the stop. all: with what follows the last stop; without
-    it, nothing is kept for readers there. twice: the handlers of tasks that run a second time, and of that
-    time, where they differ from `handlers`. silent: kinds of groups of one rank; a lane that
-    has no other tasks runs on the compute lane, where it costs no change of threads. Raises ScheduleError for
-    a task that no handler can run.
+    A span holds the tasks that do not depend on its stop, and the stop. all: include what follows the last
+    stop; without it, nothing is kept for readers there. twice: the handlers of tasks that run a second time,
+    and of their second run, where they differ from `handlers`. silent: kinds of groups of one rank; a lane
+    that has no other tasks runs on the compute lane, where it costs no switch of threads. Raises
+    ScheduleError for a task that no handler can run.
     """
     check_handlers(plan.graph.tasks, {**handlers, **twice})
     number = _spans(plan.graph, stops)
@@ -86,7 +86,7 @@ def compile_plan(
 
 
 def _spans(graph: Graph, stops: Sequence[Name]) -> dict[Task, int]:
-    """For every task the number of stops that must have run before it."""
+    """Return for every task the number of stops that must have run before it."""
     number: dict[Task, int] = {}
     ends = {name: i for i, name in enumerate(stops)}
     for task in graph.tasks:
@@ -97,7 +97,7 @@ def _spans(graph: Graph, stops: Sequence[Name]) -> dict[Task, int]:
 
 
 def _lanes(plan: StepPlan, kept: Iterable[Task], silent: Collection[Axes]) -> dict[Lane, list[Task]]:
-    """The order in which threads run the tasks: a lane that sends nothing runs where computation does."""
+    """Return the order in which threads run the tasks; silent lanes are merged into the compute lane."""
     wanted, quiet = set(kept), set(silent)
     home = {
         lane: Lane.COMPUTE if all(task.axes in quiet for task in order) else lane
@@ -114,7 +114,7 @@ Slots = Mapping[tuple[Name, str], int]
 
 
 def _slots(tasks: Iterable[Task]) -> Slots:
-    """A slot for every output that is read, by the task and the output's name."""
+    """Return a slot for every output that is read, by the task and the output's name."""
     slots: dict[tuple[Name, str], int] = {}
     for task in tasks:
         for role, names in task.inputs.items():
@@ -126,7 +126,7 @@ def _slots(tasks: Iterable[Task]) -> Slots:
 def _last_readers(
     tasks: Iterable[Task], lanes: Mapping[Lane, Sequence[Task]], slots: Slots
 ) -> dict[int, dict[Lane, Task]]:
-    """For every slot its last reader on every lane that reads it."""
+    """Return for every slot its last reader on every lane that reads it."""
     place = {task: (lane, i) for lane, order in lanes.items() for i, task in enumerate(order)}
     found: dict[int, dict[Lane, Task]] = defaultdict(dict)
     for task in tasks:
@@ -183,7 +183,7 @@ def _numbers(role: str, names: Sequence[Name], slots: Slots) -> tuple[int, ...]:
 def _waits(
     task: Task, lane: Lane, graph: Graph, place: Mapping[Task, tuple[Lane, int]], known: dict[Lane, int]
 ) -> tuple[tuple[Lane, int], ...]:
-    """How far other lanes must be; what an earlier task of this lane has waited for already is left out."""
+    """Return how far other lanes must be, unless an earlier task of this lane has waited for that already."""
     wanted: dict[Lane, int] = {}
     for need in graph.needs[task]:
         if need in place:
@@ -209,12 +209,12 @@ class Programs:
         self._known: dict[tuple[int, bool], tuple[StepPlan, Program]] = {}
 
     def of(self, plan: StepPlan, *, training: bool) -> Program:
-        """The plan for training, or its forward half alone. Raises ScheduleError for what nothing handles."""
+        """Return the program for training or forward alone. Raises ScheduleError for a missing handler."""
         key = id(plan), training
         if key not in self._known:
             stops = [task.name for task in plan.graph.tasks if task.op == Op.STATISTICS]
             if len(self._known) >= MOST_KEPT:
                 self._known.pop(next(iter(self._known)))
             program = compile_plan(plan, self._handlers, stops, self._silent, all=training, twice=self._twice)
-            self._known[key] = plan, program  # with the plan, or its id might become another's
+            self._known[key] = plan, program  # kept with the plan, or another could get its id
         return self._known[key][1]

@@ -1,4 +1,4 @@
-"""What a computation selected and drew, so that it does the same when it runs a second time.
+"""Replay of what a computation selected and drew, so that a second run does the same.
 
 Two runs of one computation may differ in the last bit, and a router that then chose another expert would get
 the gradient of a choice that was never made.
@@ -34,7 +34,7 @@ SELECTING = frozenset(
 
 
 class _Noting(TorchDispatchMode):
-    """Notes what is selected."""
+    """Records what is selected."""
 
     def __init__(self, found: list[Any]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Noting(TorchDispatchMode):
 
 
 class _Repeating(TorchDispatchMode):
-    """Selects what was noted, in its order. It stands below autograd, so gradients take their usual way."""
+    """Selects what was recorded, in order. It stands below autograd, so gradients take their usual way."""
 
     def __init__(self, found: list[Any]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Replay:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Nothing is kept for a backward but what was selected, and where random numbers began."""
+        """Run without keeping anything for a backward but selections and the state of random numbers."""
         self._modes = tuple(_get_current_function_mode_stack())  # such as a default device
         self._random = torch.get_rng_state()
         self._random_there = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
@@ -81,13 +81,13 @@ class Replay:
 
     @contextmanager
     def second(self) -> Iterator[None]:
-        """The same selections and random numbers; those of others go on as if nothing had been drawn.
+        """Run with the same selections and random numbers; generators then go on as if nothing was drawn.
 
         Autograd takes part, which is switched off inside a backward.
         """
         forked = torch.random.fork_rng([self._device] if self._on_gpu else [])
         with ExitStack() as modes, forked, torch.enable_grad(), _Repeating(self._selected):
-            for mode in self._modes:  # inside a backward there are none
+            for mode in self._modes:  # a backward has none of them
                 modes.enter_context(mode)
             torch.set_rng_state(self._random)
             if self._random_there is not None:

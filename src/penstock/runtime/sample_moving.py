@@ -1,4 +1,4 @@
-"""How samples get their homes while a stack runs: who is asked, and what of the layout they must know."""
+"""How samples get their homes while a stack runs: which placer decides, and its view of the layout."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from penstock.topology import Layout
 
 
 class Placer(Protocol):
-    """Decides which device every sample lives on from the next combine on. The same on all members."""
+    """Decides which device every sample lives on from the next combine on; alike on all members."""
 
     def prepare(self) -> None:
-        """Load what it needs, so that the first step does not wait for it."""
+        """Load what the placer needs, so that the first step does not wait for it."""
         ...
 
     def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
-        """The device of every sample, [I]; every device keeps as many of each chunk as it had.
+        """Return the device of every sample, [I]; every device keeps as many of each chunk as it had.
 
-        following: where experts of the next MoE layer are; None after the last. moved_rows: what follows a
-        sample beside its experts' outputs, in rows of these.
+        following: where experts of the next MoE layer are; None after the last. moved_rows: the data that
+        follows a sample beside its experts' outputs, measured in rows.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NetMoE:
-    """Fewest rows across nodes, then devices, in this combine and the next dispatch. solver: by name."""
+    """Minimises rows across nodes, then devices, in this combine and the next dispatch. solver: by name."""
 
     solver: str = "network_simplex"
 
@@ -65,7 +65,8 @@ class NetMoE:
 
 @lru_cache(maxsize=64)
 def _nearness(hosting: Hosting, plane: Plane) -> Nearness:
-    """Kept, since it changes with the hosting only. A device's ranks have equal parts of its rows."""
+    """Return how near devices and nodes are to experts. Cached: it changes with the hosting only. A device's
+    ranks have equal parts of its rows."""
     device_P, node_D = np.array(plane.device_P), np.array(plane.node_D)
     inside, near = (Nearness.of(hosting, each).node for each in (device_P, node_D[device_P]))
     device, node = (
@@ -77,10 +78,11 @@ def _nearness(hosting: Hosting, plane: Plane) -> Nearness:
 
 @dataclass(frozen=True)
 class SampleMoving:
-    """What a stack is told about moving samples.
+    """How a stack moves samples.
 
-    placer: decides on homes. prediction: what samples are expected to want of the next MoE layer: what its
-    gate says of their tokens in this one, what samples like them wanted in past steps, or nothing.
+    placer: decides on homes. prediction: the source of what samples are expected to want of the next MoE
+    layer: what its gate says of their tokens in this layer, what samples like them wanted in past steps, or
+    nothing.
     """
 
     placer: Placer = NetMoE()
@@ -89,8 +91,8 @@ class SampleMoving:
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """The samples of a microbatch in an MoE layer. here, following: where its experts and the next one's are;
-    None after the last. training: whether something is learnt."""
+    """The samples of a microbatch in an MoE layer. here, following: where its experts and those of the next
+    MoE layer are; None after the last. training: whether something is learnt."""
 
     layer: int
     microbatch: int
@@ -102,7 +104,8 @@ class Visit:
 class Habits:
     """Which experts of the next MoE layer follow on which of this one, learnt while samples pass both.
 
-    It is told of every layer in turn, alike on all members, and forgets slowly. Shapes: I samples, E experts.
+    Every layer is reported in turn, alike on all members; old observations fade slowly. Shapes: I samples, E
+    experts.
     """
 
     def __init__(self) -> None:
@@ -110,24 +113,24 @@ class Habits:
         self._passed: dict[int, tuple[int, Counts]] = {}
 
     def expected(self, counts_IE: Counts, visit: Visit) -> Counts:
-        """Rows of every sample by expert of the next layer."""
+        """Return the rows of every sample by expert of the next layer."""
         layer, before_IE = self._passed.pop(visit.microbatch, (visit.layer, counts_IE))
         if layer < visit.layer and visit.training:
             self.table(layer, before_IE.shape[1]).learn(before_IE, counts_IE)
         return self.table(visit.layer, counts_IE.shape[1]).predict(counts_IE)
 
     def left(self, counts_IE: Counts, visit: Visit) -> None:
-        """The samples have left the layer. counts_IE: in the order in which they will come to the next."""
+        """Note that samples have left the layer. counts_IE: in their order in the next layer."""
         self._passed[visit.microbatch] = visit.layer, counts_IE
 
     def table(self, layer: int, num_experts: int) -> ConditionalTable:
-        """What is known of a layer; empty at first."""
+        """Return what is known of a layer; an empty table at first."""
         return self._tables.setdefault(layer, ConditionalTable(num_experts))
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """The same on a rank. company: the ranks that exchange counts. member: which of them this is."""
+    """How samples move on one rank. company: ranks that exchange counts. member: this rank's number there."""
 
     how: SampleMoving
     company: Company
@@ -136,13 +139,13 @@ class Relocation:
 
     @staticmethod
     def on(layout: Layout, how: SampleMoving, habits: Habits) -> Relocation:
-        """How samples of this rank's group move."""
+        """Return how samples of this rank's group move."""
         how.placer.prepare()
         member = layout.mesh.place(layout.rank, counted_by(layout))
         return Relocation(how, company_of(layout), member, habits)
 
     def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
-        """The device of every sample. moved_rows: see Placer."""
+        """Return the device of every sample. moved_rows: see Placer."""
         if self.how.prediction != "conditional":
             return self.how.placer.homes(table, visit.following, moved_rows)
         counts_IE = table.by_expert(visit.here.by_position, visit.here.placement.num_experts)
@@ -155,7 +158,7 @@ class Relocation:
 
 
 def company_of(layout: Layout) -> Company:
-    """The ranks that exchange counts with this one, as devices."""
+    """Return the ranks that exchange counts with this one, as devices."""
     mesh, members = layout.mesh, layout.mesh.members(layout.rank, counted_by(layout))
     devices = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in members))
     device_B = tuple(devices.index(mesh.group(rank, Group.TENSOR)) for rank in members)
@@ -171,5 +174,5 @@ def company_of(layout: Layout) -> Company:
 
 
 def counted_by(layout: Layout) -> Axes:
-    """The ranks that exchange what their samples send: all that hold a part of some expert."""
+    """Return the axes of the ranks that exchange what their samples send: all with a part of some expert."""
     return Group.EXPERT if layout.esp_size == 1 else Group.EXPERT_SHARDS

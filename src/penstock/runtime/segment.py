@@ -32,7 +32,7 @@ class _Entry(torch.autograd.Function):
 
 
 class Segment:
-    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later `backward` once."""
+    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once."""
 
     def __init__(self, device: torch.device) -> None:
         self._caught: list[Tensor | None] = []
@@ -40,12 +40,12 @@ class Segment:
         self._edges: list[GradientEdge | None] = []
 
     def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The inputs, cut off from whatever made them, to compute with."""
+        """Return the inputs, cut off from whatever made them, to compute with."""
         entered: tuple[Tensor, ...] = _Entry.apply(self._caught, self._anchor, *inputs)
         return entered
 
     def leave(self, *outputs: Tensor) -> tuple[Tensor, ...]:
-        """Remember how the outputs were made; returns them without their history.
+        """Remember how the outputs were made; return them without their history.
 
         An output that depends on nothing trainable (a frozen embedding) has no history and gets no gradient.
         """
@@ -53,7 +53,7 @@ class Segment:
         return tuple(output.detach() for output in outputs)
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs for gradients of the outputs (None: nothing came back for that output).
+        """Return gradients of the inputs for gradients of the outputs (None: no gradient of that output).
 
         Parameter gradients are accumulated.
         """
@@ -62,14 +62,14 @@ class Segment:
         self._edges = []
         if reached:
             edges, given = zip(*reached, strict=True)
-            # The engine entered directly: `torch.autograd.backward` checks in Python, for 15 us per segment,
+            # The engine is entered directly: `torch.autograd.backward` checks in Python, for 15 us a segment,
             # what the engine checks again.
             _engine_run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._caught
 
 
 class PassThrough:
-    """A segment for evaluation: nothing is remembered, there is no backward."""
+    """A segment for evaluation: nothing is remembered, and there is no backward."""
 
     def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs

@@ -13,12 +13,12 @@ from penstock.placing.exact import ExactSplit
 
 @dataclass(frozen=True)
 class SplitRoutes:
-    """What turns counts by expert into routes. maker: does so with counts by position."""
+    """Makes routes from counts by expert. maker: makes them from counts by position."""
 
     maker: RouteMaker
     split: ExactSplit
 
     def from_everyone(self, counts_SCE: Counts, degrees: Degrees | None = None) -> Routes:
-        """From the rows that every rank has for every expert, by slice."""
+        """Return the routes for the rows that every rank has for every expert, by slice."""
         table = self.split.table(counts_SCE)
         return replace(self.maker.from_table(table, degrees), home=self.split.home)

@@ -116,7 +116,7 @@ class PipelinedStack(nn.Module):
         self.codec = StatisticsCodec(moe, self.balance)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
-        # Of the step that ran last: after a backward pass of its own step, whatever ran since its forward.
+        # These belong to the step that ran last: a backward pass shows its own step again.
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
         self.loads = LoadHistory()
@@ -131,7 +131,7 @@ class PipelinedStack(nn.Module):
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
-        """Use `plan` from the next step on; an error for one of other layers, or if ranks' orders differ."""
+        """Use `plan` from the next step on. Raises an error if its layers or the ranks' orders differ."""
         check_planned_for(plan.shape, self._shape)
         if self.updates is not None:
             self.updates.flush(self.plan.graph)
@@ -155,7 +155,7 @@ class PipelinedStack(nn.Module):
         self.host.use(check_hostings(hostings, self.moe_layers, self.plan.shape, layout, control))
 
     def program(self, *, training: bool) -> Program:
-        """The plan, compiled for training or for the forward half alone.
+        """Return the plan, compiled for training or for the forward half alone.
 
         Raises ScheduleError for a task that no handler can run.
         """
@@ -164,7 +164,8 @@ class PipelinedStack(nn.Module):
     def replan(self) -> StepPlan:
         """Plan again for the parameters that are trained now; every rank must call it.
 
-        Worth it after much was frozen or thawed: a plan reckons with the gradients that there were.
+        Worthwhile after much was frozen or thawed: a plan reckons with the gradients that existed when it was
+        made.
         """
         self.gradients.prepare()
         return self.adopt(self._make_plan(self.base_shape, self.gradients.sizes_bytes))
@@ -184,15 +185,15 @@ class PipelinedStack(nn.Module):
         largest_batch: int | None = None,
         documents_BL: Tensor | None = None,
     ) -> Tensor:
-        """The loss of the whole batch of all ranks, the same on every rank; float64 scalar.
+        """Return the loss of the whole batch of all ranks, the same on every rank; float64 scalar.
 
         tokens_BL, labels_BL: int64 [B, L]; a label of -100 counts for nothing. Ranks may have batches of
-        different sizes, or of none; without a valid label anywhere only balance and z terms are left.
+        different sizes, or empty ones; without a valid label anywhere only balance and z terms are left.
         sample_ids_B: unique over the run, keys of dropout (default: counted). largest_batch: samples of the
-        largest batch of any rank, the same on all of them, for routing with fixed slots, where ranks else
-        ask each other. documents_BL: int64, where every token's document begins; it attends to no other. In
-        training mode with gradients enabled, backward follows. Raises ValueError for a change of the model
-        that cannot be taken up, ParameterMismatchError for one that is not alike on all ranks.
+        largest batch of any rank, the same on all ranks, for routing with fixed slots; without it, ranks ask
+        each other. documents_BL: int64, where every token's document begins; a token attends to no other
+        document. In training mode with gradients enabled, backward follows. Raises ValueError for a change of
+        the model that cannot be taken up, ParameterMismatchError for a change that is not alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
         if training:
@@ -214,10 +215,11 @@ class PipelinedStack(nn.Module):
 
     @contextmanager
     def wishing(self, why: str) -> Iterator[None]:
-        """Forward passes inside ask whether all ranks need another plan; others may be training meanwhile.
+        """Ask, in forward passes inside, whether all ranks need another plan; others may be training
+        meanwhile.
 
-        why: this one does, in words. Raises ScheduleMismatchError, on every rank, if not all do. They need no
-        reduction of what is trained now.
+        why: the reason why this rank needs one, in words. Raises ScheduleMismatchError, on every rank, if not
+        all ranks ask. Such passes do not need the plan to reduce the parameters that are trained now.
         """
         self.wish = why
         try:
@@ -227,29 +229,30 @@ class PipelinedStack(nn.Module):
             self.wish = ""
 
     def minimise(self, moe: MoEConfig, balance: Balance, valid: float | None = None) -> None:
-        """Make the loss of the next steps of these; the same on all ranks.
+        """Make the loss of the next steps of these terms; the same on all ranks.
 
-        moe: whose coefficients weigh the balance and z terms. balance: how the balance of experts is judged.
-        valid: by which the sum of all ranks' token losses is divided; None: by the number of valid tokens.
+        moe: its coefficients weigh the balance and z terms. balance: how the balance of experts is judged.
+        valid: the number by which the sum of all ranks' token losses is divided; None: the number of valid
+        tokens.
         """
         self.moe, self.balance = moe, balance
         self.codec = StatisticsCodec(moe, balance, valid)
 
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
-        """Compute the next steps under autocast in this type. ValueError where rows must stay exact."""
+        """Compute next steps under autocast in this type. Raises ValueError where rows must stay exact."""
         if autocast_dtype != self.machinery.autocast_dtype:
             if self.plan.shape.residual_in_rows:
                 check_carries(self.parts, autocast_dtype)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """When every task of the last step ran on this rank."""
+        """Return when every task of the last step ran on this rank."""
         return self.execution.records(step) if self.execution else []
 
     def settle(self) -> None:
-        """Take up what was done to the model and the plan, in the shares of a sharded optimiser, too.
+        """Take up changes to the model and the plan, also in the shares of a sharded optimiser.
 
-        All ranks must call it; a step does it by itself.
+        All ranks must call it; a step does so by itself.
         """
         self._take_up_changes()
         if self.updates is not None:
@@ -260,14 +263,14 @@ class PipelinedStack(nn.Module):
         self.machinery.lanes.close()
 
     def mark_experts(self) -> None:
-        """Say of every expert and of every part of a parameter where it lives, for `clip_grad_norm_`."""
+        """Mark experts and parts of parameters with the ranks that hold them, for `clip_grad_norm_`."""
         for layer in range(len(self.parts.parts)):
             mark_experts(self.parts.expert_parameters(layer), self._expert_ranks)
         mark_shards(self.model)
         mark_parts(self.model.parameters(), self._expert_ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A stack with a copy of the model, on the same machinery: for averages of weights, say."""
+        """Return a stack with a copy of the model, on the same machinery: for averages of weights, say."""
         refuse_stale(self)
         machinery = self.machinery
         shared = (
@@ -296,11 +299,11 @@ class PipelinedStack(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """The first that DistributedDataParallel asks of a module."""
+        """The first attribute that DistributedDataParallel asks of a module; asking raises TypeError."""
         return refuse_data_parallel()
 
     def _take_up_changes(self) -> None:
-        """Notice what was done to the model since the last step."""
+        """Take up changes made to the model since the last step."""
         if self.model is not self.gradients.model:
             raise ValueError(
                 "stack.model was replaced, and the stack still runs the model that it was built with: change "
@@ -317,7 +320,7 @@ class PipelinedStack(nn.Module):
                 self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
-        """The uncut shape of a step of the layers that there are now."""
+        """Return the uncut shape of a step of the present layers."""
         check_layers(self.moe_layers, self.moe, self.machinery.layout)
         sharing = sharing_of(self.machinery.layout, self.moe.aux_loss_group)
         return shape_of(self.moe_layers, sharing, gathers_loads=self._gathers_loads, updating=self._updating)
@@ -341,14 +344,14 @@ class PipelinedStack(nn.Module):
 
     @property
     def _sizes(self) -> Sizes:
-        """What the ranks do about batches of different sizes."""
+        """How the ranks deal with batches of different sizes."""
         if self.relocation is not None:
             return SharedSizes(self.machinery.layout, self.machinery.control)
         fixed = any(layer is not None and layer.order.counts_slots for layer in self.moe_layers)
         return EqualSizes(self.machinery.control) if fixed else AnySizes()
 
     def _relocation(self, shape: StepShape) -> Relocation | None:
-        """How samples get their homes in a step of this shape; None where they stay."""
+        """Return how samples get their homes in a step of this shape; None where they stay."""
         if not shape.moves_samples or not any(shape.moe_layers):
             return None
         check_samples_may_move(self.moe_layers, self.moe)
@@ -368,7 +371,7 @@ class PipelinedStack(nn.Module):
 
 
 class _StepFunction(torch.autograd.Function):
-    """Puts a whole step behind one autograd node. Gradients of parameters are accumulated by its tasks."""
+    """Represents a whole step by one autograd node. Its tasks accumulate the gradients of parameters."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from penstock.moe.config import MoEConfig
 
 @dataclass(frozen=True)
 class HeadSums:
-    """Of one microbatch: summed token losses, labels that count, and tokens that are not padding."""
+    """Sums of one microbatch: token losses, labels that count, and tokens that are not padding."""
 
     loss: Tensor
     valid: Tensor
@@ -28,14 +28,13 @@ class HeadSums:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Of the whole batch, the same on all ranks. All tensors are float64.
+    """Statistics of the whole batch, the same on all ranks. All tensors are float64.
 
     loss: what is minimised: cross_entropy (mean over valid tokens) + aux + z terms with their coefficients.
     aux_Y: the balance loss of every MoE layer. z: the sum over MoE layers of the mean over tokens. Both
-    without coefficients.
-    chosen_YE: how often each expert was chosen, per MoE layer. dropped_Y: how many of these choices did not
-    fit into the slots of their expert. tokens, labels: counts. valid: by what the sum of token losses was
-    divided, which is not zero where no label counts.
+    without coefficients. chosen_YE: how often each expert was chosen, per MoE layer. dropped_Y: how many of
+    these choices did not fit into the slots of their expert. tokens, labels: counts. valid: the number by
+    which the sum of token losses was divided; not zero even where no label counts.
     """
 
     loss: Tensor
@@ -60,7 +59,7 @@ HEADER = 4
 class StatisticsCodec:
     """Packs one rank's sums into one float64 vector (one small all-reduce) and reads the total.
 
-    valid: what counts as the number of valid tokens of all ranks; None: those that there are.
+    valid: replaces the number of valid tokens of all ranks; None: their actual number.
     """
 
     def __init__(self, config: MoEConfig, balance: Balance, valid: float | None = None) -> None:
@@ -68,7 +67,7 @@ class StatisticsCodec:
 
     @property
     def terms(self) -> int:
-        """A number below 2**32 of what the loss is made of, by which ranks compare theirs."""
+        """A number below 2**32 of the terms of the loss, by which ranks compare theirs."""
         known = (
             self._config.aux_loss_coeff,
             self._config.z_loss_coeff,
@@ -78,7 +77,7 @@ class StatisticsCodec:
         return crc32(repr(known).encode())
 
     def pack(self, heads: Sequence[HeadSums], routers: Sequence[Sequence[GateSums]]) -> Tensor:
-        """routers: per MoE layer, per microbatch. Returns [HEADER + 2 * Y + 2 * Y * E]."""
+        """Return the sums as [HEADER + 2 * Y + 2 * Y * E]. routers: per MoE layer, per microbatch."""
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
@@ -96,7 +95,7 @@ class StatisticsCodec:
         return self._balance.piece(_judged(sums), sums.probability_BE.double())
 
     def unpack(self, total: Tensor) -> StepStatistics:
-        """total: the packed vector, summed over ranks."""
+        """Return the statistics of the whole batch. total: the packed vector, summed over ranks."""
         loss, labels, tokens, z_sum = total[:HEADER].unbind()
         experts = self._config.num_experts
         layers = (len(total) - HEADER) // (2 + 2 * experts)

@@ -68,7 +68,7 @@ class Step:
         self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
 
     def forward(self) -> Tensor:
-        """The loss of the whole batch of all ranks."""
+        """Run the forward half and return the loss of the whole batch of all ranks."""
         ACTIVITY.begin_step()
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
         with torch.set_grad_enabled(self.training):
@@ -81,26 +81,26 @@ class Step:
         if self.training or self.stack.wish:
             self._compare()
         self.versions = self._parameter_versions()
-        # A copy, or the loss would know the step, and the step its loss: a circle that keeps all tensors.
+        # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
         return statistics.loss.clone()
 
     def _run(self) -> None:
-        """Run the next half. In backward, too, experts have seats, for what is computed again."""
+        """Run the next half. In backward, too, experts have seats, for what is recomputed."""
         with self.stack.machinery.without_callers_autocast(), self.lodging.seated():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
-        """What the stack tells about: the step that ran last, forward or backward, whichever came before."""
+        """Show this step on the stack as the one that ran last, in either of its halves."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
 
     def _compare(self) -> None:
-        """Before any gradient is reduced."""
+        """Compare marks of all ranks, before any gradient is reduced."""
         gradients, machinery = self.stack.gradients, self.stack.machinery
         total, device = self.context.marks_total, machinery.device.type
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         wish = self.stack.wish
         if device == "cuda" and not (gradients.taken_up or wish):
-            return  # reading the sums would make the host wait; a rank that has changed something does
+            return  # reading the sums makes the host wait, so only ranks with a change do
         check_wishes(total, wish, machinery.layout, machinery.control)
         if wish:
             return  # its marks are those of the last step, for which the plan was good enough
@@ -112,7 +112,7 @@ class Step:
         gradients.taken_up = ()
 
     def _parameter_versions(self) -> tuple[int, ...]:
-        """What changes with every change of a parameter in place; nothing where nothing runs twice."""
+        """Return the parameters' version counters; () where nothing is recomputed, so that none matter."""
         if self.shape.recompute == "none":
             return ()
         return tuple(parameter._version for parameter in self.stack.model.parameters())
@@ -159,7 +159,7 @@ class Step:
         self._show(statistics)
 
     def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:
-        """After a pass that failed; what of it cannot be undone is said with the error."""
+        """Restore gradients after a failed pass; what cannot be restored is noted on the error."""
         doubt, updates = gradients.abandon(), self.context.updates
         if updates is not None and (self.finished or updates.has_sums):  # `begin` clears buffers with sums
             doubt = updates.failed.note(updates=updates.in_backward and self.finished)
@@ -167,7 +167,7 @@ class Step:
             error.add_note(doubt)
 
     def _count_choices(self, statistics: StepStatistics) -> None:
-        """Tell gates with a bias what this step has trained on; the same on all ranks."""
+        """Tell gates with a bias which choices this step has trained on; the same on all ranks."""
         layers = [part.moe for part in self.stack.parts.parts if part.moe is not None]
         for moe, chosen_E in zip(layers, statistics.chosen_YE, strict=True):
             if moe.gate.bias is not None:
@@ -175,7 +175,7 @@ class Step:
 
 
 def _fill_missing(parameters: Sequence[nn.Parameter]) -> None:
-    """An expert that saw no token has a gradient all the same: zero."""
+    """Give a zero gradient to every expert that saw no token."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -11,7 +11,7 @@ class BaselineESP(Sequential):
     """Rows are gathered by all shards of their experts (BG), cross nodes, and come home to all of them.
 
     Ranks that share attention have the same tokens, and each sends and computes all of their rows, so experts
-    do the same work several times. Nothing overlaps. It is here to be compared with.
+    do the same work several times. Nothing overlaps. It serves for comparison.
 
     baseline_esp: one column = one slot, · = idle
     forward

@@ -1,4 +1,4 @@
-"""The list scheduler in plain numbers: rules are frozen with it, and a search plays it by the thousand."""
+"""The list scheduler in plain numbers: rules are frozen with it, and a search plays it thousands of times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Keys = list[float]
 """A priority for every task of the graph by its position; the smallest that is ready on a lane starts."""
 
 ROUNDING = 1e-9
-"""Sums of the same seconds in another order differ by less than this part of them."""
+"""Sums of the same seconds in different orders differ by less than this part of themselves."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Board:
             self.work_s[lane] += seconds[task]
 
     def play(self, keys: Keys) -> Found:
-        """The list scheduler: an idle lane starts its ready task with the smallest key at once."""
+        """Return the list schedule: an idle lane at once starts its ready task with the smallest key."""
         found = self.play_below(keys, inf)
         assert found is not None, "every order takes less than for ever"
         return found
 
     def play_below(self, keys: Keys, most_s: float) -> Found | None:
-        """The same; None as soon as a lane has too much work left to end by `most_s`."""
+        """Return what `play` returns; None as soon as a lane has too much work left to end by `most_s`."""
         missing, lane_of, readers, seconds = self.needs.copy(), self.lane, self.readers, self.seconds
         latest_s = [most_s * (1 + ROUNDING) - work_s for work_s in self.work_s]
         ready: list[list[tuple[float, int]]] = [[] for _ in Lane]
@@ -77,5 +77,5 @@ class Board:
 
 
 def lanes_of(graph: Graph, orders: Sequence[Sequence[int]]) -> dict[Lane, tuple[Task, ...]]:
-    """The tasks at those positions, for every lane that has any."""
+    """Return the tasks at these positions, for every lane that has any."""
     return {lane: tuple(graph.tasks[i] for i in orders[n]) for n, lane in enumerate(Lane) if orders[n]}

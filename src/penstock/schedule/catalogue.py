@@ -1,4 +1,4 @@
-"""The schedules that there are, one line each, and how a decision becomes what a step runs."""
+"""The available schedules, one line each, and the way from a decision to what a step runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock.schedule.system import SCHEDULES, register_schedule
 from penstock.step import StepShape, build_graph
 
 MOST_GUEST_PIECES = 64
-"""Of a layer's guests, on either way: every one is a task with a start-up."""
+"""The most pieces of a layer's guests in either direction: every piece is a task with a start-up."""
 
 register_schedule(Sequential())
 register_schedule(MoEPipeline())
@@ -44,7 +44,7 @@ register_schedule(Penstock())
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs: the graph of its tasks, their frozen order, and how the step is cut."""
+    """The graph of a step's tasks, their frozen order, and the shape into which the step is cut."""
 
     graph: Graph
     schedule: Schedule
@@ -52,7 +52,7 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the order and of what every task is: two ranks with the same digest run the same step."""
+        """A hash of the order and of every task's facts: two ranks with the same digest run the same step."""
         return hashlib.sha256(f"{self.schedule.text()}{self.graph.facts()}".encode()).hexdigest()
 
     @cached_property
@@ -62,9 +62,9 @@ class StepPlan:
 
 
 def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepShape:
-    """The step that a decision means: cut by its schedule, with the passes of registered decisions.
+    """Return the shape of a step by a decision: cut by its schedule, with the passes of registered decisions.
 
-    Raises ConfigError for a form of experts' shards that does not go with the dispatch, RefusalError for a
+    Raises ConfigError for a form of experts' shards that is impossible with the dispatch, RefusalError for a
     split of rows that cannot be exact.
     """
     _check_dispatch(choice, shape)
@@ -81,7 +81,7 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         guest_slots=choice.guests,
         recompute=choice.recompute,
         guest_pieces=max(shape.guest_pieces, _guest_pieces(choice, gradients)),
-        gathers_loads=shape.gathers_loads or choice.guests > 0,  # next step's guests are planned from them
+        gathers_loads=shape.gathers_loads or choice.guests > 0,  # the next step's guests need them
     )
     found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
@@ -89,7 +89,7 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
 
 
 def _guest_pieces(choice: Decision, gradients: GradientBytes) -> int:
-    """Into how many pieces a layer's guests are cut: as large as those of gradients where these are cut."""
+    """Return the number of pieces of a layer's guests: as large as those of gradients where these are cut."""
     if not choice.reads("all_reduce_chunk_bytes"):
         return 1
     wanted = -(-choice.guests * gradients.expert // choice.all_reduce_chunk_bytes)

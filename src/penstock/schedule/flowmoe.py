@@ -53,5 +53,5 @@ class FlowMoE(System):
 
 
 def all_to_all_first(task: Task) -> tuple[float, ...]:
-    """Among ready tasks of a lane: program order, then all-reduce chunks, then updates."""
+    """Return a task's priority on its lane: program order, then all-reduce chunks, then updates."""
     return (lateness(task),)

@@ -19,7 +19,7 @@ class FSMoE(System):
     """Chunks inside the MoE layer, a different number in the backward pass, and gradients in the gaps there.
 
     Where ranks of a node share experts, rows cross nodes once (D, C) and meet all shards inside the node
-    (XG, XS): chunks are under way on both networks while another is computed. All gathers stand before any
+    (XG, XS): chunks are in transit on both networks while another is computed. All gathers come before any
     scatter, as in the published issue order. Gradients are reduced between the two groups of all-to-alls of a
     lower MoE layer, where experts leave the network between nodes idle, and under attention (Section 4 of the
     paper). `partition` decides which bytes go into which gap; by default all of a layer's go into the first
@@ -70,7 +70,7 @@ class FSMoE(System):
 
 
 def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) -> Partition:
-    """Every layer's gradients in one portion, in the gap of the next MoE layer below, else at the tail."""
+    """Return each layer's gradients in one portion, in the next MoE layer's gap below, or at the tail."""
     portions, slot = [], TAIL
     for layer, size in enumerate(all_reduce_bytes):
         portions.append((Portion(size_bytes=size, slot=slot),) if size else ())
@@ -80,7 +80,7 @@ def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) ->
 
 
 def _as_cut(graph: Graph) -> Partition:
-    """The partition by which the gradients of a graph were cut, where no other was given."""
+    """Return the partition by which a graph's gradients were cut, where no other was given."""
     layers = 1 + max(task.layer for task in graph.tasks)
     size = {task.layer: sum(task.cut.parts) for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE}
     chunked = {task.layer for task in graph.tasks if task.chunk is not None}
@@ -89,7 +89,7 @@ def _as_cut(graph: Graph) -> Partition:
 
 
 def _gaps(graph: Graph, partition: Partition) -> dict[Slot, list[Task]]:
-    """Which reductions go into which gap, higher layers first."""
+    """Return the reductions in each gap, higher layers first."""
     gaps: dict[Slot, list[Task]] = {}
     replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
     for layer in reversed(range(len(partition.portions))):

@@ -13,14 +13,14 @@ from penstock.schedule.system import is_all_reduce, lateness
 
 
 def dense_gap(layer: int) -> Slot:
-    """The gap under attention of a layer; below layer 0 there is only the end."""
+    """Return the gap under attention of a layer; below layer 0 there is only the tail."""
     return Slot(layer=layer, part="dense") if layer >= 0 else TAIL
 
 
 def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]]) -> Schedule:
-    """A step in program order whose reductions run in their gaps. gaps: every reduction once.
+    """Return a step in program order whose reductions run in their gaps. gaps: every reduction once.
 
-    Raises ScheduleError for the gap between the all-to-alls of a layer that has none.
+    Raises ScheduleError for a gap between all-to-alls in a layer that has no all-to-alls.
     """
     chunked = {task.layer for task in graph.tasks if task.chunk is not None}
     for slot in gaps:
@@ -31,15 +31,16 @@ def reduce_in_gaps(name: str, graph: Graph, gaps: Mapping[Slot, Sequence[Task]])
     lanes[Lane.INTER] = list(
         _with_reductions(lanes[Lane.INTER], 1 + max(task.layer for task in graph.tasks), dict(gaps))
     )
-    for task in graph.tasks:  # what an optimiser does when gradients are summed
+    for task in graph.tasks:  # the optimiser's tasks, which follow the sums of gradients
         if lateness(task) and not is_all_reduce(task):
             lanes[task.lane].append(task)
     return ordered(name, graph, lanes)
 
 
 def _with_reductions(inter: Sequence[Task], layers: int, gaps: dict[Slot, Sequence[Task]]) -> Iterator[Task]:
-    """A layer's dense gap ends where the all-to-alls of the next MoE layer below begin."""
-    above = layers  # layers whose gaps have all been passed
+    """Yield the lane between nodes with its reductions: a layer's dense gap ends where the next MoE layer's
+    all-to-alls below it begin."""
+    above = layers  # the gaps of this layer and of higher ones have been passed
     for task in inter:
         if task.phase is Phase.BACKWARD and task.op == Op.COMBINE:
             for layer in reversed(range(task.layer + 1, above)):

@@ -1,7 +1,7 @@
 """The picture of a schedule: lanes as rows, time to the right, one column per slot.
 
 A cell names op, microbatch and chunk (`D0.1`); the row `layer` says which block the compute lane works on.
-All-reduces carry their own layer (`AR3.0`). Slots are counted, not seconds: the picture shows order.
+All-reduces carry their own layer (`AR3.0`). Columns are slots, not seconds: the picture shows order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IDLE = "·"
 
 @dataclass(frozen=True)
 class _SlotClock:
-    """Every task takes one slot; plain integers."""
+    """A clock on which every task takes one slot; plain integers."""
 
     def zero(self) -> int:
         return 0
@@ -33,7 +33,7 @@ class _SlotClock:
 def draw(
     name: str, orders: Mapping[Lane, Sequence[Task]], graph: Graph, *, width: int, mark: Task | None
 ) -> str:
-    """Text of the picture, wrapped at `width` characters, forward before backward."""
+    """Return the picture as text, wrapped at `width` characters, forward before backward."""
     times: dict[Task, Interval[int]] = longest_path(orders, lambda t: graph.needs[t], _SlotClock())
     lanes = [lane for lane, order in orders.items() if order]
     slots = {(task.lane, when.start): task for task, when in times.items()}

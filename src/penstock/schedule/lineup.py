@@ -1,8 +1,9 @@
-"""All tasks of a step in one row, which says an order for every lane: any order, not only a scheduler's.
+"""All tasks of a step in one row, which gives an order for every lane: any order, not only a scheduler's.
 
-The list scheduler starts whatever is ready. Here a task stands where the row says, so a lane may wait for one
-that is about to be ready although another one could start: in job-shop scheduling such orders are needed for
-the shortest time (Baker, Introduction to Sequencing and Scheduling: a best schedule may be a delay schedule).
+The list scheduler starts whatever is ready. Here a task is placed where the row puts it, so a lane may wait
+for a task that is about to be ready although another one could start: in job-shop scheduling such orders are
+needed for the shortest time (Baker, Introduction to Sequencing and Scheduling: a best schedule may be a delay
+schedule).
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from penstock.graph import Graph, Lane
 from penstock.graph.paths import path_ends
 
 Row = list[int]
-"""Positions in the graph: every task once, behind those that it reads."""
+"""Positions in the graph: every task once, after those that it reads."""
 
 SAME = 1e-9
-"""Of a step: ends that are nearer to each other are taken for one moment."""
+"""Ends that differ by less than this part of a step count as one moment."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A row in the order in which its tasks start, and when each of them starts and ends, by position.
+    """A row in the order in which its tasks start, with each task's start and end, by position.
 
-    Starts are kept and not found from ends: rounding would put a task before one of no length that it reads.
+    Starts are kept and not computed from ends: rounding would put a task before one of no length that it
+    reads.
     """
 
     row: Row
@@ -42,9 +44,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class Waits:
-    """Where a critical path waits for a lane alone. pairs: a task, and the one on its lane that goes first
-    for no other reason than the order, that one first. before: by position the task before it on its lane;
-    -1 = none."""
+    """The places where a critical path waits for a lane alone. pairs: two tasks of one lane, of which the
+    second waits for the first only because of the order. before: by position, the previous task on the same
+    lane; -1 = none."""
 
     pairs: list[tuple[int, int]]
     before: list[int]
@@ -64,7 +66,7 @@ class Lineup:
             self.after_s[task] = max([seconds[r] + self.after_s[r] for r in self.readers[task]], default=0.0)
 
     def timed(self, orders: Sequence[Sequence[int]]) -> Timed:
-        """Orders of lanes as a row; none of them may wait for another in a circle."""
+        """Return orders of lanes as a timed row. The orders must not wait for each other in a cycle."""
         ends_s = path_ends(orders, self.links, self.seconds)
         starts_s = [max((ends_s[need] for need in needs), default=0.0) for needs in self.links]
         for order in orders:
@@ -73,14 +75,14 @@ class Lineup:
         return _timed(self.program, starts_s, ends_s)
 
     def orders(self, row: Row) -> tuple[list[int], ...]:
-        """What a row means: an order for every lane there is."""
+        """Return the order that a row gives to every lane."""
         orders: tuple[list[int], ...] = tuple([] for _ in Lane)
         for task in row:
             orders[self.lane[task]].append(task)
         return orders
 
     def again(self, was: Timed, row: Row, first: int, most_s: float) -> Timed | None:
-        """Time a row that is as `was` up to place `first`. None as soon as it must take over most_s."""
+        """Time a row equal to `was` before place `first`. None as soon as it must take longer than most_s."""
         lane_of, links, seconds, after_s = self.lane, self.links, self.seconds, self.after_s
         starts_s, ends_s, free_s = was.starts_s.copy(), was.ends_s.copy(), self._free_s(was, first)
         for task in row[first:]:
@@ -116,14 +118,14 @@ class Lineup:
             if len(causes) > 1:
                 task = rng.choice(causes)
                 continue
-            while bits(1):  # `choice` draws so of one, too, ten times as slowly; known orders depend on it
+            while bits(1):  # as `choice` would for one cause, ten times as fast; known orders depend on it
                 pass
             task = causes[0]
 
     def hold(self, row: Row, first: int, second: int) -> Row | None:
-        """The task at one place waits until behind that at a later one, and what depends on it with it.
+        """Move the task at place `first`, and all that depend on it, after that at the later place `second`.
 
-        None if the later one depends on it.
+        None if the later task depends on the earlier one.
         """
         waiting, ahead, moved = {row[first]}, list[int](), [row[first]]
         for task in row[first + 1 : second + 1]:
@@ -135,9 +137,9 @@ class Lineup:
         return None if row[second] in waiting else row[:first] + ahead + moved + row[second + 1 :]
 
     def advance(self, row: Row, first: int, second: int) -> Row | None:
-        """The task at the later place goes before that at the earlier one, and what it depends on with it.
+        """Move the task at place `second`, and all on which it depends, before the task at place `first`.
 
-        None if it depends on the earlier one.
+        None if the later task depends on the earlier one.
         """
         wanted, moved, behind = {row[second]}, [row[second]], list[int]()
         for task in reversed(row[first:second]):
@@ -151,7 +153,7 @@ class Lineup:
         return row[:first] + moved[::-1] + behind[::-1] + row[second + 1 :]
 
     def _free_s(self, timed: Timed, place: int) -> list[float]:
-        """When every lane is free for what stands from `place` on."""
+        """Return the time from which every lane is free for the tasks from `place` on."""
         free_s, missing = [-inf] * len(Lane), self.lanes
         for task in reversed(timed.row[:place]):
             if free_s[self.lane[task]] < 0:
@@ -163,16 +165,16 @@ class Lineup:
 
 
 def _timed(row: Row, starts_s: list[float], ends_s: list[float]) -> Timed:
-    """Tasks without work first where several start at once; of equal ones as they stand in `row`."""
+    """Return tasks by start, those without work first; ties keep their order in `row`."""
     keys = list(zip(starts_s, ends_s, strict=True))
     return Timed(sorted(row, key=keys.__getitem__), starts_s, ends_s)
 
 
 def _after_what_it_reads(graph: Graph) -> Row:
-    """All tasks, each behind those that it reads."""
+    """Return all tasks, each after those that it reads."""
     missing = [len(set(needs)) for needs in graph.links]
     row = [task for task, count in enumerate(missing) if not count]
-    for task in row:  # grows while it is walked
+    for task in row:  # the row grows during the iteration
         for reader in dict.fromkeys(graph.readers_at[task]):
             missing[reader] -= 1
             if not missing[reader]:

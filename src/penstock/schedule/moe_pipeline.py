@@ -14,7 +14,7 @@ from penstock.step import StepShape
 
 
 class MoEPipeline(System):
-    """The tokens of an MoE layer are cut into chunks; while one chunk is under way another is computed.
+    """The tokens of an MoE layer are cut into chunks; while one chunk is in transit another is computed.
 
     Attention hides nothing and is hidden by nothing, and the all-reduces wait until the end.
 

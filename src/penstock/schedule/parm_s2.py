@@ -14,8 +14,8 @@ class ParmS2(Sequential):
     """All tokens are routed alike on ranks that share attention, and their rows are dealt to these in turn.
 
     A row goes to every shard of its expert. Combine and the gather after it run at the same time (SAA):
-    while a slice is gathered inside the node, the next one crosses it. `chunks` says how many slices;
-    where no ranks share attention nothing is gathered, and it says nothing.
+    while a slice is gathered inside the node, the next one crosses nodes. `chunks` is the number of
+    slices; where no ranks share attention nothing is gathered, and `chunks` has no effect.
 
     parm_s2: one column = one slot, · = idle
     forward

@@ -21,10 +21,10 @@ APART = (0, 1, 2, 4, 8)
 class Penstock(FlowMoE):
     """FlowMoE's pieces, and experts' weight gradients (W) as tasks that fill gaps of the compute lane.
 
-    `priority` says by which rule; `search` begins with the others and improves on the best. The first of them
-    is `the longest chain of work behind it goes first`. Nothing waits for a W, so it runs where the compute
-    lane would wait for the network, and the last ones run under the last all-reduce, which no other schedule
-    can hide.
+    `priority` selects the rule of the order; `search` begins with the other rules and improves on the best.
+    By the first of these, the task with the longest chain of work after it goes first. Nothing waits for a W,
+    so it runs where the compute lane would wait for the network, and the last ones run under the last
+    all-reduce, which no other schedule can hide.
 
     penstock: one column = one slot, · = idle
     forward
@@ -63,13 +63,13 @@ class Penstock(FlowMoE):
 
 
 def trials(tasks: int) -> int:
-    """How many changes of an order of this number of tasks a search simulates."""
+    """Return how many changes a search simulates for an order of this number of tasks."""
     return max(LEAST_TRIALS, min(MOST_TRIALS, MOST_PLACEMENTS // tasks))
 
 
 def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
-    """Where the search begins: longest remaining path first, also with microbatches held apart, and FlowMoE's
-    rule."""
+    """Return the priorities with which the search begins: longest remaining path first, also with staggered
+    microbatches, and FlowMoE's rule."""
     remaining_s = remaining_path(graph, cost)
     usual_s = max(remaining_s.values()) / len(graph.tasks)
     whole_s = max(remaining_s.values())
@@ -84,7 +84,7 @@ def _starts(graph: Graph, cost: Cost) -> list[dict[Task, float]]:
 
 
 def remaining_path(graph: Graph, cost: Cost) -> Mapping[Task, float]:
-    """For every task the seconds from its start to the end of the step along the longest chain after it."""
+    """Return, by task, the seconds from its start to the end of the step along the longest chain after it."""
     readers, after_s = graph.readers_at, [0.0] * len(graph.tasks)
     for place in reversed(range(len(graph.tasks))):
         behind_s = max([after_s[reader] for reader in readers[place]], default=0.0)

@@ -11,7 +11,7 @@ from penstock.step.passes.gradient_room import ROOM
 
 
 def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Schedule:
-    """The schedule of these orders; where no lane could go on, the sums that it waits for come first."""
+    """Return the schedule of these orders; where no lane could proceed, the sums waited for come first."""
     found = {lane: tuple(order) for lane, order in lanes.items() if order}
     if any(ROOM in task.inputs for task in graph.tasks):
         found = _with_room(found)
@@ -19,7 +19,7 @@ def ordered(name: str, graph: Graph, lanes: Mapping[Lane, Sequence[Task]]) -> Sc
 
 
 def _with_room(lanes: Mapping[Lane, Sequence[Task]]) -> dict[Lane, tuple[Task, ...]]:
-    left = {lane: list(reversed(order)) for lane, order in lanes.items()}  # the next one stands last
+    left = {lane: list(reversed(order)) for lane, order in lanes.items()}  # the next one is last
     made: dict[Lane, list[Task]] = {lane: [] for lane in lanes}
     done: set[Name] = set()
     while any(left.values()):
@@ -34,7 +34,7 @@ def _with_room(lanes: Mapping[Lane, Sequence[Task]]) -> dict[Lane, tuple[Task, .
 
 
 def _make_room(left: Mapping[Lane, list[Task]], done: set[Name]) -> bool:
-    """Put the sums that some lane waits for, and that could run, at the front of theirs."""
+    """Put the sums that some lane waits for, and that could run, at the front of their lanes."""
     wanted = {name for order in left.values() if order for name in order[-1].inputs.get(ROOM, ())}
     moved = False
     for order in left.values():

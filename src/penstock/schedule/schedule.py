@@ -14,20 +14,20 @@ from penstock.schedule.grid import draw
 
 
 def unit_cost(task: Task) -> float:
-    """One slot for every task: the cost behind pictures that show order and not seconds."""
+    """Return one slot for every task: the cost used for pictures that show order and not seconds."""
     del task
     return 1.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered tasks per lane. Equal on all ranks; `digest` is what ranks compare before first use."""
+    """Ordered tasks per lane, equal on all ranks; ranks compare `digest` before first use."""
 
     name: str
     lanes: Mapping[Lane, tuple[Task, ...]]
 
     def text(self) -> str:
-        """One line per lane. `Schedule.parse(schedule.text(), graph) == schedule`."""
+        """Return one line per lane. `Schedule.parse(schedule.text(), graph) == schedule`."""
         lines = [f"schedule {self.name}"]
         lines += [f"{lane}: {' '.join(map(str, order))}" for lane, order in self.lanes.items()]
         return "\n".join(lines) + "\n"
@@ -48,7 +48,7 @@ class Schedule:
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def check(self, graph: Graph) -> None:
-        """Every task of the graph once, on its own lane, and no lane waits for another in a circle."""
+        """Raise ScheduleError unless every task is once on its own lane, and no lanes wait in a cycle."""
         seen = [False] * len(graph.tasks)
         for lane, order in self.lanes.items():
             for task in order:
@@ -57,25 +57,25 @@ class Schedule:
         if missing := [str(task) for task, found in zip(graph.tasks, seen, strict=True) if not found]:
             raise ScheduleError(f"schedule {self.name}: {missing[0]} is missing ({len(missing)} in all)")
         if max(path_ends(self.places(graph), graph.links, [1.0] * len(graph.tasks))) == inf:
-            for _ in issue_order(self.lanes, graph.needs.__getitem__):  # says who waits for whom
+            for _ in issue_order(self.lanes, graph.needs.__getitem__):  # raises: says who waits for whom
                 pass
 
     def places(self, graph: Graph) -> list[list[int]]:
-        """For every lane the positions of its tasks in the graph."""
+        """Return, for every lane, the positions of its tasks in the graph."""
         return [[graph.position[task] for task in order] for order in self.lanes.values()]
 
     def half(self, *, forward: bool) -> Schedule:
-        """The forward or the backward part, in the same order: to be run, not drawn (a grid shows a step)."""
+        """Return the forward or the backward part, in the same order: to run, not to draw as a grid."""
         lanes = {lane: tuple(t for t in order if t.forward is forward) for lane, order in self.lanes.items()}
         return Schedule(self.name, lanes)
 
     def grid(self, graph: Graph, *, width: int = 110, mark: Task | None = None) -> str:
-        """Lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
+        """Return a picture: lanes as rows, one slot per task; `mark` puts a task into >brackets<."""
         return draw(self.name, self.lanes, graph, width=width, mark=mark)
 
 
 def parse_orders(text: str) -> tuple[str, dict[Lane, tuple[Name, ...]]]:
-    """The name and the task names per lane of a text form. Raises ScheduleError naming the line."""
+    """Return the name and the task names per lane of a text form. Raises ScheduleError naming the line."""
     head, *lines = text.rstrip().splitlines() or [""]
     if not head.startswith("schedule "):
         raise ScheduleError(f"line 1: expected 'schedule NAME', found {head!r}")

@@ -1,10 +1,10 @@
-"""Better orders than any rule gives: other priorities first, then simulated annealing over the order itself.
+"""Better orders than any rule gives: other priorities first, then simulated annealing of the order itself.
 
-A rule looks at ready tasks only. Whether it pays to finish one microbatch first, or to let a lane wait for a
-task that the whole step waits for, shows many tasks later; simulating the whole step sees it. Priorities
+A rule considers ready tasks only. Whether it pays to finish one microbatch first, or to let a lane wait for a
+task that the whole step waits for, shows many tasks later; simulating the whole step reveals it. Priorities
 change much of an order at once, and no lane waits. Annealing changes little, and lanes may wait: only a
-change where a critical path waits for its lane can shorten a step, so nothing else is tried (van Laarhoven,
-Aarts and Lenstra, Job Shop Scheduling by Simulated Annealing, 1992).
+change where a critical path waits for its lane can shorten a step, so no other change is tried (van
+Laarhoven, Aarts and Lenstra, Job Shop Scheduling by Simulated Annealing, 1992).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from penstock.schedule.lineup import Lineup, Row, Timed, Waits
 from penstock.schedule.schedule import Schedule
 
 PLAYS = 5
-"""For so many changes of an order one change of priorities, which takes longer to simulate."""
+"""Changes of an order per change of priorities, which takes longer to simulate."""
 
 LARGEST_GROUP = 8
 WHOLE_KIND = 0.3
-"""How often tasks that differ in microbatch and chunk only move together; else a few, each by itself."""
+"""How often all tasks that differ only in microbatch and chunk move together; else a few move separately."""
 
 RUNS, LEAST_RUN = 3, 2500
-"""Times that the temperature falls, each beginning with the best order so far, and trials that one needs."""
+"""The most falls of the temperature, each from the best order so far, and the least trials of one."""
 
 HOTTEST = 0.8
-"""Of a typical task: how much longer a step may become at first, roughly."""
+"""How much longer a step may become at first, roughly, as a part of a mean task."""
 
 FURTHER, IN_EVERY_LAYER, ANOTHER_PATH = 0.3, 0.25, 0.1
-"""How often a change passes one task more, is made in all layers, and a rejected one ends work on a path."""
+"""How often a change passes one more task, is made in all layers, and, rejected, ends work on a path."""
 
 NEAR = 3
-"""Layers of a step, counted in tasks: what is further apart in a row was not put there by the same choice."""
+"""Layers of a step, in tasks: pairs farther from each other in a row were not placed by one choice."""
 
 
 def search(
     name: str, graph: Graph, cost: Cost, starts: Sequence[Mapping[Task, float]], trials: int
 ) -> Schedule:
-    """The best order that `trials` changes find, from the best that list scheduling with `starts` gives.
+    """Return the best order that `trials` changes find, from the best list schedule with `starts`.
 
     starts: priorities in seconds, smaller first. The same graph and costs give the same order on every rank:
     the random numbers have a fixed seed, and there is no time limit.
@@ -60,19 +60,19 @@ def search(
 
 
 def _prioritise(graph: Graph, board: Board, starts: Iterable[Keys], plays: int, rng: random.Random) -> Found:
-    """The best that list scheduling gives with these priorities and with `plays` changes of the best ones."""
+    """Return the best list schedule with these priorities and with `plays` changes of the best ones."""
     best, keys = min(((board.play(keys), keys) for keys in starts), key=lambda each: each[0].seconds)
     kinds, step_s = _kinds(graph), 2 * sum(board.seconds) / len(board.seconds)
     for _ in range(plays):
         moved = _move(keys, kinds, step_s, rng)
         found = board.play_below(moved, best.seconds)
-        if found is not None and found.seconds <= best.seconds:  # an equal one is taken too: it may lead on
+        if found is not None and found.seconds <= best.seconds:  # an equal one is taken, too: it may lead on
             best, keys = found, moved
     return best
 
 
 def _kinds(graph: Graph) -> list[list[int]]:
-    """Positions of tasks that differ in microbatch and chunk only."""
+    """Return groups of positions of tasks that differ only in microbatch and chunk."""
     kinds: dict[object, list[int]] = {}
     for position, task in enumerate(graph.tasks):
         kinds.setdefault((task.layer, task.op, task.phase), []).append(position)
@@ -80,7 +80,7 @@ def _kinds(graph: Graph) -> list[list[int]]:
 
 
 def _move(keys: Keys, kinds: Sequence[Sequence[int]], step_s: float, rng: random.Random) -> Keys:
-    """Shift the priorities of a few tasks, each by its own amount, or of one kind by the same."""
+    """Shift the priorities of a few tasks by different amounts, or of all tasks of a kind by one amount."""
     moved = keys.copy()
     if rng.random() < WHOLE_KIND:
         shift_s = rng.gauss(0, step_s)
@@ -93,7 +93,7 @@ def _move(keys: Keys, kinds: Sequence[Sequence[int]], step_s: float, rng: random
 
 
 def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
-    """The best order on the way of one falling temperature."""
+    """Return the best order found while the temperature falls once."""
     lineup, rng = changes.lineup, changes.rng
     best = now = start
     hottest_s = HOTTEST * sum(lineup.seconds) / len(lineup.seconds)
@@ -115,7 +115,7 @@ def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
 
 @dataclass
 class _Changes:
-    """What may be changed about an order."""
+    """The possible changes of an order."""
 
     graph: Graph
     lineup: Lineup
@@ -128,14 +128,14 @@ class _Changes:
         self._layers = 1 + max(task.layer for task in self.graph.tasks)
 
     def begin(self, timed: Timed) -> None:
-        """Changes of this order from now on."""
+        """Draw changes of this order from now on."""
         self._row, self._place = timed.row, [0] * len(timed.row)
         for place, task in enumerate(timed.row):
             self._place[task] = place
         self.waits: Waits = self.lineup.waits(timed, self.rng)
 
     def draw(self) -> tuple[Row | None, int]:
-        """Another row, and the place of its first change; None for what dependencies do not allow."""
+        """Return another row, and the place of its first change; None for what dependencies do not allow."""
         first, second = self.rng.choice(self.waits.pairs)
         while self.waits.before[first] >= 0 and self.rng.random() < FURTHER:
             first = self.waits.before[first]
@@ -150,7 +150,7 @@ class _Changes:
         return (None if row is self._row else row), changed
 
     def _in_every_layer(self, first: int, second: int) -> list[tuple[int, int]]:
-        """The pairs of tasks that are to each other in their layers as these two are."""
+        """Return the pairs of tasks, by layer, that correspond to this pair."""
         firsts, seconds = (self._alike[self.graph.tasks[x].name._replace(layer=0)] for x in (first, second))
         apart = self.graph.tasks[second].layer - self.graph.tasks[first].layer
         far = NEAR * len(self._row) / self._layers

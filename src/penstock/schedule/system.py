@@ -1,4 +1,4 @@
-"""What a published system is here: a graph transformation plus an order rule."""
+"""The form of a published system in Penstock: a graph transformation plus an order rule."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from penstock.step import StepShape
 from penstock.step.shape import ExpertForm
 
 MOST_REDUCTIONS = 1 << 15
-"""Pieces of all layers' gradients in a step. With a start-up of 0.1 ms they take 3.3 s by themselves."""
+"""The most pieces of all layers' gradients in a step. With a start-up of 0.1 ms they alone take 3.3 s."""
 
 
 class System(ABC):
     """One file, one class: how it cuts the iteration and how it orders the pieces.
 
-    reads: the fields of a decision that change anything here; searches try values of them alone, and people
-    are told of no others. usual_chunks: pieces of an MoE layer's tokens where none is set. expert_form: how
-    rows meet all shards of their experts, where that is part of the schedule and not for a plan to decide.
+    reads: the fields of a decision that this schedule uses; searches vary only these, and descriptions name
+    only these. usual_chunks: pieces of an MoE layer's tokens where none is set. expert_form: how rows reach
+    all shards of their experts, where that is part of the schedule and not for a plan to decide.
     """
 
     name: ClassVar[str]
@@ -38,14 +38,14 @@ class System(ABC):
 
     @abstractmethod
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
-        """How the step is cut, and by which further passes (`more`) it is rewritten."""
+        """Return how the step is cut, and by which further passes (`more`) it is rewritten."""
 
     @abstractmethod
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
-        """The order rule, frozen."""
+        """Return the order by this system's rule, frozen."""
 
     def draft(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
-        """An order nearly as good for about 1/part of the work, where `order` takes long: to compare cuts."""
+        """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow."""
         return self.order(graph, cost, choice)
 
 
@@ -54,14 +54,14 @@ SCHEDULES = cast("dict[str, System]", READERS)
 
 
 def register_schedule(system: System) -> None:
-    """Make a schedule known: to configurations, plans, searches and commands. The last of a name counts."""
+    """Make a schedule known to configurations, plans, searches and commands. The last of a name counts."""
     SCHEDULES[system.name] = system
 
 
 def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]:
-    """Into how many nearly equal chunks each buffer is cut so that none is over `chunk_bytes`.
+    """Return the number of nearly equal chunks of each buffer so that none is over `chunk_bytes`.
 
-    Raises ConfigError for more than MOST_REDUCTIONS of them in all: every one is a task and a start-up.
+    Raises ConfigError for more than MOST_REDUCTIONS chunks in all: every one is a task and a start-up.
     """
     if chunk_bytes < 1:
         raise ConfigError("all_reduce_chunk_bytes", chunk_bytes, "is the size of a piece", "Use 1048576.")
@@ -77,7 +77,7 @@ def pieces_of(total_bytes: tuple[int, ...], chunk_bytes: int) -> tuple[int, ...]
 
 
 def least_chunk_bytes(total_bytes: tuple[int, ...]) -> int:
-    """A chunk size with which `pieces_of` is within its limit, and hardly larger than it must be."""
+    """Return a chunk size with which `pieces_of` stays within its limit, hardly larger than necessary."""
     layers = sum(size > 0 for size in total_bytes)  # the last piece of each may be a small one
     return max(1, -(-sum(total_bytes) // (_most_reductions(total_bytes) - layers)))
 
@@ -87,19 +87,19 @@ def _most_reductions(total_bytes: tuple[int, ...]) -> int:
 
 
 def whole(total_bytes: tuple[int, ...]) -> tuple[int, ...]:
-    """One chunk for every buffer that holds anything."""
+    """Return one chunk for every buffer that holds anything."""
     return tuple(min(size, 1) for size in total_bytes)
 
 
 def is_all_reduce(task: Task) -> bool:
-    """Whether the task synchronises gradients, of whatever kind."""
+    """Return whether the task synchronises gradients, of whatever kind."""
     return reduced(task.op) != ""
 
 
 def lateness(task: Task) -> int:
-    """0 for a task of the model, 1 for one that sums gradients or takes their norm, 2 for an update or later.
+    """Return 0 for a task of the model, 1 for a sum or norm of gradients, 2 for an update or later task.
 
-    Where tasks compete, those with less go first: the model's own are on the way of all others.
+    Where tasks compete, those with the smaller number go first: all others wait for the model's own.
     """
     return _lateness(task.op, task.forward)
 
@@ -112,9 +112,9 @@ def _lateness(op: str, forward: bool) -> int:
 
 
 def all_reduce_at_the_end(name: str, graph: Graph) -> Schedule:
-    """Program order, every gradient all-reduce after the last backward computation.
+    """Return program order, with every gradient all-reduce after the last backward computation.
 
-    Layer 0 goes first among them: its gradients are the last to be made, so none of the others can
+    Among the all-reduces layer 0 goes first: its gradients are the last to be made, so none of the others can
     slip under the computation. That is what plain expert parallelism does. (Where layer 0 has nothing to
     reduce, the first all-reduce may start one block early.)
     """

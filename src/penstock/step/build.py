@@ -1,4 +1,4 @@
-"""From a shape to the graph of one iteration: the plain step, rewritten by passes."""
+"""Builds the graph of one iteration from its shape: the plain step, rewritten by passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from penstock.step.stages import Pass, Stage, apply, in_order
 
 
 def passes_of(shape: StepShape) -> tuple[Pass, ...]:
-    """What a shape says, as passes. Raises RefusalError where samples or experts cannot move."""
+    """Return the passes that a shape asks for. Raises RefusalError where samples or experts cannot move."""
     found: list[Pass] = [Transpose()]
     if shape.recompute != "none":
         found.append(Recompute(experts_only=shape.recompute == "experts"))
@@ -94,7 +94,7 @@ def _sample_moves(shape: StepShape) -> SampleMoves:
 
 
 def _sharing_passes(shape: StepShape) -> list[Pass]:
-    """What ranks do that share attention or experts."""
+    """Return the passes for ranks that share attention or experts."""
     sharing, form = shape.sharing, shape.expert_form
     found: list[Pass] = []
     if sharing.mp_size > 1:
@@ -117,7 +117,7 @@ def _sharing_passes(shape: StepShape) -> list[Pass]:
 
 @lru_cache(maxsize=8)
 def build_graph(shape: StepShape) -> Graph:
-    """The checked graph of a step. Orders of one cut share theirs.
+    """Build the checked graph of a step; cached, so that orders of one cut share a graph.
 
     Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, state that is read before it
     is complete, or a gradient that a pass of one's own has lost.
@@ -137,6 +137,6 @@ def build_graph(shape: StepShape) -> Graph:
 
 @lru_cache(maxsize=128)
 def _rewritten(plain: PlainStep, passes: tuple[Pass, ...]) -> Graph:
-    """A step without reductions. A search tries each with many sizes of their pieces, and many numbers of
-    chunks in a step that is the same up to there."""
+    """Return the plain step rewritten by passes before the reductions. Cached: a search tries each step with
+    many sizes of gradient pieces, and many numbers of chunks in a step that is alike up to there."""
     return apply(_rewritten(plain, passes[:-1]), passes[-1:]) if passes else plain.graph()

@@ -1,4 +1,4 @@
-"""What a pass of one's own must not lose: a gradient on its way, a sum over ranks. Either would be silent."""
+"""Checks that a pass of one's own loses no gradient and no sum over ranks, which would be silent."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GRADIENT = "d_"
 def check_complete(graph: Graph, shape: StepShape) -> None:
     """Raise ScheduleError naming a gradient that no task reads, or one that is not reduced over the ranks.
 
-    An edge that is meant to have no gradient is `given` in its op; what takes the place of a reduction writes
-    the state that it wrote.
+    An edge that is meant to have no gradient is `given` in its op; a task that takes the place of a reduction
+    writes the state that the reduction wrote.
     """
     _check_gradients(graph)
     _check_sums(graph)
@@ -26,7 +26,7 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
 
 
 def _check_gradients(graph: Graph) -> None:
-    """What a backward task makes for an input of its forward task must be read."""
+    """Check that every gradient that a backward task makes for an input of its forward task is read."""
     read = {
         (name, role.removeprefix(GRADIENT))
         for task in graph.tasks
@@ -44,7 +44,7 @@ def _check_gradients(graph: Graph) -> None:
 
 
 def _differentiated(task: Task) -> Iterator[str]:
-    """Roles of a forward task whose sources have a backward of their own."""
+    """Yield the roles of a forward task whose sources have a backward of their own."""
     spec = spec_of(task.op)
     for role, names in task.inputs.items():
         if role not in spec.given and any(spec_of(n.op).backward is Backward.TASK for n in names):
@@ -52,12 +52,12 @@ def _differentiated(task: Task) -> Iterator[str]:
 
 
 def _piece(task: Task) -> tuple[int, str, int | None]:
-    """What a task has in common with its backward, whose chunks may be others."""
+    """Return what a task has in common with its backward, whose chunks may differ: layer, op, microbatch."""
     return task.layer, task.op, task.microbatch
 
 
 def _check_sums(graph: Graph) -> None:
-    """A task that reads a sum as its gradient must be among the tasks that were summed."""
+    """Check that a task that reads a sum as its gradient is among the tasks that were summed."""
     for task in graph.tasks:
         for role, names in task.inputs.items():
             output = role.removeprefix(GRADIENT)
@@ -69,7 +69,7 @@ def _check_sums(graph: Graph) -> None:
 
 
 def _check_reduced(graph: Graph, shape: StepShape) -> None:
-    """Every buffer that a task adds to is reduced over the ranks, all of it."""
+    """Check that every buffer that tasks add to is reduced over the ranks as a whole."""
     added = {state for task in graph.tasks for state in task.accumulates}
     written = _written(graph)
     for op, reduction in REDUCTIONS.items():
@@ -83,7 +83,7 @@ def _check_reduced(graph: Graph, shape: StepShape) -> None:
 
 
 def _check_axes(graph: Graph, *, sharing: bool) -> None:
-    """A sum over fewer ranks would leave the others with their own; over more, count experts twice."""
+    """Check the axes of sums: over fewer ranks the others keep theirs; over more, experts count twice."""
     for task in graph.tasks:
         reduction = REDUCTIONS.get(reduced(task.op))
         wanted_axes = () if reduction is None else reduction.axes_of(sharing=sharing)
@@ -99,7 +99,7 @@ Pieces = set[tuple[int | None, int]]
 
 
 def _written(graph: Graph) -> Mapping[str, Pieces]:
-    """For every state the pieces that are written, each with the number that its buffer is cut into."""
+    """Return by state the pieces that are written, each with the number into which its buffer is cut."""
     found: dict[str, Pieces] = defaultdict(set)
     for task in graph.tasks:
         for state in task.writes:

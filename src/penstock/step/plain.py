@@ -24,10 +24,11 @@ F = Phase.FORWARD
 
 @dataclass(frozen=True, kw_only=True)
 class PlainStep:
-    """What of a model decides which tasks there are.
+    """The features of a model that decide which tasks there are.
 
     moe_layers: for every layer, whether its feed-forward part is an MoE layer. exchange_counts: dropless
-    routing sends uneven pieces, so their sizes are exchanged first. shared_experts: every MoE layer has some.
+    routing sends uneven pieces, so their sizes are exchanged first. shared_experts: every MoE layer has
+    shared experts.
     """
 
     moe_layers: tuple[bool, ...]
@@ -35,7 +36,7 @@ class PlainStep:
     shared_experts: bool = False
 
     def graph(self) -> Graph:
-        """The tasks of the forward half."""
+        """Return the graph of the forward half."""
         return Graph.of(self._tasks())
 
     def _tasks(self) -> Iterator[Task]:
@@ -81,5 +82,5 @@ def _transfer(layer: int, op: str, *, chunked: bool = True, **read: Task) -> Tas
 
 
 def statistics(last: int, read: Inputs | None = None) -> Task:
-    """The sums over all ranks at the end of a forward half; `last` is the last layer."""
+    """Return the task that sums over all ranks at the end of a forward half; `last` is the last layer."""
     return Task(Name(last, Op.STATISTICS, F), Lane.INTER, Group.WORLD, read or {})

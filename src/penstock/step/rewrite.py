@@ -52,7 +52,7 @@ def insert_after(graph: Graph, op: str, role: str, make: Callable[[Task], Task])
 
 @dataclass(frozen=True)
 class Beside:
-    """Makes tasks of a hop on the rows of other tasks, with the same route and cut."""
+    """Makes tasks of a hop that move the rows of other tasks, with the same route and cut."""
 
     hop: Hop
 
@@ -68,8 +68,9 @@ class Beside:
 def split(graph: Graph, axis: Axis, pieces: Callable[[Task], int], cut: Callable[[Task, int], Cut]) -> Graph:
     """Cut tasks into pieces. An edge between two cut tasks joins pieces that overlap, every other edge all.
 
-    pieces: of a task; 0 = it is not cut along this axis. cut: of a task and one of its pieces.
-    So equal numbers connect one to one, and 3 chunks forward with 2 backward connect as their intervals do.
+    pieces: returns how many pieces a task is cut into; 0 = it is not cut along this axis. cut: returns the
+    cut of one piece of a task. So equal numbers connect one to one, and 3 chunks forward with 2 backward
+    connect as their intervals do.
     """
     number = {task.name: pieces(task) for task in graph.tasks}
     named = {name: _pieces(name, axis, count) for name, count in number.items()}
@@ -96,14 +97,14 @@ def _pieces(name: Name, axis: Axis, count: int) -> Names:
 
 
 def _overlapping(ends: Sequence[tuple[int, Names]], mine: int, of: int) -> Names:
-    """What piece `mine` of `of` reads of tasks cut into `count` pieces each."""
+    """Return the pieces, of tasks cut into `count` pieces each, that piece `mine` of `of` reads."""
     found: list[Name] = []
     for count, names in ends:
         if not (of and count):
             found += names
         elif of == count:
             found.append(names[mine])
-        else:  # those between the first that ends after my beginning and the last that begins before my end
+        else:  # from the first that ends after this piece begins to the last that begins before it ends
             found += names[mine * count // of : -(-(mine + 1) * count // of)]
     return tuple(found)
 

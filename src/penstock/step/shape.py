@@ -15,11 +15,11 @@ from penstock.step.stages import Pass, check_passes
 
 TokenLayout = Literal["split", "replicated"]
 Recompute = Literal["none", "experts", "blocks"]
-"""What runs a second time before its backward, and keeps nothing but its inputs until then: nothing, routed
-experts, or all computation of a block up to the sum of its experts' outputs."""
+"""What is recomputed before its backward, and keeps only its inputs until then: nothing, routed experts, or
+all computation of a block up to the sum of its experts' outputs."""
 
 ExpertForm = Literal["gather", "s1", "s2", "baseline"]
-"""How rows meet all shards of their experts: as FSMoE, as Parm's S1 and S2, and as DeepSpeed-MoE does."""
+"""How rows meet all shards of their experts: as in FSMoE, in Parm's S1 and S2, and in DeepSpeed-MoE."""
 
 FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
     "gather": "split",
@@ -27,15 +27,15 @@ FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
     "s2": "replicated",
     "baseline": "replicated",
 }
-"""What ranks that share attention have of every sample's tokens at the gate."""
+"""By form, what ranks that share attention have of every sample's tokens at the gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Who shares what. mp_size: ranks that share attention; esp_size: ranks that share every expert.
+    """Which ranks share what. mp_size: ranks that share attention; esp_size: ranks that share every expert.
 
-    tokens: what the former have of every sample's tokens between two blocks. judges_samples: balance is
-    judged by sample or microbatch, of which those ranks may each have a part.
+    tokens: what ranks that share attention have of every sample's tokens between two blocks. judges_samples:
+    balance is judged by sample or microbatch, of which those ranks may each have a part.
     """
 
     mp_size: int = 1
@@ -52,7 +52,7 @@ class Sharing:
     def forms(self) -> tuple[ExpertForm, ...]:
         """The forms of experts' shards that differ from each other, "gather" first.
 
-        Without shards s1 sends what gather does; with the tokens of one rank there is nothing to deal.
+        Without shards, s1 sends what gather does; with the tokens of one rank there is nothing to deal.
         """
         if self.is_none:
             return ("gather",)
@@ -63,9 +63,9 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class Updating:
-    """That a step updates parameters itself, of which every rank owns a share. clips: by the norm, for which
-    every update waits. replicas: whether experts have any; else each rank owns all of its experts. releases:
-    whether gradients are given up as soon as the share of their sum is there (ZeRO's stage 2)."""
+    """How a step updates parameters, of which every rank owns a share. clips: by the norm, for which every
+    update waits. replicas: whether experts have replicas; else each rank owns all of its experts. releases:
+    whether whole gradients are freed as soon as their share of the sum is there (ZeRO's stage 2)."""
 
     clips: bool = True
     replicas: bool = False
@@ -74,30 +74,30 @@ class Updating:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What decides which tasks exist.
+    """The facts that decide which tasks exist.
 
     moe_layers: for every layer, whether its feed-forward part is an MoE layer.
     microbatches: pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
     chunks: pieces of the tokens inside one MoE layer (the pipeline degree of Tutel, PipeMoE, FSMoE).
-    degree_backward: the same on the way back; 0 = as many as forward. Read `backward_chunks` instead.
+    degree_backward: chunks in the backward half; 0 = as many as forward. Read `backward_chunks` instead.
     exchange_counts: dropless routing sends uneven pieces, so their sizes are exchanged first.
     all_reduce_chunks: for every layer, into how many pieces its replicated gradients are cut.
     all_reduce_parts: for every layer the relative sizes of those pieces; empty = nearly equal ones.
-    expert_all_reduce_chunks: the same for its expert gradients; 0 where no expert has a replica.
-    dispatch: the legs of a dispatch in their order; combine takes them backwards.
-    shared_experts: every MoE layer has shared experts, a task that waits for no transfer.
-    more: passes beside those that the other fields ask for.
-    split_experts: experts' weight gradients are tasks of their own (W), nothing but their update needs them.
+    expert_all_reduce_chunks: as all_reduce_chunks, of expert gradients; 0 where no expert has a replica.
+    dispatch: the legs of a dispatch in their order; combine takes them in reverse.
+    shared_experts: every MoE layer has shared experts, whose task waits for no transfer.
+    more: passes in addition to those that the other fields ask for.
+    split_experts: experts' weight gradients are tasks of their own (W), which only their update needs.
     sharing: ranks that share attention or experts. expert_form: how rows meet all shards of their experts.
-    pair_slices: slices of combine and the gather after it, which run at the same time (Parm's SAA, form s2).
-    partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention have parts of;
+    pair_slices: slices of combine and of the gather after it, which overlap (Parm's SAA, form s2).
+    partial_all_reduce_chunks: as all_reduce_chunks, of gradients that ranks sharing attention sum in parts;
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
     moves_samples: combine takes whole samples to new homes (NetMoE). carries_residual: rows can bring the
     residual stream of those samples home; it matters only where samples move.
-    guest_slots: experts of other ranks that every rank has room for in every MoE layer (Pro-Prophet); 0 =
-    experts stay. guest_pieces: into which their parameters and gradients are cut on their way.
-    gathers_loads: ranks tell each other once per step how many rows of theirs went to each expert.
-    recompute: what is computed again before its backward.
+    guest_slots: experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet); 0 =
+    experts stay. guest_pieces: pieces in which their parameters and gradients travel.
+    gathers_loads: ranks exchange, once per step, how many of their rows went to each expert.
+    recompute: what is recomputed before its backward.
     updating: how the step updates parameters; None = it does not, and leaves the sums of all gradients on
     every rank.
     """
@@ -171,29 +171,29 @@ class StepShape:
 
     @property
     def backward_chunks(self) -> int:
-        """Chunks of an MoE layer on the way back."""
+        """Chunks of an MoE layer in the backward half."""
         return self.degree_backward or self.chunks
 
     @property
     def slices(self) -> int:
-        """Pieces that every chunk, forward or backward, is made of: what is saved is addressed by slice."""
+        """Pieces that every chunk, forward or backward, is made of; saved values are addressed by slice."""
         return self.pair_slices * lcm(self.chunks, self.backward_chunks)
 
     def tokens_of(self, layer: int) -> TokenLayout:
-        """What ranks that share attention have of every sample's tokens in a layer, after its attention."""
+        """Return what ranks that share attention have of a sample's tokens after attention in a layer."""
         return FORM_TOKENS[self.expert_form] if self.moe_layers[layer] else self.sharing.tokens
 
     @property
     def copies_differ(self) -> bool:
         """Whether ranks with the same tokens compute them in different places, and so differ by rounding.
 
-        In the baseline form every copy of a row is computed for itself. Gradients of what those ranks have
+        In the baseline form every copy of a row is computed separately. Gradients of what those ranks have
         whole must then be averaged over them, or their parameters would drift apart.
         """
         return self.sharing.mp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)
 
     def chunks_of(self, phase: Phase) -> int:
-        """Chunks of an MoE layer in this phase."""
+        """Return the number of chunks of an MoE layer in this phase."""
         return self.chunks if phase is Phase.FORWARD else self.backward_chunks
 
     @property
@@ -207,12 +207,12 @@ class StepShape:
         return tuple(sorted({self.chunks, self.backward_chunks, self.pair_slices}))
 
     def parts_of(self, layer: int, op: str = Op.ALL_REDUCE) -> tuple[int, ...]:
-        """Relative sizes of the pieces of a layer's all-reduce. The very same tuple at every call."""
+        """Return the relative sizes of the pieces of a layer's all-reduce: one tuple for all calls."""
         return self._parts[op][layer]
 
     @cached_property
     def _parts(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Made once: a step asks for them with every piece, and a layer may have thousands."""
+        """Sizes of pieces by op and layer, made once: every piece asks, and a layer may have thousands."""
         numbers = {*self.all_reduce_chunks, *self.expert_all_reduce_chunks, *self.partial_all_reduce_chunks}
         equal = {n: (1,) * n for n in numbers}
         return {
@@ -222,7 +222,7 @@ class StepShape:
         }
 
     def slices_of(self, chunk: int, phase: Phase) -> range:
-        """The slices that a chunk is made of."""
+        """Return the slices that a chunk is made of."""
         each = self.slices // self.chunks_of(phase)
         return range(chunk * each, (chunk + 1) * each)
 

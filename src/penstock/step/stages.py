@@ -27,7 +27,7 @@ class Stage(IntEnum):
 
 
 class Pass(Protocol):
-    """Rewrites a graph. Frozen, because steps are compared and kept by their passes; named for messages."""
+    """A rewriting of a graph. Frozen, because steps are compared and cached by passes; named for messages."""
 
     @property
     def name(self) -> str: ...
@@ -36,12 +36,12 @@ class Pass(Protocol):
     def stage(self) -> Stage: ...
 
     def __call__(self, graph: Graph) -> Graph:
-        """The graph rewritten. Raises ScheduleError with the reason where it cannot be."""
+        """Return the graph rewritten. Raises ScheduleError with the reason where that is impossible."""
         ...
 
 
 def check_passes(passes: Sequence[Any]) -> None:
-    """Raise ScheduleError for what is no pass, or one that steps cannot be kept by."""
+    """Raise ScheduleError for an object that is no pass, or a pass that cannot be hashed."""
     for each in passes:
         named = isinstance(getattr(each, "name", None), str)
         if not (named and callable(each) and isinstance(getattr(each, "stage", None), Stage)):
@@ -58,8 +58,8 @@ def check_passes(passes: Sequence[Any]) -> None:
 
 
 def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
-    """Run passes by stage. Raises ScheduleError for two of one name, RefusalError naming the pass that could
-    not rewrite the graph."""
+    """Run passes by stage. Raises ScheduleError for two passes of one name, RefusalError naming the pass that
+    could not rewrite the graph."""
     for each in in_order(passes):
         try:
             found = each(graph)
@@ -72,7 +72,7 @@ def apply(graph: Graph, passes: Sequence[Pass]) -> Graph:
 
 
 def in_order(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Passes by stage. Raises ScheduleError for two of one name."""
+    """Return passes sorted by stage. Raises ScheduleError for two passes of one name."""
     seen: set[str] = set()
     for each in passes:
         if each.name in seen:

@@ -1,8 +1,8 @@
-"""A name that all ranks of one start have in common, and no earlier start in the same store.
+"""A name that all ranks of one start have in common, and no earlier start in the same store has.
 
 torchrun keeps its store when it restarts ranks. What ranks of an earlier start have left there under the same
-name looks like an answer: an address at which nobody listens any more. How often torchrun has restarted is no
-help, since the agents of several machines count differently.
+name looks like an answer: an address at which nobody listens any more. The number of torchrun's restarts does
+not help, since the agents of several machines count differently.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import secrets
 import time
 from datetime import timedelta
 
-# torch.distributed has it as well, but hides it from type checkers.
+# torch.distributed exports it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import Store
 
 POLL_S = 0.005
 
 
 def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """The same name on all ranks, which must call this together; new for every start.
+    """Return one name on all ranks, which must call this together; every start has a new name.
 
-    Rank 0 makes it up and tells every rank that greets it. A greeting says what its answer is called, so
-    neither a greeting nor an answer of an earlier start is taken for one of this. RuntimeError in time.
+    Rank 0 makes the name up and tells every rank that greets it. A greeting says under which key its answer
+    is expected, so no greeting or answer of an earlier start is mistaken. Raises RuntimeError after the
+    timeout.
     """
     if rank == 0:
         return _told(store, world_size, time.monotonic() + timeout.total_seconds())
@@ -34,7 +35,7 @@ def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta
 
 
 def _told(store: Store, world_size: int, until_s: float) -> str:
-    """Tell a new name to all other ranks, until each has heard it."""
+    """Tell a new name to all other ranks until each has confirmed it, and return the name."""
     name, waiting = secrets.token_hex(8), set(range(1, world_size))
     answered: dict[int, bytes] = {}
     while waiting:

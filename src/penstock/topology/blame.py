@@ -1,4 +1,4 @@
-"""What to say about a failed exchange: the transport's own words, and which rank was waited for in vain."""
+"""Explains a failed exchange: the transport's own words, and which rank was waited for in vain."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-# torch.distributed has it as well, but hides it from type checkers.
+# torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import Store, TCPStore
 
 from penstock.topology.rollcall import ACTIVITY, MOST_REASON, RollCall, is_transport_error
 
 CULPRITS_KEY: Final = "penstock/culprits"
-"""Where ranks that our launcher started leave the numbers of those that do not answer."""
+"""Key under which ranks started by Penstock's launcher leave the numbers of ranks that do not answer."""
 
 
 class _Process:
-    """What this process has joined with; none in a program that did not use `join`."""
+    """What connects this process with the others; nothing in a program that did not use `join`."""
 
     roll_call: RollCall | None = None
     store: Store | None = None
@@ -26,9 +26,9 @@ class _Process:
 
 
 def answer_calls(roll_call: RollCall | None, store: Store | None = None) -> None:
-    """Make this the roll call of this process, and the store that it met the others at; None ends both.
+    """Set this process's roll call and the store at which it met the others; None ends both.
 
-    What has failed earlier is past.
+    Earlier failures are forgotten.
     """
     if _Process.roll_call is not None:
         _Process.roll_call.close()
@@ -37,9 +37,9 @@ def answer_calls(roll_call: RollCall | None, store: Store | None = None) -> None
 
 
 def explain(error: BaseException) -> str:
-    """The reason of an error; for a broken exchange preceded by the ranks that do not answer.
+    """Return the reason of an error; for a broken exchange preceded by the ranks that do not answer.
 
-    Takes up to `rollcall.ANSWER_S` then, since silent ranks are given that time.
+    In that case it takes up to `rollcall.ANSWER_S`, since silent ranks are given that time.
     """
     if not is_transport_error(error):
         if ACTIVITY.failure is not None:
@@ -57,20 +57,20 @@ def give_up(why: str) -> None:
 
 
 def is_first_to_say(text: str) -> bool:
-    """Whether no other rank has asked this about the same text, which all of them may have to say.
+    """Tell whether no other rank has asked this about the same text, which all of them may have to print.
 
-    A rank that has not joined the others cannot know, and is.
+    A rank that has not joined the others cannot know, and counts as the first.
     """
     if _Process.store is None:
         return True
     try:
         return _Process.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
-    except RuntimeError:  # the rank that keeps the store has ended, and said with what
+    except RuntimeError:  # the rank that keeps the store has ended, and has reported why
         return False
 
 
 def _hear() -> str:
-    """Give up, and hear who is at fault."""
+    """Give up, and return which ranks are at fault."""
     if _Process.roll_call is None:
         return ""
     _Process.has_given_up = True
@@ -81,13 +81,13 @@ def _hear() -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error without what Gloo puts around it: a source file before, advice after."""
+    """Return the first line of an error without Gloo's additions: a source file in front, advice after."""
     line = (str(error).strip().splitlines() or ["no reason given"])[0]
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
 
 
 def _tell_launcher(culprits: Sequence[int]) -> None:
-    """Our launcher ends ranks that do not answer; only it can, and its store outlives every rank."""
+    """Name silent ranks to Penstock's launcher: only it can end them, and its store outlives every rank."""
     if culprits and os.environ.get("PENSTOCK_LAUNCHED") == "1":
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
         store.set(CULPRITS_KEY, ",".join(map(str, culprits)))

@@ -1,4 +1,4 @@
-"""Small exchanges between all ranks outside the steps: they name what they were for when they fail."""
+"""Small exchanges between all ranks outside the steps, whose errors name the purpose of the exchange."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 
 class CommunicationError(RuntimeError):
-    """An exchange between ranks outside a step failed: a peer died, was cut off, or did not come in time."""
+    """An exchange between ranks outside a step failed: a rank died, was cut off, or did not come in time."""
 
 
 class Control:
-    """All ranks of the run. With one rank nothing is exchanged."""
+    """Exchanges between all ranks of the run. With one rank nothing is sent."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = dist.group.WORLD if world_size > 1 else None
 
     def any(self, flag: bool, purpose: str) -> bool:
-        """Whether any rank says yes."""
+        """Return whether the flag of any rank is True."""
         return bool(self.largest((float(flag),), purpose)[0])
 
     def largest(self, mine: Sequence[float], purpose: str) -> list[float]:
-        """Of every entry the largest value of any rank; all ranks hear the very same numbers."""
+        """Return, for every entry, the largest value of any rank; all ranks get exactly the same numbers."""
         if self._group is None:
             return list(mine)
         votes = torch.tensor(mine, dtype=torch.float64)
@@ -43,7 +43,7 @@ class Control:
         return found
 
     def gather(self, mine: T, purpose: str) -> list[T]:
-        """One picklable object of every rank, by rank."""
+        """Return one picklable object of every rank, by rank."""
         if self._group is None:
             return [mine]
         everyone = [mine] * self.world_size
@@ -52,9 +52,9 @@ class Control:
         return everyone
 
     def agreed(self, work: Callable[[], object], purpose: str, *, by: int | None = None) -> None:
-        """Do `work` on every rank, or on rank `by` alone; where it raises ConfigError on one, all raise it.
+        """Do `work` on every rank, or on rank `by` alone; if it raises ConfigError on one, all raise it.
 
-        What only some of those who looked have found says which of them was the first: machines may differ.
+        An error that not all ranks found names the first rank that did, since machines may differ.
         """
         problem: ConfigError | None = None
         if by in (None, self.rank):
@@ -70,11 +70,11 @@ class Control:
                 raise found
 
     def collect(self, part: Tensor, ranks: Sequence[int], at: int, purpose: str) -> list[Tensor]:
-        """The tensors of these ranks, in this order, at rank `at`, which is one of them; nothing elsewhere.
+        """Return the tensors of these ranks, in this order, at rank `at`, one of these ranks; [] elsewhere.
 
-        part: on the CPU, of the same shape and type on all of them. They, and no others, must call it.
+        part: on the CPU, of the same shape and type on all of them. Exactly these ranks must call it.
         """
-        raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not know every type of numbers
+        raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
         with self.naming(purpose):
             if self.rank != at:
                 dist.send(raw, at, group=self._group)

@@ -36,7 +36,7 @@ class ParallelConfig:
     esp_size: ranks of a node that share every expert, each a part of its hidden width (expert sharding).
     tokens: what ranks of one `mp` group hold between two blocks: "split" = each its part of every sample
     (sequence parallelism), "replicated" = all of it.
-    ranks_per_node: how many consecutive ranks share a node; none = as found out when the ranks meet.
+    ranks_per_node: how many consecutive ranks share a node; none = as detected when the ranks meet.
     timeout_s: how long a rank waits for the others before it gives up with an error.
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
@@ -48,7 +48,7 @@ class ParallelConfig:
         "expert_tensor_parallel_size": "esp_size",
         "expert_model_parallel_size": "ep_size",
     }
-    """Megatron's names."""
+    """Settings by Megatron's names."""
 
     processes: Processes | None = None
     ep_size: Ranks | None = None
@@ -65,11 +65,12 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """World = dp x mp = edp x ep x esp. A rank holds its `1 / esp` part of num_experts / ep_size experts.
+    """The place of a rank: world = dp x mp = edp x ep x esp.
 
-    mp_size: ranks that share attention. esp_size: ranks that share every expert. tokens: what the former have
-    of every sample's tokens between two blocks. node_size: consecutive ranks
-    in one node; 0 = all, or not known to be equal everywhere.
+    A rank holds its `1 / esp` part of num_experts / ep_size experts. mp_size: ranks that share attention.
+    esp_size: ranks that share every expert. tokens: what ranks that share attention have of every sample's
+    tokens between two blocks. node_size: consecutive ranks in one node; 0 = all, or not known to be equal
+    everywhere.
     """
 
     world_size: int
@@ -84,7 +85,7 @@ class Layout:
     def build(
         config: ParallelConfig, world_size: int, rank: int, num_experts: int, node_size: int | None = None
     ) -> Layout:
-        """Check that experts and ranks divide; name the nearest size that does.
+        """Return the layout. Raises ConfigError, with the nearest valid size, for one that does not divide.
 
         node_size: as detected; 0 = nodes differ in size, none = not detected.
         """
@@ -119,28 +120,28 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the cluster; 1 where it is not known."""
+        """Number of nodes of the cluster; 1 where it is not known."""
         return num_nodes(self.world_size, self.node_size)
 
     @property
     def ep_rank(self) -> int:
-        """Place inside the expert group."""
+        """Place of this rank inside its expert group."""
         return self.mesh.place(self.rank, Group.EXPERT)
 
     @property
     def place(self) -> Place:
-        """The same for a dispatch."""
+        """Place of this rank inside its expert group, as a dispatch needs it."""
         return Place(self.ep_rank, self.ep_size, self.ep_node_size)
 
     @property
     def ep_node_size(self) -> int:
-        """Ranks of an expert group in one node: all of them where it does not span whole nodes."""
+        """Ranks of an expert group in one node: all of them where the group does not span whole nodes."""
         here = ranks_per_node(self.ep_size * self.esp_size, self.node_size)
         return holders(here, self.esp_size)
 
     @property
     def ep_nodes(self) -> int:
-        """Nodes that an expert group spans."""
+        """Number of nodes that an expert group spans."""
         return self.mesh.size(Group.RAIL)
 
     def require_nodes(self, key: str, dispatch: str) -> None:
@@ -156,32 +157,32 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
-        """Groups of ranks that work on samples of their own."""
+        """Number of groups of ranks that work on samples of their own."""
         return self.mesh.size(Group.DATA)
 
     @property
     def dp_rank(self) -> int:
-        """Which of them this rank's is."""
+        """Place of this rank's group among the groups with samples of their own."""
         return self.mesh.place(self.rank, Group.DATA)
 
     @property
     def mp_rank(self) -> int:
-        """Place among the ranks that share attention."""
+        """Place of this rank among the ranks that share attention."""
         return self.mesh.place(self.rank, Group.TENSOR)
 
     @property
     def esp_rank(self) -> int:
-        """Place among the ranks that share every expert."""
+        """Place of this rank among the ranks that share every expert."""
         return self.mesh.place(self.rank, Group.SHARDS)
 
     @property
     def edp_size(self) -> int:
-        """How many replicas every expert has."""
+        """Number of replicas of every expert."""
         return self.mesh.size(Group.EXPERT_REPLICAS)
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The ranks as named axes."""
+        """Ranks as named axes."""
         return Mesh(
             world_size=self.world_size,
             ep_size=self.ep_size,
@@ -199,7 +200,7 @@ def _check_divides(name: str, value: int, total: int, of: str) -> None:
 
 
 def _check_inside_node(name: str, value: int, world_size: int, node_size: int | None) -> None:
-    """Shards of attention and of experts exchange all their rows with each other, inside a node."""
+    """Raise ConfigError unless each group of `value` ranks lies inside a node, where shards exchange rows."""
     if node_size == 0 and value > 1:
         raise ConfigError(
             f"parallel.{name}",
@@ -215,15 +216,15 @@ def _check_inside_node(name: str, value: int, world_size: int, node_size: int | 
 
 
 INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
-"""What the lane `inter` needs; a dispatch along rails needs those, too."""
+"""Groups that the lane `inter` needs; a dispatch along rails needs rails, too."""
 
 
 def lane_groups(
     layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS
 ) -> dict[Axes, dist.ProcessGroup]:
-    """Process groups of one communication lane, its own, so that lanes run at the same time.
+    """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. Costs one connection per pair of ranks and group.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
     for kind in kinds:

@@ -1,7 +1,7 @@
 """How this process finds the others: alone, or started by torchrun, by Slurm's srun, or by Penstock itself.
 
-`detect` reads who started us, `join` connects, `leave` disconnects. A launcher only says so through
-environment variables, and those are read here and nowhere else.
+`detect` finds out who started this process, `join` connects, `leave` disconnects. Launchers pass this only in
+environment variables, which are read here and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final, Literal
 import torch
 import torch.distributed as dist
 
-# torch.distributed has it as well, but hides it from type checkers.
+# torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.rendezvous import rendezvous
@@ -33,7 +33,7 @@ from penstock.topology.control import CommunicationError, Control
 from penstock.topology.rollcall import RollCall, new_token, open_listener
 
 GROUPS = count()
-"""Numbers of the process groups that this process joins, the same on all ranks."""
+"""Counts the process groups that this process joins, alike on all ranks."""
 
 MOST_DIGITS = 9
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
@@ -41,7 +41,7 @@ Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessInfo:
-    """Which of how many processes this one is, and who started it."""
+    """The rank of this process, the number of processes, and who started them."""
 
     rank: int
     world_size: int
@@ -50,11 +50,11 @@ class ProcessInfo:
 
 
 ALONE: Final = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="alone")
-"""The process that was not started as one of several."""
+"""A process that was not started as one of several."""
 
 
 def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
-    """Who we are by what our launcher left in `environ`; None if nothing started us as one of several.
+    """Return this process's rank as its launcher left it in `environ`; None if it is not one of several.
 
     Raises `ConfigError` that names the variable if some are missing or contradict each other.
     """
@@ -67,7 +67,7 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
 
 
 def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables `env://` needs, for a process that Slurm started.
+    """Return the variables that `env://` needs, for a process that Slurm started.
 
     A MASTER_ADDR or MASTER_PORT that the user set is kept. Otherwise the address is the first host of the
     step, since SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node; and the port
@@ -88,7 +88,7 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port at which the ranks that our launcher started meet.
+    """Return host and port at which the ranks that a launcher started meet.
 
     Raises `ConfigError` that names the variable if the launcher left none.
     """
@@ -99,7 +99,7 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
 
 
 def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
-    """Connect this process to the others: Gloo on CPUs, and NCCL beside it when `device` is a GPU.
+    """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
     `timeout_s` limits the rendezvous, and every later collective of the default group. A process on its own
     opens no port. Raises `ConfigError` if the launcher left no address, and `CommunicationError` that says
@@ -123,7 +123,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
 
 
 def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
-    """Who this process is. Connects it to the others that a launcher started, unless that is done already."""
+    """Return which process this is; connect it first to others that a launcher started, unless connected."""
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -135,7 +135,7 @@ def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
 def leave(*, aborts: bool = False) -> None:
     """Disconnect from the others; does nothing for a process that never joined.
 
-    aborts: exchanges that have begun are given up, as NCCL would otherwise wait for ranks that come no more.
+    aborts: exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
     """
     answer_calls(None)
     if dist.is_initialized() and aborts:
@@ -144,13 +144,13 @@ def leave(*, aborts: bool = False) -> None:
         dist.destroy_process_group()
 
 
-# ---- who we are --------------------------------------------------------------------------------------------
+# ---- who this process is -----------------------------------------------------------------------------------
 
 
 def _identity(
     environ: Mapping[str, str], rank_name: str, size_name: str, local_name: str, launcher: Launcher
 ) -> ProcessInfo:
-    """The three numbers under these names, if they make sense together."""
+    """Return the three numbers under these names. Raises ConfigError if they contradict each other."""
     rank, size, local = (_whole(environ, name) for name in (rank_name, size_name, local_name))
     if size < 1:
         raise ConfigError(size_name, size, "must be at least 1", "Start the processes again.")
@@ -162,7 +162,7 @@ def _identity(
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int:
-    """The number in variable `name`, which must be there and not be negative."""
+    """Return the number in variable `name`, which must be set and not be negative."""
     text = environ.get(name, "")
     if not text:
         hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
@@ -175,14 +175,14 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
 
 
 def _slurm_size(environ: Mapping[str, str]) -> str:
-    """The variable that counts the tasks: the step's own count, since a step may be part of its job."""
+    """Return the variable that counts tasks: the step's own count, since a step may be part of its job."""
     return "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
 
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started us as one of several tasks.
+    """Tell whether srun started this process as one of several tasks.
 
-    A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS too, yet is one process: it has no step id.
+    A batch script has SLURM_PROCID=0 and its job's SLURM_NTASKS, too, yet is one process: it has no step id.
     """
     if environ.get("ENVIRONMENT") == "BATCH" and not environ.get("SLURM_STEP_ID"):
         return False
@@ -191,11 +191,11 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
-    """The first host of Slurm's list: `node[003-008,12],other` begins with node003."""
+    """Return the first host of Slurm's list: `node[003-008,12],other` begins with node003."""
     name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(n)), None)
     if name is None:
         raise ConfigError("MASTER_ADDR", UNSET, "is not set, and Slurm lists no nodes", "Set MASTER_ADDR.")
-    # Every bracket gives way to the first number inside it, after which only a comma can end the first name.
+    # Every bracket is replaced by the first number inside it; then only a comma can end the first name.
     host = re.sub(r"\[(\w+)[^\[\]]*\]", r"\1", environ[name]).split(",")[0]
     if not re.fullmatch(r"[\w.-]+", host):
         raise ConfigError(name, environ[name], "is not a list of hosts", "Set MASTER_ADDR to rank 0's host.")
@@ -206,7 +206,7 @@ def _first_host(environ: Mapping[str, str]) -> str:
 
 
 def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Store:
-    """Start torch's default process group; returns where the ranks have met."""
+    """Start torch's default process group; return the store at which the ranks have met."""
     store = HashStore() if info == ALONE else _store(info, timeout)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -219,22 +219,25 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Sto
 
 
 def _store(info: ProcessInfo, timeout: timedelta) -> Store:
-    """Where processes leave their addresses: it may outlive a group and this start of the processes, so every
-    group of every start has names of its own."""
+    """Return the store at which processes leave their addresses.
+
+    It may outlive a group and this start of the processes, so every group of every start has names of its
+    own.
+    """
     store, _, _ = next(rendezvous("env://", info.rank, info.world_size, timeout=timeout))
     here = PrefixStore(f"penstock-{next(GROUPS)}", store)
     return PrefixStore(name_of_attempt(here, info.rank, info.world_size, timeout), here)
 
 
 def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
-    """What lets ranks ask each other who still runs; None if they cannot reach each other for it.
+    """Return the roll call by which ranks ask who still runs; None if they cannot reach each other for it.
 
-    Every rank tries its neighbour: where a firewall is in between, all would seem to be silent.
+    Every rank tries its neighbour: with a firewall in between, all ranks would seem to be silent.
     """
     control = Control(info.rank, info.world_size)
     host, _, port = where.rpartition(":")
     listener = None
-    with suppress(OSError):  # said to all below
+    with suppress(OSError):  # reported to all ranks below
         listener = open_listener((host, int(port)))
     address = None if listener is None else listener.getsockname()[:2]
     found = control.gather((address, new_token()), "exchanging addresses")
@@ -250,7 +253,7 @@ def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
 
 
 def _master(environ: Mapping[str, str]) -> str:
-    """`host:port` where the processes meet."""
+    """Return `host:port` where the processes meet."""
     address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
     if not address:
         hint = "Set it to the host of rank 0, or start with torchrun, which does."
@@ -263,7 +266,7 @@ def _master(environ: Mapping[str, str]) -> str:
 
 
 def _name_loopback(where: str) -> None:
-    """Keep Gloo on the loopback interface when everybody is on this host.
+    """Keep Gloo on the loopback interface when all processes are on this host.
 
     Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
     """
@@ -280,7 +283,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _not_joined(info: ProcessInfo, timeout_s: float, where: str) -> str:
-    """What to look at when the rendezvous failed."""
+    """Return what to check when the rendezvous failed."""
     return (
         f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s. "
         f"Check that all {info.world_size} processes were started and are still running, that MASTER_ADDR is "

@@ -1,4 +1,4 @@
-"""How many processes serve this machine best."""
+"""Finds how many processes serve this machine best."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.topology.groups import ParallelConfig
 from penstock.words import counted
 
 LEAST = 2
-"""With fewer there is nothing to send and nothing to overlap."""
+"""Least number of processes: with fewer there is nothing to send and nothing to overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
     """What local processes can have for themselves: one each of `number` GPUs or processor cores.
 
-    cores: that the machine has, where a limit on processor time leaves fewer of them; 0 = all are ours.
+    cores: number in the machine, where a limit on processor time allows fewer; 0 = all may be used.
     """
 
     number: int
@@ -30,8 +30,11 @@ class Places:
 
     @staticmethod
     def here() -> Places:
-        """This machine's GPUs, or the cores that this process may use: those that it is bound to, and no more
-        than its container has processor time for."""
+        """Return this machine's GPUs, or the cores that this process may use.
+
+        These are the cores to which the process is bound, and no more than its container has processor time
+        for.
+        """
         if torch.cuda.is_available():
             return Places(number=torch.cuda.device_count(), gpus=True)
         bound = len(os.sched_getaffinity(0))
@@ -41,7 +44,7 @@ class Places:
         return Places(number=max(1, int(limit)), gpus=False, cores=bound)
 
     def describe(self, processes: int) -> str:
-        """How `processes` share the places, in words."""
+        """Return how `processes` share the places, in words."""
         if self.gpus:
             share = "one each" if processes <= self.number else "shared"
             return f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}, {share}"
@@ -51,26 +54,26 @@ class Places:
         return f"{counted(processes, 'process', 'es')} on {on}, {self.threads(processes)}"
 
     def threads(self, processes: int) -> str:
-        """How many threads compute in every process, in words: ranks that share a node have one each."""
+        """Return how many threads each process computes with, in words: ranks that share a node have one."""
         if processes > 1:
             return "one thread each"
         return counted(min(self.number, torch.get_num_threads()), "thread")
 
 
 def limit_threads() -> None:
-    """Give a process on its own no more threads than it has processor time for: torch counts cores alone."""
+    """Limit the threads of a lone process to its processor time, since torch counts cores alone."""
     here = Places.here()
     if not here.gpus and here.cores and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(min(here.number, torch.get_num_threads()))
 
 
 def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[int], object]) -> int:
-    """How many processes to start: as many as `parallel.processes` says, or as serve the machine best.
+    """Return how many processes to start: `parallel.processes`, or the number that serves the machine best.
 
     More processes than places only wait for each other, fewer leave places idle: the answer is the largest
-    number up to that of the places, and at least two, that check does not refuse, or else the smallest above.
-    check: raises ConfigError for a number of processes that something cannot be shared by. Where it refuses
-    them all, the answer is the number of places, and whoever builds the run gets the error.
+    number from two up to that of the places (at least two) that `check` accepts, or else the smallest above.
+    check: raises ConfigError for a number of processes that cannot share something. Where it refuses them
+    all, the answer is the number of places, and building the run raises the error.
     """
     if parallel.processes is not None:
         return parallel.processes

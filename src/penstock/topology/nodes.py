@@ -1,4 +1,4 @@
-"""Which ranks share a node: read off the local ranks that their launcher gave out."""
+"""Finds which ranks share a node, from the local ranks that their launcher assigned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from penstock.topology.control import Control
 
 
 def find_node_size(control: Control, local_rank: int) -> int:
-    """Ranks per node; 0 if nodes differ in size, or a node's ranks are not consecutive.
+    """Return the ranks per node; 0 if nodes differ in size, or a node's ranks are not consecutive.
 
     local_rank: of this rank in its node, as torchrun, Slurm and the emulator count them. All ranks must call
     this.

@@ -1,10 +1,10 @@
-"""Who still answers: after a failed exchange, ranks ask each other, so that a message can name the culprit.
+"""Finds who still answers: after a failed exchange ranks ask each other, so that messages name the culprit.
 
 A transport only knows that its own peer was late or has gone, and that peer is often a survivor that was
 waiting itself. So every rank has a thread that answers on a port of its own, with what the rank is doing. It
 answers while the process runs: not if it is stopped, disconnected or dead. A rank that gives up says so as it
-asks, so that those who ask later do not take it for the culprit. Nothing else is needed for it, neither the
-store nor the launcher of the ranks, and it costs nothing until something has failed.
+asks, so that those who ask later do not take it for the culprit. Nothing else is needed, neither the store
+nor the launcher of the ranks, and it costs nothing until something has failed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch.distributed as dist
 
 ANSWER_S: Final = 2.0
-"""How long a rank may take to answer."""
+"""Seconds that a rank may take to answer."""
 BUSY_S: Final = 1.0
-"""Who has been in no exchange for longer than this kept the others waiting."""
+"""A rank that has been in no exchange for longer than this kept the others waiting."""
 TOKEN_BYTES: Final = 32
 MOST_BYTES: Final = 4096
 MOST_REASON: Final = 500
@@ -35,7 +35,7 @@ Address = tuple[str, int]
 
 
 class Activity:
-    """What this rank is doing, for its answer. Written by every lane, so it must cost next to nothing."""
+    """What this rank is doing, for its answer. Every lane writes it, so writing must cost next to nothing."""
 
     def __init__(self) -> None:
         self._now: dict[str, tuple[object, float]] = {}
@@ -43,7 +43,7 @@ class Activity:
         self.failure: str | None = None
 
     def begin(self, lane: str, what: object) -> None:
-        """`lane` has begun with `what`; its `str` is only made for an answer."""
+        """Note that `lane` has begun with `what`, whose `str` is only made for an answer."""
         self._now[lane] = (what, time.monotonic())
 
     def end(self, lane: str) -> None:
@@ -51,17 +51,17 @@ class Activity:
         self._left_s = time.monotonic()
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Remember why this rank stops, unless it is only what another rank's end looks like from here."""
+        """Remember why this rank stops, unless the error is only the effect of another rank's end."""
         if not is_transport_error(error):
             self.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0][:MOST_REASON]
 
     def begin_step(self) -> None:
-        """A step begins, so what failed before was caught, and is no reason for what ends later."""
+        """Forget earlier failures when a step begins: they were caught, and do not explain a later end."""
         self.failure = None
 
     @contextmanager
     def exchanging(self, what: str) -> Iterator[None]:
-        """In an exchange outside the steps; one may be part of another."""
+        """Note an exchange outside the steps while entered; one may be part of another."""
         self.begin(what, what)
         try:
             yield
@@ -69,7 +69,7 @@ class Activity:
             self.end(what)
 
     def answer(self) -> dict[str, Any]:
-        """What others are told."""
+        """Return what other ranks are told."""
         now, now_s = dict(self._now), time.monotonic()
         computing = now.pop("compute", None)
         what, since_s = computing or (None, self._left_s)
@@ -87,10 +87,10 @@ ACTIVITY: Final = Activity()
 
 @dataclass(frozen=True)
 class Roll:
-    """What a call found.
+    """The result of a call.
 
-    silent: ranks of which nothing is heard. answers: what the others said. gone: ranks that had given up
-    before, with the reason if it was their own.
+    silent: ranks that do not answer. answers: what the others said. gone: ranks that had given up before,
+    with the reason if it was their own.
     """
 
     silent: tuple[int, ...]
@@ -99,13 +99,13 @@ class Roll:
 
     @property
     def failed(self) -> dict[int, str]:
-        """Ranks that failed for a reason of their own."""
+        """Ranks that failed for a reason of their own, with the reason."""
         known = [*self.gone.items(), *((rank, said["failure"]) for rank, said in self.answers.items())]
         return {rank: why for rank, why in sorted(known, key=lambda each: each[0]) if why}
 
     @property
     def busy(self) -> dict[int, str]:
-        """Ranks that run, but have been in no exchange for long."""
+        """Ranks that run, but have been in no exchange for long, with what they were doing."""
         return {
             rank: f"{said['doing']} for {said['busy_s']:.1f} s"
             for rank, said in self.answers.items()
@@ -114,11 +114,11 @@ class Roll:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """Ranks that run no more, or run and do not take part."""
+        """Ranks that no longer run, or run and do not take part."""
         return self.silent or (() if self.failed else tuple(self.busy))
 
     def verdict(self) -> str:
-        """One clause that names the ranks at fault; empty if every rank answers and waits as well."""
+        """Return one clause that names the ranks at fault; "" if every rank answers and waits as well."""
         if self.failed:
             return "; ".join(f"rank {rank} had failed: {why}" for rank, why in self.failed.items())
         if self.silent:
@@ -128,7 +128,7 @@ class Roll:
 
 
 class RollCall:
-    """This rank's part in it: answers when it is called, and calls the others.
+    """This rank's part in roll calls: answers when it is called, and calls the others.
 
     listener: bound and listening. addresses: of all ranks. token: what a caller must know.
     """
@@ -142,14 +142,14 @@ class RollCall:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
         self._thread.join()
 
     def give_up(self) -> Roll:
-        """Tell all other ranks that this one ends, and hear what they do; at most `ANSWER_S`."""
+        """Tell all other ranks that this one ends, and return what they do, within `ANSWER_S`."""
         others = [rank for rank in range(len(self._addresses)) if rank != self._rank]
         note = {"rank": self._rank, "failure": ACTIVITY.failure}
         answers = self._ask(others, note)
@@ -157,7 +157,7 @@ class RollCall:
         return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone)
 
     def reaches(self, rank: int) -> bool:
-        """Whether one other rank answers."""
+        """Tell whether one other rank answers."""
         return rank in self._ask([rank], None)
 
     def _ask(self, ranks: Sequence[int], note: Mapping[str, Any] | None) -> dict[int, Mapping[str, Any]]:
@@ -181,28 +181,28 @@ class RollCall:
 
 
 def new_token() -> bytes:
-    """What only the ranks of one run know."""
+    """Return a secret that only the ranks of one run know."""
     return secrets.token_hex(TOKEN_BYTES // 2).encode()
 
 
 def open_listener(towards: Address) -> socket.socket:
-    """A listening socket at the address by which this host reaches `towards`, and on no other interface."""
+    """Return a socket listening only at the address by which this host reaches `towards`."""
     family, _, _, _, address = socket.getaddrinfo(*towards, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: it only chooses a route
+        probe.connect(address)  # this sends nothing: it only chooses a route
         host = probe.getsockname()[0]
     return socket.create_server((host, 0), family=family, backlog=1024)
 
 
 def is_transport_error(error: BaseException) -> bool:
-    """Whether an exchange with other ranks broke, or was waited for in vain."""
+    """Tell whether an exchange with other ranks broke, or was waited for in vain."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and re.match(r"\[[^\]]*\.cc:\d+\] ", str(error)) is not None
     )
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Such as `rank 1`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
+    """Return ranks in words, such as `rank 1`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
     numbers = [str(rank) for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -210,7 +210,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _ask(addresses: Mapping[int, Address], line: bytes) -> dict[int, Mapping[str, Any]]:
-    """The answers that come within `ANSWER_S`, by rank."""
+    """Return the answers that come within `ANSWER_S`, by rank."""
     deadline_s = time.monotonic() + ANSWER_S
     answers: dict[int, Mapping[str, Any]] = {}
     with selectors.DefaultSelector() as waiting:
@@ -233,7 +233,7 @@ def _ask(addresses: Mapping[int, Address], line: bytes) -> dict[int, Mapping[str
 def _proceed(
     waiting: selectors.BaseSelector, key: selectors.SelectorKey, line: bytes, heard: bytearray
 ) -> bool:
-    """One step of a conversation: say the line, or hear more of the answer. True when it is over."""
+    """Continue a conversation: send the line, or receive more of the answer. Return True when it is over."""
     connection = key.fileobj
     assert isinstance(connection, socket.socket)
     try:

@@ -1,4 +1,4 @@
-"""What records say: how much communication was hidden, and predicted against measured, task by task."""
+"""Analyses records: how much communication was hidden, and predicted against measured, task by task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = ("predicted", "measured")
 class Occupation:
     """How the lanes of one rank were used in one step. Seconds.
 
-    exposed_s: time in which some communication was under way and nothing was computed.
+    exposed_s: time in which some communication was running and nothing was computed.
     """
 
     iteration_s: float
@@ -29,9 +29,9 @@ class Occupation:
 
 
 def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> Occupation:
-    """Occupation of one rank in one step from its records.
+    """Return the occupation of one rank in one step from its records.
 
-    silent: groups of one rank, in which nothing is sent; their tasks are no communication.
+    silent: groups of one rank, in which nothing is sent; their tasks do not count as communication.
     """
     records = [record for record in records if record.task.axes not in silent]
     compute = _union((r.start_s, r.end_s) for r in records if r.lane.computes)
@@ -48,9 +48,9 @@ def occupation(records: Iterable[TaskRecord], silent: Collection[Axes] = ()) -> 
 
 
 def overhead_s(records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], lane: Lane) -> float:
-    """Seconds that one rank's lane stood still although its next task was ready: the scheduler's own cost.
+    """Return seconds that a rank's lane was idle although its next task was ready: the scheduler's own cost.
 
-    A task could start when the task before it on the lane and everything it needs had ended.
+    A task could start when the task before it on the lane and everything that it needs had ended.
     """
     records = list(records)
     ends = {record.task: record.end_s for record in records}
@@ -82,7 +82,7 @@ class TaskDifference:
 
 
 def compare(predicted: Sequence[TaskRecord], measured: Sequence[TaskRecord]) -> list[TaskDifference]:
-    """Task by task, in the order of the measured run. Both must hold the same tasks of one rank and step."""
+    """Compare task by task, in measured order. Both runs must hold the same tasks of one rank and step."""
     by_task = {record.task: record for record in predicted}
     if unknown := {r.task for r in measured} ^ by_task.keys():
         raise ValueError(f"{min(map(str, unknown))} is in only one of the two runs")
@@ -91,7 +91,7 @@ def compare(predicted: Sequence[TaskRecord], measured: Sequence[TaskRecord]) -> 
 
 
 def write_comparison(path: Path, rows: Iterable[TaskDifference]) -> None:
-    """A CSV table of `compare`, times in seconds from the start of the step."""
+    """Write a CSV table of `compare`, times in seconds from the start of the step."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(["task", "lane", *(f"{run}_{end}_s" for run in RUNS for end in ("start", "end"))])

@@ -1,4 +1,4 @@
-"""Chrome trace JSON, opened by Perfetto (ui.perfetto.dev) and chrome://tracing: a row per lane and rank.
+"""Writes Chrome trace JSON, for Perfetto (ui.perfetto.dev) and chrome://tracing: a row per lane and rank.
 
 Arrows lead from dispatch to experts to combine, and backward the other way round.
 """
@@ -80,7 +80,7 @@ def _step_of(record: TaskRecord) -> tuple[int, int]:
 
 
 def _arrows(step: Sequence[TaskRecord], process: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Along the way of rows through one step of one rank, from the middle of a bar to that of the next."""
+    """Yield arrows along the way of rows through one rank's step, from the middle of a bar to the next."""
     by_name = {record.task.name: record for record in step}
     for journey in journeys(record.task for record in step):
         if len(journey) > 1:
@@ -91,7 +91,7 @@ def _arrows(step: Sequence[TaskRecord], process: int, numbers: Iterator[int]) ->
 
 
 def _arrow_point(phase: str, number: int, record: TaskRecord, process: int) -> dict[str, Any]:
-    """s: where an arrow starts, t: a bar on its way, f: its end. bp "e": bound to the bar around it."""
+    """Return a point of an arrow. s: its start, t: a bar on its way, f: its end. bp "e": bound to its bar."""
     return {
         "ph": phase,
         "bp": "e",

@@ -1,4 +1,4 @@
-"""The chain of tasks that a measured step was as long as, found by walking back from its last task."""
+"""Finds the chain of tasks that determined the length of a measured step, from its last task backwards."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.trace.records import TaskRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One task of the chain. gap_s: how long its lane stood still before it although nothing was awaited.
+    """One task of the chain. gap_s: how long its lane was idle before it although nothing was awaited.
 
-    start_s: of a transfer, when the last of its ranks had begun it: what was before that was waiting for it.
+    start_s: of a transfer, when the last of its ranks had begun it: earlier time was waiting for that rank.
     """
 
     task: Task
@@ -27,12 +27,12 @@ class Link:
 def critical_path(
     records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], mesh: Mesh
 ) -> list[Link]:
-    """The chain in the order of time; [] without records.
+    """Return the chain in the order of time; [] without records.
 
     records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
-    on its lane; of these the last to end is the one that counts. A task that meets other ranks waits for the
-    last of them; not for one that began after its end, from which nothing was to come. The links and the gaps
-    before them add up to the end of the last, from 0 on, whatever the error of clocks.
+    on its lane; of these the last to end counts. A task that meets other ranks waits for the last of them,
+    except for one that began after the task's end, from which nothing was to come. The links and the gaps
+    before them add up to the end of the last link, from 0 on, whatever the error of clocks.
     """
     known = {(record.rank, record.task): record for record in records}
     before = _before(known.values())
@@ -48,7 +48,7 @@ def critical_path(
         if (ahead := before.get((last.rank, last.task))) is not None:
             awaited.append(ahead)
         previous = max(awaited, key=lambda record: record.end_s, default=None)
-        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # before 0 only by a clock's error
+        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # a time before 0 is a clock's error
         start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
         free_s = min(free_s, start_s)
         chain.append(
@@ -65,7 +65,7 @@ def critical_path(
 
 
 def _before(records: Iterable[TaskRecord]) -> dict[tuple[int, Task], TaskRecord]:
-    """For every task on every rank the one before it on its lane."""
+    """Return, for every task on every rank, the task before it on its lane."""
     found: dict[tuple[int, Task], TaskRecord] = {}
     latest: dict[tuple[int, str], TaskRecord] = {}
     for record in sorted(records, key=lambda record: (record.start_s, record.end_s)):

@@ -23,7 +23,7 @@ from penstock.graph import Lane, Name, ScheduleError
 STEP_FILE: Final = "step.json"
 VERSION: Final = 1
 MOST_SHOWN: Final = 8
-"""Ranks whose timelines are kept: more make a large file, and nobody looks at them one by one."""
+"""Most ranks whose timelines are kept: more make a large file, and nobody looks at them one by one."""
 MOST_TASKS: Final = 1_000_000
 
 REMOVE: Final = "Move the file away: the report then leaves out what it holds."
@@ -58,12 +58,12 @@ class StepFile:
     """The last step of a run.
 
     step: its number. ranks: of the run; shown: those that have timelines. source: what predictions are made
-    of, in words. predicted_s, measured_s: of a step, the latter the median of the last ones on the slowest
-    rank; bound_s: what no order of the same tasks with their measured durations beats.
-    tasks, lanes: of every task. predicted, measured: when each ran.
-    typical_predicted_s, typical_measured_s: how long each takes, the latter by its median over
-    `typical_steps` steps: of computation the mean over ranks; of a transfer the rank that waited least.
-    path: the measured critical path.
+    from, in words. predicted_s, measured_s: of a step, the latter the median of the last `typical_steps` on
+    the slowest rank. bound_s: what no order of the same tasks beats with the durations that they had in the
+    last `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that. tasks, lanes:
+    of every task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each
+    takes, the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a
+    transfer the rank that waited least. path: the measured critical path.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -82,6 +82,8 @@ class StepFile:
     typical_predicted_s: Row
     typical_measured_s: Row
     path: Annotated[tuple[PathLink, ...], Items(MOST_TASKS, "one per task")]
+    traced_s: Seconds | None = None
+    traced_steps: Annotated[int, Within(1, 2**62, "a step was traced")] | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -104,23 +106,29 @@ class StepFile:
             except ScheduleError as error:
                 raise ConfigError("tasks", task, f"names no task: {error}", REMOVE) from error
 
+    @property
+    def efficiency(self) -> float | None:
+        """How near the traced steps came to their bound; None = they took no time."""
+        traced_s = self.measured_s if self.traced_s is None else self.traced_s
+        return self.bound_s / traced_s if traced_s > 0 else None
+
     @staticmethod
     def _check_length(key: str, found: int, wanted: int, of: str) -> None:
         if found != wanted:
             raise ConfigError(key, f"{found} items", f"needs one for every {of} ({wanted})", REMOVE)
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder; a half-written file never replaces a whole one."""
+        """Write the file into a folder; a half-written file never replaces a whole one."""
         write_json(folder / STEP_FILE, to_dict(self))
 
     @staticmethod
     def read(path: Path) -> StepFile:
-        """Raises ConfigError naming file and key that are wrong."""
+        """Read a file. Raises ConfigError naming file and key that are wrong."""
         return from_dict(StepFile, read_json(path, REMOVE), str(path))
 
 
 def write_json(path: Path, plain: object) -> None:
-    """In one line: it is long, and for programs."""
+    """Write JSON on one line, since it is long and meant for programs."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""All ranks train by the same settings, or each would train a replica of its own without a word."""
+"""Ensures that all ranks train by the same settings; otherwise each would silently train its own replica."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ OF_A_RANK: Final = (
     "parallel.processes",
     "parallel.send_buffer_bytes",
 )
-"""What may differ from machine to machine: where things are, whose content is compared, and two settings that
-are of one machine alone."""
+"""Settings that may differ between machines: locations, whose contents are compared instead, and two settings
+that concern one machine alone."""
 
 MIXTURE: Final = "data.mixture"
 NOTHING: Final = "nothing of that name"
@@ -30,7 +30,7 @@ HINT = "Start all ranks with the same configuration file, overrides and version.
 
 
 def check_alike(config: RunConfig, control: Control) -> None:
-    """Raise ConfigError, the same on all ranks, naming a setting that is not the same everywhere.
+    """Raise ConfigError, the same on all ranks, naming a setting that differs between ranks.
 
     Costs one exchange of 64 bytes when all agree.
     """
@@ -47,9 +47,9 @@ def check_alike(config: RunConfig, control: Control) -> None:
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """Every setting that ranks must have in common, by its dotted key."""
+    """Return every setting that ranks must have in common, by its dotted key."""
     found = {key: value for key, value in leaves(to_dict(config)) if key not in OF_A_RANK}
-    if config.data.mixture:  # texts, too, may lie elsewhere on every machine
+    if config.data.mixture:  # the paths of texts, too, may differ between machines
         found[MIXTURE] = [weight for _, weight in config.data.mixture]
     return found
 

@@ -1,4 +1,4 @@
-"""From a configuration to a model that runs by a schedule on this rank."""
+"""Builds the model of a configuration, which runs by a schedule on this rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, in
 def build_machinery(
     layout: Layout, device: torch.device, parallel: ParallelConfig, precision: Precision
 ) -> Machinery:
-    """Transport, lanes and groups for this rank. Every rank must call it at the same point.
+    """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
     Raises CommunicationError if another rank does not.
     """
@@ -65,11 +65,11 @@ def build_stack(
     plan: StepPlan | None = None,
     moving: ExpertMoving | None = None,
 ) -> PipelinedStack:
-    """The model of `config` on this rank, initialised from its seed, with its first plan.
+    """Build the model of `config` on this rank, initialised from its seed, with its first plan.
 
-    make_moe: makes MoE layers that `config.moe` has no words for. plan: the first plan; None = what section
-    [schedule] says. moving: how guests are planned where experts move; None = with the costs of section
-    [cluster].
+    make_moe: makes MoE layers that `config.moe` cannot describe. plan: the first plan; None = the one that
+    section [schedule] describes. moving: how guests are planned where experts move; None = with the costs of
+    section [cluster].
     """
     layout = machinery.layout
     model = model_of(config.model, config.moe, layout, make_moe)
@@ -94,9 +94,10 @@ def build_stack(
 def expert_moving(
     placement: PlacementConfig, choice: Decision, cost: StepCost, plan: StepPlan | None = None
 ) -> ExpertMoving | None:
-    """How the guests of the next step are planned; none where experts stay.
+    """Return how the guests of the next step are planned; None where experts stay.
 
-    cost: of a step of any cut. plan: whose order says how much of guests' way is hidden; None = Eq 8 does.
+    cost: of a step of any cut. plan: the plan whose order tells how much of the guests' transfer is hidden;
+    None = Eq 8 tells it.
     """
     if choice.experts == "none":
         return None
@@ -119,7 +120,7 @@ def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
 
 
 def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None) -> GPT:
-    """A rank's part of the model, not initialised."""
+    """Return a rank's part of the model, not initialised."""
     return GPT(
         model,
         moe,
@@ -133,7 +134,7 @@ def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeL
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
-    """The plan from section [cluster], before anything has been measured."""
+    """Return the plan made from section [cluster], before anything has been measured."""
     sizes = workload(config, layout, gradients)
     return plan_step(
         config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute),
@@ -144,7 +145,7 @@ def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: G
 
 
 def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Workload:
-    """The sizes of a step on one rank, for the cost model."""
+    """Return the sizes of a step on one rank, for the cost model."""
     element_bytes = 2 if config.train.precision == "bfloat16" else 4
     return Workload(
         batch=config.data.batch_per_device,
@@ -179,7 +180,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
 
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:
-    """The uncut shape of a step, before a system transforms it."""
+    """Return the uncut shape of a step, before a system transforms it."""
     moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
     return StepShape(
         moe_layers=moe_layers,
@@ -194,18 +195,18 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
 
 
 def _carries_residual(config: RunConfig) -> bool:
-    """Whether rows are as exact as the residual stream, and nothing is done to what is added to it."""
+    """Tell whether rows are as exact as the residual stream and are added to it unchanged."""
     exact = config.train.precision != "bfloat16" and config.moe.compression is None
     return exact and config.model.dropout == 0
 
 
 def is_sharded(config: OptimizerConfig) -> bool:
-    """Whether the optimiser is sharded; as long as that is open, it is not."""
+    """Tell whether the optimiser is sharded; `auto` counts as not sharded until it is decided."""
     return config.sharded is True
 
 
 def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
-    """How steps update parameters themselves; None where the optimiser does, between steps."""
+    """Return how steps themselves update parameters; None where the optimiser updates them between steps."""
     if not is_sharded(config):
         return None
     return Updating(
@@ -216,7 +217,7 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
 
 
 def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the trained parameters of a stack that was built for it: whole, or a share on every rank."""
+    """Return AdamW over the trained parameters of a stack built for it: whole, or a share on every rank."""
     named = list(stack.model.named_parameters())
     if not is_sharded(config):
         optimizer = build_adamw(named, config)
@@ -235,9 +236,9 @@ def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.opt
 def gradient_bytes(
     model: ModelConfig, moe: MoEConfig, layout: Layout, *, sharded: bool = False
 ) -> GradientBytes:
-    """Bytes of every layer's gradients that are reduced, by kind; if a step updates, of all that it updates.
+    """Return the bytes of every layer's reduced gradients, by kind; if sharded, of all updated ones.
 
-    Read off the real model, built without memory for its weights.
+    They are read from the real model, built without memory for its weights.
     """
     with on_meta():
         parts = model_of(model, moe, layout)
@@ -246,7 +247,7 @@ def gradient_bytes(
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The GPU of this rank where there is one, the CPU elsewhere."""
+    """Return the GPU of this rank, or the CPU where there is no GPU, and make it the current device."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -255,12 +256,12 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def on_device(config: RunConfig, device: torch.device) -> RunConfig:
-    """The run with the precision that `auto` means there, so that planning and computing mean the same."""
+    """Return the run with the precision that `auto` means on `device`, for planning and computing alike."""
     return config.computing_in(_meant("auto", device))
 
 
 def _meant(precision: Precision, device: torch.device) -> Precision:
-    """What a setting means on a device."""
+    """Return the precision that a setting means on a device."""
     if precision != "auto":
         return precision
     rounds = device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -1,7 +1,7 @@
 """Which text a rank sees at a step: a pure function of the step, so a run resumes by knowing its step alone.
 
-A text is cut into windows of `seq_len + 1` tokens at stride `seq_len`; the extra byte is the last label.
-Whole blocks of neighbouring windows are held out, so that evaluation text is not everywhere a few bytes away
+A text is cut into windows of `seq_len + 1` tokens at stride `seq_len`; the extra token is the last label.
+Whole blocks of neighbouring windows are held out, so that evaluation text is not everywhere a few tokens away
 from training text. With a fraction of 1/4, and a block of windows per cell::
 
     block     0      1      2      3      4      5      6      7
@@ -34,19 +34,20 @@ from penstock.runtime.batch import NO_LABEL
 WINDOWS_PER_BLOCK = 32
 
 FINEST: Final = 1_000_000
-"""Of how many blocks at most some are held out."""
+"""Largest denominator of the held-out fraction: the longest period of blocks of which some are held out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What one rank computes on in one step.
 
-    `tokens_BL`     int64, of the text
-    `labels_BL`     int64, for every token the one that follows it
-    `sample_ids_B`  int64, different for every sample of a run: the key of counter-based dropout. Training
+    `tokens_BL`       int64, tokens of the text
+    `labels_BL`       int64, for every token the one that follows it
+    `sample_ids_B`    int64, different for every sample of a run: the key of counter-based dropout. Training
                       samples count up from 0 through the whole run, held-out samples down from -1
     `largest_batch`   samples of the group that has the most of this batch; None if not given
-    `documents_BL`    int64, for every token the place where its document begins in the sample; None if a
+    `documents_BL`    int64, for every token the position in the sample at which its document begins; None if
+    a
                       sample is taken as one document
     """
 
@@ -60,7 +61,8 @@ class Batch:
 class BatchStream:
     """The batches of the ranks of one group.
 
-    `dp_rank`, `dp_size`  which of the groups that have samples of their own, and how many there are
+    `dp_rank`, `dp_size`  index of this group among the groups that have samples of their own, and their
+    number
 
     Raises `ConfigError` when the corpus is too short for one global batch of training, or holds out nothing.
     """
@@ -98,22 +100,22 @@ class BatchStream:
 
     @property
     def is_listed(self) -> bool:
-        """Whether an epoch's order is a list, as it always was in earlier versions."""
+        """Whether an epoch's order is stored as a list, as it always was in earlier versions."""
         return all(part.order.is_listed for part in self._parts)
 
     def batch(self, step: int) -> Batch:
-        """This rank's samples of `step`, counted from 0. Entering another epoch costs a new permutation."""
+        """Return this rank's samples of `step`, counted from 0. Entering an epoch costs a new permutation."""
         sample_ids_B = self._places(step)
         texts_B, numbers_B = self._dealer.deal(sample_ids_B)
         starts_B = self._of_parts(texts_B, numbers_B, _Part.training_windows)
         return self._cut(texts_B, starts_B, sample_ids_B, self._batch_per_device)
 
     def held_out_batches(self, max_batches: int) -> Iterator[Batch]:
-        """At most `max_batches` batches of held-out text, as many on every rank so that collectives match.
+        """Yield at most `max_batches` held-out batches, as many on every rank, so that collectives match.
 
-        They are the same at every call and for every seed, and come from all over the corpus; of several
-        texts in their proportion, until one has no more. The last batch holds what is left: groups may have
-        one sample more or less, or none.
+        The batches are the same at every call and for every seed, and come from the whole corpus; several
+        texts are mixed in their proportions until one is exhausted. The last batch holds what is left: groups
+        may have one sample more or less, or none.
         """
         for index in range(min(max_batches, -(-self._held_out // self._global_batch))):
             start = index * self._global_batch
@@ -125,13 +127,13 @@ class BatchStream:
             yield self._cut(texts_B, windows_B, -1 - places_B, -(-places_G.size // self._dp_size))
 
     def _places(self, index: int) -> Indices:
-        """Places of this rank's samples when global batches are laid one after another, [B]."""
+        """Return the positions of this rank's samples in the sequence of all global batches, [B]."""
         return index * self._global_batch + self._mine
 
     def _of_parts(
         self, texts_B: Indices, numbers_B: Indices, ask: Callable[[_Part, Indices], Indices]
     ) -> Indices:
-        """What every text says about its samples."""
+        """Return what `ask` finds for every sample in its own text, [B]."""
         found_B = np.empty_like(numbers_B)
         for text in np.unique(texts_B):
             found_B[texts_B == text] = ask(self._parts[text], numbers_B[texts_B == text])
@@ -157,7 +159,7 @@ class BatchStream:
         )
 
     def _begins(self, texts_B: Indices, windows_B: Indices) -> Indices:
-        """The place in its window where the document of every token begins, [B, L + 1]; 0 for the first."""
+        """Return where in its window every token's document begins, [B, L + 1]; 0 for the first."""
         begins_BL = np.zeros((len(windows_B), self._seq_len + 1), dtype=np.int64)
         for row, text, window in zip(begins_BL, texts_B, windows_B, strict=True):
             start = int(window) * self._seq_len
@@ -166,7 +168,7 @@ class BatchStream:
         return np.maximum.accumulate(begins_BL, axis=1)
 
     def _check_sizes(self, held_out_fraction: float) -> None:
-        """Refuse texts that cannot fill one global batch, or one of which nothing is held out."""
+        """Raise ConfigError for texts that cannot fill one global batch, or of which nothing is held out."""
         training = sum(part.split.training for part in self._parts)
         unit = self._parts[0].text.unit
         need = f"windows of {self._seq_len} {unit}, and a global batch takes {self._global_batch}"
@@ -182,7 +184,7 @@ class BatchStream:
 
 
 class _Part:
-    """One of the texts: its windows, which of them are held out, and in which order they come."""
+    """One of the texts: its windows, which of them are held out, and the order in which they are visited."""
 
     def __init__(self, corpus: Corpus, seq_len: int, held_out_fraction: float, seed: int) -> None:
         self.text, self._seed = corpus.text, seed
@@ -192,18 +194,18 @@ class _Part:
         self._held_out_order = Shuffled(self.split.held_out, 0)
 
     def training_windows(self, numbers_B: Indices) -> Indices:
-        """The windows that come at these places, which are ascending, when epochs follow one another."""
+        """Return the windows visited at these positions, which ascend, when epochs follow one another."""
         epochs_B, places_B = np.divmod(numbers_B, self.split.training)
         # A batch may end one epoch and begin the next; epochs are ascending, so each is ordered once.
         parts = [self._epoch_order(int(each)).at(places_B[epochs_B == each]) for each in np.unique(epochs_B)]
         return self.split.training_windows(np.concatenate(parts))
 
     def held_out_windows(self, numbers_B: Indices) -> Indices:
-        """The held-out windows at these places."""
+        """Return the held-out windows visited at these positions."""
         return self.split.held_out_windows(self._held_out_order.at(numbers_B))
 
     def _epoch_order(self, epoch: int) -> Shuffled:
-        """The order of `epoch`; that of the last epoch asked for is kept."""
+        """Return the order of `epoch`; the order of the last epoch asked for is cached."""
         if epoch != self._epoch:
             self._epoch, self.order = epoch, Shuffled(self.split.training, self._seed, epoch)
         return self.order
@@ -211,11 +213,11 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Which windows are trained on and which are held out, as two runs of numbers that are computed.
+    """Which windows are trained on and which are held out, computed instead of listed.
 
-    Of every `period` blocks `held` are held out, as far from each other as can be: block b, where the whole
-    part of b * held / period is less than that of (b + 1) * held / period. A block is 32 windows, or a
-    single one where the corpus is too short to hold out a whole block of 32.
+    Of every `period` blocks `held` are held out, as far from each other as possible: block b where the
+    integer part of b * held / period is less than that of (b + 1) * held / period. A block is 32 windows, or
+    a single one where the corpus is too short to hold out a whole block of 32.
     """
 
     windows: int
@@ -225,7 +227,7 @@ class Split:
 
     @staticmethod
     def of(window_count: int, held_out_fraction: float) -> Split:
-        """Hold out this fraction of the blocks."""
+        """Return the split that holds out this fraction of the blocks."""
         share = held_out_share(held_out_fraction)
         first = -(-share.denominator // share.numerator)  # blocks up to the first that is held out
         block = WINDOWS_PER_BLOCK if window_count >= WINDOWS_PER_BLOCK * first else 1
@@ -233,27 +235,27 @@ class Split:
 
     @property
     def training(self) -> int:
-        """How many windows are trained on."""
+        """Number of windows that are trained on."""
         return self.windows - self.held_out
 
     @property
     def held_out(self) -> int:
-        """How many windows are held out."""
+        """Number of windows that are held out."""
         blocks, rest = divmod(self.windows, self.block)
         before, after = (self.held * each // self.period for each in (blocks, blocks + 1))
         return before * self.block + (rest if after > before else 0)
 
     def training_windows(self, places: Indices) -> Indices:
-        """The windows at these places among those that are trained on, in ascending order."""
+        """Return the windows at these positions among those that are trained on, in ascending order."""
         blocks, inside = np.divmod(places, self.block)
         return blocks * self.period // (self.period - self.held) * self.block + inside
 
     def held_out_windows(self, places: Indices) -> Indices:
-        """The same among those that are held out."""
+        """Return the windows at these positions among those that are held out, in ascending order."""
         blocks, inside = np.divmod(places, self.block)
         return (-(-(blocks + 1) * self.period // self.held) - 1) * self.block + inside
 
 
 def held_out_share(held_out_fraction: float) -> Fraction:
-    """The fraction as it was written: 0.4 is two of five, though no float is that."""
+    """Return the fraction as it was written: 0.4 becomes two fifths, although no float is exactly that."""
     return Fraction(held_out_fraction).limit_denominator(FINEST)

@@ -54,18 +54,18 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not as it was written; an older one may be. The same on all ranks."""
+    """A checkpoint is not as it was written; an older one may be intact. Raised on all ranks alike."""
 
 
 class NotFiniteError(CheckpointError):
-    """The state holds a number that is not finite, so it was not saved. The same on all ranks."""
+    """The state holds a number that is not finite, so it was not saved. Raised on all ranks alike."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`. All methods must be called by all ranks.
+    """The checkpoints of one run, in `folder`. All ranks must call every method together.
 
     identity: settings that must be the same for the run to be continued, by configuration key. settings: all
-    of them, kept in every checkpoint. tokenizer: what made the run's tokens, by its sha256, or `bytes`.
+    settings, kept in every checkpoint. tokenizer: sha256 of what made the run's tokens, or `bytes`.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Checkpoints:
     def save(
         self, step: int, *, plan_settled: bool = False, papers: Callable[[Path], object] | None = None
     ) -> Path:
-        """Write the state after `step` steps; returns its folder. An interrupted save leaves nothing.
+        """Write the state after `step` steps; return its folder. An interrupted save leaves nothing.
 
-        papers: writes small files beside it, on rank 0. Raises NotFiniteError, and writes nothing, if a
-        number of the state is not finite.
+        papers: writes small files into the checkpoint, on rank 0. Raises NotFiniteError, and writes nothing,
+        if a number of the state is not finite.
         """
         final, work = self.folder / f"{PREFIX}{step:08d}", self.folder / f"{UNFINISHED}{step:08d}"
         purpose = f"saving the checkpoint of step {step}"
@@ -120,15 +120,15 @@ class Checkpoints:
             self._together(purpose, finish, rank=0)
         except (CheckpointError, CommunicationError):
             if self._control.rank == 0:
-                with suppress(OSError):  # why saving failed is worth more, and the next start tries again
+                with suppress(OSError):  # the save's failure matters more; the next start tries again
                     _remove(work)
             raise
         return final
 
     def clear_unfinished(self) -> None:
-        """Rank 0 takes away what saves have left that were killed: it may be what fills the disk."""
+        """Remove, on rank 0, what saves that were killed have left: it may be what fills the disk."""
         if self._control.rank == 0:
-            with suppress(OSError):  # it costs room, and harms nothing else
+            with suppress(OSError):  # what stays costs room and does no other harm
                 for work in self.folder.glob(f"{UNFINISHED}[0-9]*"):
                     _remove(work)
 
@@ -137,7 +137,7 @@ class Checkpoints:
         work.mkdir(parents=True)
 
     def _write(self, work: Path, state: Mapping[str, AnyHeld], purpose: str) -> dict[str, str]:
-        """All shards, by all ranks; returns the digest of each file."""
+        """Write all shards, on all ranks; return the digest of each file."""
         joining = Joining(state, self.stack.machinery.layout.mesh, self._control)
         writer, tensors = ShardWriter(work, joining), _stand_ins(state)
         self._torch(purpose, lambda: save(tensors, storage_writer=writer, no_dist=not dist.is_initialized()))
@@ -154,14 +154,14 @@ class Checkpoints:
         digests: Mapping[str, str],
         papers: Callable[[Path], object] | None,
     ) -> None:
-        """On rank 0, when all shards are on disk: describe them, give them their name, remove old ones."""
+        """Describe the written shards, give them their final name and remove old ones, on rank 0."""
         if papers is not None:
             papers(work)
         replace(record, files=sorted(path.name for path in work.iterdir())).write(work)
         others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
         write_sums(work, {**digests, **others})
         make_durable(work)
-        if os.path.lexists(final):  # aside first: at every moment the old one or the new one is there
+        if os.path.lexists(final):  # moved aside first: at every moment the old one or the new one exists
             final.rename(self.folder / f"{UNFINISHED}{final.name}")
         work.rename(final)
         make_durable(self.folder)
@@ -174,11 +174,11 @@ class Checkpoints:
     # ---- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
-        """The last complete checkpoint, if there is one."""
+        """Return the newest complete checkpoint; None if there is none."""
         return max(complete_checkpoints(self.folder), default=None, key=step_of)
 
     def load(self, path: Path, *, verified: bool = False) -> int:
-        """Read a checkpoint into model and optimiser; returns its number of finished steps.
+        """Read a checkpoint into model and optimiser; return its number of finished steps.
 
         verified: `verify` has found it whole. Raises DamagedCheckpointError if it is not as it was written
         (model and optimiser may hold part of it by then), ConfigError if it is of another run or model.
@@ -198,7 +198,7 @@ class Checkpoints:
         return step_of(path)
 
     def _check_fits(self, path: Path, state: Mapping[str, AnyHeld], saved: Mapping[str, Entry]) -> None:
-        """Name, on all ranks, the first tensor that the checkpoint lacks, has otherwise, or has unasked."""
+        """Raise ConfigError, on all ranks, for the first tensor that is missing, different or superfluous."""
         purpose = "comparing the checkpoint with the model"
         everyone = {name for names in self._control.gather(list(state), purpose) for name in names}
         mine = next(_misfits(state, saved, everyone), None)
@@ -209,7 +209,7 @@ class Checkpoints:
             raise ConfigError("train.resume", True, why, hint)
 
     def _accept(self, path: Path, state: Mapping[str, AnyHeld]) -> None:
-        """Judge what has been read: without it, what comes next would be nonsense."""
+        """Check what was read; restore the generator. Raises DamagedError for a wrong or non-finite state."""
         step, broken = int(state[STEP].tensor), first_not_finite(_tensors(state))
         if step != step_of(path):
             raise DamagedError(f"it holds step {step}")
@@ -229,7 +229,7 @@ class Checkpoints:
     # ---- the state -----------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, AnyHeld]:
-        """Everything that belongs to the run, as views: loading writes through them."""
+        """Return everything that belongs to the run, as views: loading writes through them."""
         self._moments.settle()
         state: dict[str, AnyHeld] = {generator_name(self._control.rank): Held(torch.get_rng_state())}
         state |= learnt(self.stack)
@@ -268,9 +268,9 @@ class Checkpoints:
         return together(self._control, purpose, work, rank)
 
     def _torch(self, purpose: str, work: Callable[[], None]) -> None:
-        """Call into torch's checkpoints, which raise the same on all ranks.
+        """Call into torch's checkpoints, which raise the same error on all ranks.
 
-        CheckpointException is no Exception in torch, so an ordinary handler would never see it.
+        torch's CheckpointException is no Exception, so an ordinary handler would never see it.
         """
         try:
             with ACTIVITY.exchanging(purpose):
@@ -287,16 +287,17 @@ class Checkpoints:
 
 
 def together(control: Control, purpose: str, work: Callable[[], T], rank: int | None = None) -> T:
-    """What `work` returns here, once all ranks have done it (or one: `rank`, and it alone gets a result).
+    """Return what `work` returns on this rank, after all ranks have run it, or `rank` alone.
 
-    If it fails anywhere it raises CheckpointError on every rank, DamagedCheckpointError for a DamagedError.
+    A failure on any rank raises CheckpointError on every rank, DamagedCheckpointError for a DamagedError. If
+    only `rank` works, it alone gets a result.
     """
     result: T | None = None
     failure: tuple[bool, str] | None = None
     if rank in (None, control.rank):
         try:
             result = work()
-        except Exception as error:  # whatever it is: the others wait, and must hear of it
+        except Exception as error:  # of any kind: the others wait, and must be told
             failure = isinstance(error, DamagedError), _failed(purpose, error)
     for damaged, text in filter(None, control.gather(failure, purpose)):
         raise (DamagedCheckpointError if damaged else CheckpointError)(text)
@@ -304,7 +305,7 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
 
 
 def verify(path: Path, control: Control) -> Record:
-    """Compare every file with its checksum, each rank a share of them; returns what is said about the state.
+    """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
     An old checkpoint has no checksums. Raises DamagedCheckpointError, on all ranks.
     """
@@ -323,26 +324,26 @@ def verify(path: Path, control: Control) -> Record:
 
 
 def read_record(path: Path, control: Control) -> Record:
-    """What a checkpoint says about its state, as rank 0 reads it."""
+    """Return the record of a checkpoint, read by rank 0, on all ranks."""
     mine = together(control, f"reading {path}", lambda: Record.read(path), rank=0)
     return control.gather(mine, "sharing what the checkpoint says")[0]
 
 
 def open_stored(path: Path) -> Stored:
-    """The tensors of a checkpoint in the format in which it was written."""
+    """Open the tensors of a checkpoint in the format in which it was written."""
     if not (path / SUMS).exists():
         return OldShards(path)
     return Shards(path, (name for name in read_sums(path) if name.endswith(SUFFIX)))
 
 
 def _check_files(path: Path, record: Record) -> None:
-    """A list of checksums that was cut short would leave files out."""
+    """Raise DamagedError unless the checksums name every file: a list that was cut short would omit some."""
     if (path / SUMS).exists() and read_sums(path).keys() != {RECORD, *record.files}:
         raise DamagedError(f"{SUMS} does not name the files that belong to it")
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint away; of one that is a link, to another disk perhaps, only the link."""
+    """Remove a checkpoint; if it is a link, for example to another disk, remove only the link."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -358,7 +359,7 @@ def _rename_damaged(path: Path) -> None:
 
 
 def _failed(purpose: str, error: BaseException, why: Callable[[BaseException], str] = reason) -> str:
-    """why: what to say of the error; `explain` asks which rank is silent."""
+    """Return what failed and why. why: describes the error; `explain` finds out which rank is silent."""
     kind = "" if isinstance(error, DamagedError) else f"{type(error).__name__}: "
     return f"{purpose} failed: {kind}{why(error)}"
 
@@ -381,5 +382,5 @@ def _misfits(state: Mapping[str, AnyHeld], saved: Mapping[str, Entry], everyone:
         elif entry.dtype != held.stand_in.dtype:
             yield f"{name} has numbers of type {entry.dtype} there and {held.stand_in.dtype} here"
     for name in saved.keys() - everyone:
-        if not name.startswith(OPTIONAL):  # of a rank that this run does not have
+        if not name.startswith(OPTIONAL):  # these belong to ranks that this run lacks
             yield f"{name} exists there and not here"

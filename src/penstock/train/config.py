@@ -25,7 +25,7 @@ Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
 Resume = Literal[True, False, "auto"]
 IF_PRESENT = "auto"
-"""Of `resume`: continue if there is something to continue, else start from the beginning."""
+"""Value of `resume`: continue if there is something to continue, else start from the beginning."""
 AtLeastOne = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
 TracedSteps = Annotated[int, Within(0, 10_000, "every task of a traced step is in memory; 0 = no trace")]
 
@@ -105,16 +105,17 @@ class RunConfig:
         if preset is not None:
             check_name("model.preset", preset, PRESETS, "published model")
         samples = self.data.batch_per_device
-        given = self.plan.source == GIVEN  # else what section [schedule] says is not used
+        given = self.plan.source == GIVEN  # otherwise section [schedule] is not used
         if given and self.schedule.reads("microbatches") and self.schedule.microbatches > samples:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
             key = "schedule.microbatches"
             raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")
 
     def resolved(self, world_size: int) -> RunConfig:
-        """The same with a preset's sizes laid under what the user set, and checked for this number of ranks.
+        """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
 
-        A preset's number of experts depends on the ranks. A key with another value than its default wins.
+        A preset's number of experts depends on the number of ranks. A key whose value is not its default
+        wins.
         """
         found = self._with_preset(world_size)
         check_shares(found.model, found.moe, found.parallel, world_size)
@@ -122,7 +123,7 @@ class RunConfig:
         return found
 
     def computing_in(self, usual: Precision) -> RunConfig:
-        """The run with its precision, or where it leaves that to the device, with the `usual` one there."""
+        """Return the run with its own precision, or the `usual` one where it leaves that to the device."""
         return (
             self
             if self.train.precision != "auto"
@@ -151,6 +152,6 @@ class RunConfig:
 
 
 def _laid_under(section: Section, sizes: Mapping[str, Any]) -> Section:
-    """`sizes` for every key that still has its default."""
+    """Return the section with `sizes` for every key that still has its default."""
     untouched = {f.name for f in fields(section) if getattr(section, f.name) == f.default}
     return replace(section, **{key: value for key, value in sizes.items() if key in untouched})

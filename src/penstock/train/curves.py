@@ -1,4 +1,4 @@
-"""Where the curves of a run go beside its own file: TensorBoard events, Weights & Biases."""
+"""Where the curves of a run are written in addition to its own file: TensorBoard events, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Picture = npt.NDArray[np.uint8]
 
 
 class ScalarLog(Protocol):
-    """One place where curves go."""
+    """A place to which curves are written."""
 
     def write(self, metrics: StepMetrics) -> None: ...
 
@@ -29,7 +29,7 @@ class ScalarLog(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard events; those of steps after `resume_step`, left by a killed run, are hidden.
+    """Writes TensorBoard events; events of steps after `resume_step`, left by a killed run, are hidden.
 
     layers: numbers of the MoE layers, in the order in which metrics have them.
     """
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WandbRun(Protocol):
-    """What is used of a run of the package wandb."""
+    """The methods that are used of a run of the package wandb."""
 
     def log(self, data: dict[str, Any]) -> None: ...
 
@@ -61,10 +61,10 @@ class WandbRun(Protocol):
 
 
 class WeightsAndBiases:
-    """The same curves in a run of Weights & Biases.
+    """Writes the curves to a run of Weights & Biases.
 
-    A step is one entry, and counts by its number `step`: steps that were run again after a resumption stand
-    where they belong. image: makes what is shown of a picture.
+    Every step is one entry, placed by its number `step`: steps that were repeated after a resumption stand
+    where they belong. image: converts a picture into what wandb displays.
     """
 
     def __init__(self, run: WandbRun, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class WeightsAndBiases:
 
 
 def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
-    """Value of each curve; none where there is no value. layers: numbers of the MoE layers."""
+    """Return the value of each curve that has one. layers: numbers of the MoE layers."""
     found = {
         "loss/train": metrics.loss,
         "optimizer/learning_rate": metrics.learning_rate,

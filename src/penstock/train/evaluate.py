@@ -18,7 +18,7 @@ CONFIDENCE = 0.95
 
 
 def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
-    """Run one batch of this rank through the stack."""
+    """Run one batch of this rank through the stack and return its loss."""
     device = stack.machinery.device
     tokens_BL, labels_BL = batch.tokens_BL.to(device), batch.labels_BL.to(device)
     ids_B, largest = batch.sample_ids_B.to(device), batch.largest_batch
@@ -29,10 +29,11 @@ def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """loss: mean cross entropy per token, the same on all ranks; balance terms do not count. nats.
+    """The loss on held-out text.
 
-    noise: the loss of all held-out text is below `loss + noise` with 95 % confidence, by how much batches
-    differ (Student's t); None of one batch, which does not say.
+    loss: mean cross entropy per token, nats, the same on all ranks, without balance terms. noise: the loss of
+    all held-out text is below `loss + noise` with 95 % confidence, judged by how batches differ (Student's
+    t); None for a single batch.
     """
 
     loss: float
@@ -40,7 +41,7 @@ class Evaluation:
 
 
 def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
-    """The loss on some batches, without training on them. Raises ConfigError where none has a label."""
+    """Return the loss on some batches, without training on them. Raises ConfigError if none has a label."""
     stack.eval()
     totals, counts = [], []
     with torch.no_grad():

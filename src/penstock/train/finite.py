@@ -1,4 +1,4 @@
-"""Whether numbers are finite: a cheap look at whole tensors."""
+"""Checks whether numbers are finite, by one cheap pass over whole tensors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; None if all numbers are finite.
+    """Return the name of the first tensor with a NaN or an infinity; None if all numbers are finite.
 
-    One pass over memory, and nothing is allocated. Tensors of whole numbers are finite anyway.
+    It takes one pass over memory and allocates nothing. Integer tensors are always finite.
     """
     named = {name: each for name, each in tensors.items() if each.is_floating_point() and each.numel()}
     if not named:
         return None
-    # The largest magnitude: a norm of squares could overflow where every number is finite.
+    # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
     largest = torch._foreach_norm(list(named.values()), math.inf)
     finite = torch.stack([each.double().cpu() for each in largest]).isfinite().tolist()
     return next((name for name, whole in zip(named, finite, strict=True) if not whole), None)

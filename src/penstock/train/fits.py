@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory there is, found out before anything of it is allocated."""
+"""Checks whether a run fits into the available memory before anything of it is allocated."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
 
 COPIES = 4
-"""Of a weight: itself, its gradient and AdamW's two moments, all in float32."""
+"""Copies of a weight: itself, its gradient and AdamW's two moments, all in float32."""
 
 KEPT_COPIES, KEPT_AGAIN = 8, 1
-"""Hidden states per token and block from forward to backward, at the least: all that attention saves, or what
-entered the block where it is computed again; see `plan.memory`."""
+"""Least number of hidden states kept per token and block from forward to backward: all that attention saves,
+or the block's input alone where the block is recomputed; see `plan.memory`."""
 
 SMALLEST_ELEMENT_BYTES = 2
 
 RANK_BYTES = 160 << 20
-"""What a process with torch has for itself before there is a model. Measured: 190 MiB."""
+"""Memory of a process with torch before there is a model. Measured: 190 MiB."""
 
 SPARING = {
     0: ", or share moments (optimizer.sharded)",
     MOMENTS: ", or share gradients (optimizer.shard_gradients)",
 }
-"""What else would help, by the copies that are shared already."""
+"""What else would help, by the number of copies that are shared already."""
 
 
 class _Options(TypedDict):
-    """Keywords of `rank_memory`."""
+    """Keyword arguments of `rank_memory`."""
 
     shared_copies: int
     separate_documents: bool
@@ -48,10 +48,10 @@ class _Options(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes that one rank needs at the least, by the setting that they grow with.
+    """Least bytes that one rank needs, by the setting with which they grow.
 
-    masks_bytes: in every block attention keeps which tokens of a sample see each other, where documents are
-    separate: one number for each pair of tokens.
+    masks_bytes: where documents are separate, attention keeps in every block which tokens of a sample see
+    each other, one number for each pair of tokens.
     """
 
     vocabulary_bytes: int
@@ -66,7 +66,7 @@ class RankMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimizer state."""
+        """Bytes of weights, gradients and optimizer state."""
         return self.vocabulary_bytes + self.layers_bytes + self.experts_bytes
 
 
@@ -80,10 +80,10 @@ def rank_memory(
     separate_documents: bool = False,
     again: bool = False,
 ) -> RankMemory:
-    """The estimate for one rank; costs milliseconds, whatever the sizes. Scratch memory is not counted.
+    """Estimate the memory of one rank, in milliseconds for any size. Scratch memory is not counted.
 
     shared_copies: see `OptimizerConfig`. separate_documents: whether tokens attend to their own document
-    alone. again: whether blocks are computed again.
+    alone. again: whether blocks are recomputed.
     """
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
@@ -105,9 +105,9 @@ def rank_memory(
 
 
 def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, experts: int) -> tuple[int, int]:
-    """A rank's bytes of weights of `layers` layers, the first `experts` of them MoE; of a layer's experts.
+    """Return a rank's weight bytes of `layers` layers, the first `experts` of them MoE; of a layer's experts.
 
-    Read off the real model, built without memory for its weights.
+    They are read from the real model, built without memory for its weights.
     """
     small = replace(model, preset=None, num_layers=layers, moe_layers=tuple(range(experts)))
     with on_meta():
@@ -128,9 +128,9 @@ def check_memory(
     separate_documents: bool = False,
     again: bool = False,
 ) -> None:
-    """Refuse a model of which `sharing` ranks do not fit into `there_bytes`; the rest as of `rank_memory`.
+    """Raise ConfigError, naming the setting that takes most, if `sharing` ranks exceed `there_bytes`.
 
-    Raises ConfigError that names the setting which takes most.
+    The other arguments are those of `rank_memory`.
     """
     need = rank_memory(
         model,
@@ -172,12 +172,12 @@ def check_memory(
 
 
 def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
-    """What a rank of a run needs; of a `resolved` configuration."""
+    """Return the memory that a rank of a run needs. config: `resolved`."""
     return rank_memory(config.model, config.moe, config.data.batch_per_device, layout, **_options(config))
 
 
 def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
-    """`check_memory` of a run, of a `resolved` configuration."""
+    """Apply `check_memory` to a run. config: `resolved`."""
     sizes = config.model, config.moe, config.data.batch_per_device, layout
     check_memory(*sizes, there_bytes=there_bytes, sharing=sharing, **_options(config))
 
@@ -191,7 +191,7 @@ def _options(config: RunConfig) -> _Options:
 
 
 def check_processes(processes: int) -> None:
-    """Refuse more local processes than this machine has memory for, before there is a model in them."""
+    """Raise ConfigError for more local processes than this machine has memory for, even without a model."""
     most = max(1, host_bytes() // RANK_BYTES)
     if processes > most:
         why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {_gib(host_bytes())}"
@@ -199,13 +199,13 @@ def check_processes(processes: int) -> None:
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the container that we are in."""
+    """Return the memory of this machine, or of the container in which this process runs, in bytes."""
     machine, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
     return machine if limit is None else min(machine, limit)
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of the device that a rank computes on."""
+    """Return the memory of the device on which a rank computes, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes()

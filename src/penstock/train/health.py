@@ -1,8 +1,8 @@
-"""Steps whose numbers are not finite: skipped on all ranks together, and counted.
+"""Steps whose numbers are not finite: they are skipped on all ranks together, and counted.
 
 A skipped step leaves parameters, optimiser state and the experts' biases as they were. Everything that is a
 function of the step goes on: its samples are not seen again, the learning rate follows its curve, dropout has
-the next step's keys. AdamW's own count, by which it corrects its averages, stands still.
+the next step's keys. AdamW's own step count, by which it corrects its averages, does not advance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADVICE = "A lower optimizer.lr or more optimizer.warmup_steps may help."
 
 
 class DivergedError(RuntimeError):
-    """The run has no finite numbers to go on with; going on would only save rubbish."""
+    """The run has no finite numbers left with which to continue; continuing would only save useless state."""
 
 
 class StepGuard:
@@ -29,9 +29,9 @@ class StepGuard:
         self._in_a_row = 0
 
     def accepts(self, step: int, loss: float, norm: float) -> bool:
-        """Whether all ranks apply this step: its loss and gradient norm are finite on each of them.
+        """Tell whether all ranks apply this step: its loss and gradient norm are finite on each of them.
 
-        One all-reduce of 8 bytes, so that no rank updates alone and drifts away.
+        It costs one all-reduce of 8 bytes, so that no rank updates alone and diverges from the others.
         """
         broken = not (math.isfinite(loss) and math.isfinite(norm))
         broken = self._control.any(broken, f"agreeing whether step {step} is finite")
@@ -40,11 +40,11 @@ class StepGuard:
 
     @property
     def gives_up(self) -> bool:
-        """Whether more steps in a row were not finite than may be."""
+        """Whether more consecutive steps were not finite than are allowed."""
         return self._in_a_row > self._most
 
     def describe(self, step: int, loss: float, norm: float) -> str:
-        """What is said of a step that was skipped."""
+        """Return the message about a step that was skipped."""
         return (
             f"step {step} skipped: loss {loss}, gradient norm {norm}; nothing was updated "
             f"({self._in_a_row} in a row, train.max_skipped_steps = {self._most})"
@@ -52,7 +52,7 @@ class StepGuard:
 
 
 def forget_choices(model: nn.Module) -> None:
-    """Drop what loss-free balance has counted since the last update: a skipped step moves no bias."""
+    """Drop what loss-free balancing has counted since the last update: a skipped step moves no bias."""
     for module in model.modules():
         if isinstance(module, MoELayer) and module.gate.bias is not None:
             module.gate.bias.forget()

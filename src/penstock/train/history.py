@@ -1,4 +1,4 @@
-"""What the summary of a run needs to know of its steps: a few numbers of each, however long the run."""
+"""What the summary of a run needs to know about its steps: a few numbers per step, however long the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 from penstock.train.metrics import StepMetrics
 
 WARM_UP_STEPS: Final = 2
-"""First steps allocate buffers and open connections; medians leave them out."""
+"""The first steps allocate buffers and open connections; medians leave them out."""
 
 TYPICAL: Final = (
     "tokens_per_s",
@@ -22,13 +22,14 @@ TYPICAL: Final = (
     "rows_crossing_nodes",
     "loads_in_common",
 )
-"""What a summary has the median of; where a step has a number for every layer, of their mean."""
+"""Numbers whose median a summary has; a number per layer counts as its mean over layers."""
 
 
 class History:
-    """The steps of one start: eight bytes of each for every number whose median is wanted.
+    """The steps of one start: eight bytes per step for every number whose median is wanted.
 
-    first, last_applied: of the steps that were not skipped; None as long as there is none. last: of all.
+    first, last_applied: of the steps that were not skipped; None as long as there is none. last: of all
+    steps.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class History:
         self._columns = {name: array("d") for name in TYPICAL}
 
     def add(self, metrics: StepMetrics) -> None:
-        """One more step."""
+        """Add one more step."""
         self.last = metrics
         if metrics.skipped:
             self.skipped += 1
@@ -50,14 +51,14 @@ class History:
             column.append(_of_step(getattr(metrics, name)))
 
     def typical(self, name: str) -> float | None:
-        """The median of a number over the steps that have it; None if none has."""
+        """Return the median of a number over the steps that have it; None if none has."""
         column = self._columns[name]
         known = [value for value in column[WARM_UP_STEPS:] or column if not math.isnan(value)]
         return median(known) if known else None
 
 
 def _of_step(value: float | Sequence[float] | None) -> float:
-    """NaN for what the step does not have."""
+    """Return the value, the mean of values by layer, or NaN if the step does not have the number."""
     if isinstance(value, Sequence):
         return fmean(value) if value else math.nan
     return math.nan if value is None else value

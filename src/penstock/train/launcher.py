@@ -1,12 +1,12 @@
-"""Starts the ranks of this machine, watches them, and takes all of them down when one fails.
+"""Starts the ranks of this machine, watches them, and stops all of them when one fails.
 
 The parent holds the store at which the ranks meet, so no rank's death takes it away and no port is chosen
 before it is bound. A rank's environment is torchrun's, so a script cannot tell the difference. Ranks run
-beside us, or where a `Place` puts them, such as an emulated cluster.
+beside the parent, or where a `Place` puts them, such as an emulated cluster.
 
-When one rank fails the others cannot finish, but they soon notice and say so better than anyone else could.
+When one rank fails the others cannot finish, but they soon notice and can report the failure best themselves.
 So they get `grace_s` to do that, then SIGTERM, then SIGKILL. A rank that does not answer the others is killed
-as soon as they say so, since it would not heed a SIGTERM either. On Linux a rank also dies when its parent
+as soon as they report it, since it would not heed a SIGTERM either. On Linux a rank also dies when its parent
 does, even by `kill -9`.
 """
 
@@ -36,28 +36,28 @@ T = TypeVar("T")
 POLL_S: Final = 0.02
 KILL_AFTER_TERM_S: Final = 5.0
 KILL_AFTER_VERDICT_S: Final = 1.5
-"""For ranks that answer, where others do not: enough to say what they waited for."""
+"""Seconds for ranks that answer, where others do not: enough to report what they waited for."""
 LOOPBACK: Final = "127.0.0.1"
 PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that ended by itself and not well; a negative `returncode` is the signal that killed it."""
+    """A rank that ended by itself with a failure; a negative `returncode` is the signal that killed it."""
 
     rank: int
     returncode: int
 
     @property
     def signal_name(self) -> str | None:
-        """Such as SIGKILL; None if the rank exited."""
+        """Name of the signal, such as SIGKILL; None if the rank exited."""
         if self.returncode >= 0:
             return None
         known = {each.value: each.name for each in signal.Signals}
         return known.get(-self.returncode, "a real-time signal")
 
     def describe(self) -> str:
-        """One line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
+        """Return one line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
         if self.signal_name is None:
             return f"rank {self.rank} exited with code {self.returncode}"
         return f"rank {self.rank} was killed by signal {-self.returncode} ({self.signal_name})"
@@ -67,9 +67,9 @@ class Failure:
 class LaunchOutcome:
     """How every rank ended, in rank order, and why.
 
-    `stopped` are the ranks that the launcher had to signal, so their codes are not their own doing;
-    `interrupted_by` is the first signal that ended the whole run. `silent` are the ranks that
-    did not answer the others, each with whether a signal had stopped it.
+    `stopped` are the ranks that the launcher had to signal, so that their exit codes are not their own;
+    `interrupted_by` is the first signal that ended the whole run. `silent` maps each rank that did not answer
+    the others to whether a signal had stopped it.
     """
 
     exit_codes: tuple[int, ...]
@@ -79,7 +79,7 @@ class LaunchOutcome:
     silent: Mapping[int, bool] = field(default_factory=dict)
 
     def describe(self) -> str | None:
-        """The failure to name first, such as `rank 1 did not answer: it was stopped by a signal`."""
+        """Return the failure to name first, such as `rank 1 did not answer: it was stopped by a signal`."""
         if not self.silent:
             return None if self.first_failure is None else self.first_failure.describe()
         ranks = sorted(self.silent)
@@ -90,10 +90,10 @@ class LaunchOutcome:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher should exit with.
+        """The code with which the launcher should exit.
 
-        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C);
-        2, bad usage, if every rank that failed by itself says so; else 1.
+        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C); 2,
+        bad usage, if every rank that failed by itself exited with it; else 1.
         """
         if not any(self.exit_codes):
             return 0
@@ -107,19 +107,19 @@ class Place(Protocol):
     """Where on this machine the ranks run."""
 
     def address(self, rank: int) -> str:
-        """Of a rank, as all the others see it."""
+        """Return the address of a rank, as all the other ranks see it."""
 
     def listen_address(self, rank: int) -> str:
-        """Where a server of a rank listens, so that all reach it, and the rank itself at 127.0.0.1."""
+        """Return where a server of a rank listens, so that all reach it, and the rank itself at 127.0.0.1."""
 
     def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
-        """What to start so that `argv` runs where `rank` is, in the same process."""
+        """Return the command that runs `argv` at the place of `rank`, in the same process."""
 
     def environ(self, rank: int) -> Mapping[str, str]:
-        """What `rank` finds in its environment, beside or instead of what all ranks do."""
+        """Return what `rank` finds in its environment in addition to, or instead of, what all ranks find."""
 
     def run_inside(self, rank: int, work: Callable[[], T]) -> T:
-        """What `work` returns when we run it where `rank` is; servers that it starts stay there."""
+        """Return what `work` returns when run at the place of `rank`; servers that it starts stay there."""
 
 
 def launch(
@@ -132,10 +132,10 @@ def launch(
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
-    The ranks inherit stdout, stderr and `environ` (None: ours), and run at `place` (None: beside us).
-    `grace_s` is how long ranks may go on after one has failed or the run was interrupted. Raises `ValueError`
-    for fewer than one process and `OSError` if the command cannot be started; no rank is left running,
-    whatever happens.
+    The ranks inherit stdout, stderr and `environ` (None: this process's), and run at `place` (None: beside
+    this process). `grace_s` is how long ranks may continue after one has failed or the run was interrupted.
+    Raises `ValueError` for fewer than one process and `OSError` if the command cannot be started; no rank is
+    left running, whatever happens.
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
@@ -153,7 +153,7 @@ def launch(
 
 
 class _Ranks:
-    """The running children; what happens to them is decided once every `POLL_S`."""
+    """The running children; their state is checked once every `POLL_S`."""
 
     def __init__(
         self, *, grace_s: float, received: list[signal.Signals], culprits: Callable[[], list[int]]
@@ -161,7 +161,7 @@ class _Ranks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.grace_s = grace_s
         self.received = received  # filled by the signal handler, in the order of arrival
-        self.culprits = culprits  # who does not answer, as the others tell
+        self.culprits = culprits  # ranks that do not answer, as the others report
         self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
         self.first_failure: Failure | None = None
@@ -179,7 +179,7 @@ class _Ranks:
             self.processes.append(child)
 
     def wait(self) -> None:
-        """Until every rank has ended, by itself or because it had to."""
+        """Wait until every rank has ended, by itself or because it was stopped."""
         while self.running():
             self.notice_failure()
             self.heed_verdict()
@@ -192,7 +192,7 @@ class _Ranks:
         return [rank for rank, child in enumerate(self.processes) if child.poll() is None]
 
     def heed_signals(self) -> None:
-        """Pass on what reached only us. A second interruption cuts the grace short."""
+        """Pass on signals that reached only this process. A second interruption cuts the grace short."""
         for number in self.received[self.heeded :]:
             if number != signal.SIGINT or not shares_terminal():
                 self.send(number)
@@ -200,9 +200,9 @@ class _Ranks:
             self.heeded += 1
 
     def notice_failure(self) -> None:
-        """Remember the first rank that failed by itself.
+        """Record the first rank that failed by itself.
 
-        Of those that ended within one look, one that was killed comes first: its end is what the others saw.
+        Of ranks that ended within one poll, one that was killed comes first: the others reacted to its end.
         """
         ended = [(rank, child.returncode) for rank, child in enumerate(self.processes) if child.returncode]
         if self.first_failure or self.received or not ended:
@@ -212,7 +212,7 @@ class _Ranks:
         self.stop_within(self.grace_s)
 
     def heed_verdict(self) -> None:
-        """Once a rank has failed: kill those that the others call silent, and soon all that are left."""
+        """Kill, once a rank has failed, the ranks that the others call silent, and soon all that are left."""
         if self.first_failure is None or self.silent:
             return
         running = self.running()
@@ -220,7 +220,7 @@ class _Ranks:
             rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
         }
         if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
-            self.silent = dict.fromkeys(running, True)  # no rank is left to say so
+            self.silent = dict.fromkeys(running, True)  # no rank is left to report it
         for rank in self.silent:
             self.stopped.add(rank)
             self.processes[rank].kill()
@@ -228,7 +228,7 @@ class _Ranks:
             self.kill_at_s = min(self.kill_at_s, time.monotonic() + KILL_AFTER_VERDICT_S)
 
     def escalate(self) -> None:
-        """SIGTERM when the grace is over, SIGKILL when that did not help either."""
+        """Send SIGTERM when the grace is over, and SIGKILL when that did not help either."""
         now_s = time.monotonic()
         if now_s >= self.terminate_at_s:
             self.send(signal.SIGTERM)
@@ -246,7 +246,7 @@ class _Ranks:
             self.processes[rank].send_signal(number)
 
     def kill(self) -> None:
-        """Leave no process behind; after `wait` none is left."""
+        """Kill every process that is still running; after `wait` none is."""
         self.send(signal.SIGKILL)
         for child in self.processes:
             child.wait()
@@ -265,7 +265,7 @@ class _Ranks:
 
 
 class _Here:
-    """Beside us: ranks that meet at the loopback interface."""
+    """Ranks beside this process, which meet at the loopback interface."""
 
     def address(self, rank: int) -> str:
         del rank
@@ -288,12 +288,13 @@ class _Here:
 
 
 def _host_store(address: str) -> TCPStore:
-    """The store at which the ranks meet; it serves as long as the object lives.
+    """Return the store at which the ranks meet; it serves as long as the object lives.
 
-    It is given a socket that is already bound, as it would otherwise listen on every interface. We reach it
-    at the loopback address, which has a name on every machine: torch warns of addresses that have none.
+    It is given a socket that is already bound, as it would otherwise listen on every interface. This process
+    reaches it at the loopback address, which has a name on every machine: torch warns of addresses that have
+    none.
     """
-    # torch.distributed has it as well, but hides it from type checkers.
+    # torch.distributed exports it as well, but hides it from type checkers.
     from torch._C._distributed_c10d import TCPStore
 
     listener = socket.create_server((address, 0), backlog=1024)
@@ -305,14 +306,14 @@ def _host_store(address: str) -> TCPStore:
 
 
 def _culprits(store: TCPStore) -> list[int]:
-    """Ranks that others have found silent."""
+    """Return the ranks that others have found silent."""
     if not store.check([CULPRITS_KEY]):
         return []
     return [int(rank) for rank in store.get(CULPRITS_KEY).decode().split(",")]
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal, or a debugger, has stopped the process; unknown (False) where there is no /proc."""
+    """Tell whether a signal or a debugger has stopped the process; False where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     except OSError:
@@ -322,13 +323,13 @@ def _is_stopped(pid: int) -> bool:
 def _shared_environ(
     environ: Mapping[str, str], processes: int, address: str, store: TCPStore
 ) -> dict[str, str]:
-    """What all ranks find in their environment."""
+    """Return the environment that all ranks find."""
     ours = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to our store instead of hosting its own
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to this store instead of hosting its own
         "PENSTOCK_LAUNCHED": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -336,11 +337,11 @@ def _shared_environ(
 
 
 def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Something for a child to run before its command, so that the kernel kills it when `parent` dies.
+    """Return a function by which a child, before its command, asks the kernel to kill it when `parent` dies.
 
     Linux only (None elsewhere, where `kill -9` of the parent leaves the ranks to notice by themselves). The
-    kernel goes by the thread that started the child, and that one waits for it in `launch`. The library is
-    loaded here, since between fork and exec a child should do as little as it can.
+    kernel goes by the thread that started the child, and that thread waits for the child in `launch`. The
+    library is loaded here, since between fork and exec a child should do as little as it can.
     """
     if sys.platform != "linux":
         return None
@@ -349,7 +350,7 @@ def _die_with_parent(parent: int) -> Callable[[], None] | None:
     def ask_for_signal() -> None:
         if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_PDEATHSIG")
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before the kernel was asked
             os._exit(1)
 
     return ask_for_signal

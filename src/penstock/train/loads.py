@@ -1,6 +1,6 @@
 """How evenly a run loads its experts and ranks: numbers of a step, and what is kept for pictures.
 
-Shapes: Y MoE layers, E experts.
+Shapes: P ranks, Y MoE layers, E experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_KEPT = 256
 
 
 def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
-    """The same with how even the step's loads were, as far as they were gathered. All ranks call it."""
+    """Return the metrics with how even the step's loads were, if they were gathered. All ranks call it."""
     loads_PYE, layout = stack.loads.last, stack.machinery.layout
     if loads_PYE is None:
         return metrics
@@ -46,7 +46,7 @@ def with_loads(metrics: StepMetrics, stack: PipelinedStack) -> StepMetrics:
 
 
 def _hosted_rows(stack: PipelinedStack) -> HostedRows:
-    """Of all expert groups. Each has guests of its own, of which only its ranks know."""
+    """Return the rows that all ranks computed. Each expert group's guests are known only to its own ranks."""
     loads_PYE, layout = stack.loads[-1], stack.machinery.layout
     mine = HostedRows.of_group(loads_PYE, stack.loads.hostings, layout.mesh, layout.node_size, layout.rank)
     groups = layout.mesh.groups(Group.EXPERT_SHARDS)
@@ -57,21 +57,21 @@ def _hosted_rows(stack: PipelinedStack) -> HostedRows:
 
 
 def expert_loads(stack: PipelinedStack) -> Whole | None:
-    """Choices of every expert by all ranks in the last step, [Y, E]; None where they were not gathered."""
+    """Return how often all ranks chose every expert in the last step, [Y, E]; None where not gathered."""
     loads_PYE = stack.loads.last
     return None if loads_PYE is None else loads_PYE.sum(axis=0, dtype=np.int64)
 
 
 @dataclass
 class LoadBook:
-    """Loads over a run, of every step at first; when MOST_KEPT are held every other one is forgotten."""
+    """Loads over a run, of every step at first; beyond MOST_KEPT steps every other one is dropped."""
 
     _steps: list[int] = field(default_factory=list)
     _loads: list[Whole] = field(default_factory=list)
     _every: int = 1
 
     def add(self, step: int, loads_YE: Whole) -> None:
-        """The loads of step number `step`, which ascends."""
+        """Add the loads of step number `step`, which ascends."""
         if step % self._every:
             return
         self._steps.append(step)
@@ -83,7 +83,7 @@ class LoadBook:
 
     @staticmethod
     def resumed(folder: Path, done: int) -> LoadBook:
-        """What an earlier start has kept of the first `done` steps. Raises ConfigError for a damaged file."""
+        """Return what an earlier start kept of steps up to `done`. Raises ConfigError for a damaged file."""
         book, path = LoadBook(), folder / NUMBERS
         if done and path.exists():
             course = LoadCourse.read(path)
@@ -93,7 +93,7 @@ class LoadBook:
         return book
 
     def course(self, layers: Sequence[int]) -> LoadCourse | None:
-        """What is drawn; None where nothing is known. layers: numbers of the MoE layers."""
+        """Return what is drawn; None where no loads are known. layers: numbers of the MoE layers."""
         if not self._steps:
             return None
         return LoadCourse(tuple(layers), tuple(self._steps), np.stack(self._loads))

@@ -1,4 +1,4 @@
-"""What a run's metrics go to beside its own file, as its settings say."""
+"""Opens what a run's metrics are written to in addition to its own file, as its settings require."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.train.wandb_sink import open_wandb
 
 
 def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> list[ScalarLog]:
-    """Open them; for one rank. layers: numbers of the MoE layers. first: steps that were done before.
+    """Open the logs, on one rank. layers: numbers of the MoE layers. first: steps that were done before.
 
     Raises ConfigError if one of them cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""From a step that has ended to its record."""
+"""Makes the record of a step that has ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measured(
     iteration_s: float,
     all_reduce_chunk_bytes: int | None,
 ) -> StepMetrics:
-    """The record of the step that a stack ran last. loss: what was minimised; records: of this rank."""
+    """Return the record of a stack's last step. loss: what was minimised; records: of this rank."""
     statistics = stack.statistics
     assert statistics is not None, "a step has ended"
     used = occupation(records, stack.machinery.layout.mesh.silent)
@@ -65,20 +65,20 @@ def measured(
 
 
 def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:
-    """Balance and z-loss under their metrics' names: means over MoE layers. The loss has their sums."""
+    """Return balance and z-loss by their metrics' names: means over MoE layers. The loss has their sums."""
     layers = len(statistics.chosen_YE)
     return {f"aux_loss_{group}": float(statistics.aux) / layers, "z_loss": float(statistics.z) / layers}
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: on a GPU its tensors, else all that was resident."""
+    """Return the most memory that this process has held so far: on a GPU in tensors, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return KIBIBYTE * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | None:
-    """The share of choices without room, by layer; None where every choice has some."""
+    """Return the share of choices without room, by layer; None where routing drops none."""
     if moe.capacity_factor is None or moe.kind != "token":
         return None
     chosen_Y = statistics.chosen_YE.sum(1).clamp(min=1)
@@ -86,5 +86,5 @@ def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | 
 
 
 def _imbalance(chosen_YE: Tensor) -> float:
-    """Load of the busiest expert over the mean, mean over layers; 0 where nothing was routed at all."""
+    """Return the busiest expert's load over the mean, averaged over layers; 0 where nothing was routed."""
     return float((chosen_YE.amax(1) / chosen_YE.mean(1).clamp(min=1e-9)).mean())

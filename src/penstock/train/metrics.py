@@ -37,13 +37,13 @@ class StepMetrics:
     `step`                    steps done with this one; the first is 1
     `loss`, `eval_loss`       cross entropy, nats per token of all ranks; `eval_loss` is None on steps without
                               evaluation
-    `eval_noise`              95 % of the time `eval_loss` is too small by less, judging by how its batches
-                              differ; None of a single batch
+    `eval_noise`              with 95 % confidence `eval_loss` is too small by less than this, judged by how
+                              its batches differ; None for a single batch
     `total_loss`              what is minimised: `loss + moe_layers * (aux_loss_coeff * aux_loss_global (or
-                              whatever its group is) + z_loss_coeff * z_loss)`
+                              that of another group) + z_loss_coeff * z_loss)`
     `grad_norm`               of `total_loss`, before clipping, every expert counted once
     `iteration_s`             forward, backward, clipping and update on rank 0, not reading the batch
-    `tokens_per_s`            tokens of all ranks that are no padding, over `iteration_s`
+    `tokens_per_s`            tokens of all ranks without padding, over `iteration_s`
     `communication_s`, `compute_s`
                               time in forward and backward of rank 0 during which a collective was running,
                               and during which something was computed
@@ -53,24 +53,24 @@ class StepMetrics:
     `expert_load_max_over_mean`, `rank_load_max_over_mean`
                               by MoE layer: rows of the busiest expert, and of the rank whose experts get
                               most, over the mean; 1 is perfect balance
-    `rank_rows_max_over_mean` by MoE layer: the same of the rows that ranks compute, those of experts that
-                              they host as guests in this step included
+    `rank_rows_max_over_mean` by MoE layer: rows that the busiest rank computes over the mean,
+                              including rows of experts that ranks host as guests in this step
     `expert_load_entropy`     by MoE layer: entropy of the experts' shares over that of equal ones; 1 is
                               perfect balance, 0 means that one expert gets everything
-    `loads_in_common`         by MoE layer: share of rows that this step and the one before have alike, by
-                              rank and expert; 1 is the same distribution. None in the first
-    `rows_crossing_nodes`     by MoE layer: share of rows that another node computes
+    `loads_in_common`         by MoE layer: share of rows that this step and the one before have in common,
+                              by rank and expert; 1 is the same distribution. None in the first step
+    `rows_crossing_nodes`     by MoE layer: share of rows that are computed on another node
     `z_loss`                  mean over MoE layers, without its coefficient
     `aux_loss_global`, `..._sequence`, `..._microbatch`
                               the balance loss, mean over MoE layers, without its coefficient, under the name
-                              of the group over which it is judged; the other two are None. 1 is balance
-    `aux_loss_by_layer`       the same by MoE layer
+                              of the group over which balance is judged; the other two are None. 1 is balance
+    `aux_loss_by_layer`       the balance loss by MoE layer
     `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
                               routing drops none
     `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
                               of all ranks, over `iteration_s`; see `cost.model_flops`
-    `model_flops_utilisation` the same over the highest rate of a matrix product that the profile measured on
-                              all ranks at once; None without a profile
+    `model_flops_utilisation` `model_flops_per_s` over the highest rate of a matrix product that the profile
+                              measured on all ranks at once; None without a profile
     `peak_memory_bytes`       the most that rank 0 has held so far: on a GPU in tensors, else resident
     `plan`                    which plan ran the step: the first digits of its schedule's hash
     `skipped`                 True: loss or gradients were not finite, and nothing was updated
@@ -127,26 +127,26 @@ BY_LAYER = (
     "aux_loss_by_layer",
     "rows_dropped",
 )
-"""A number for every MoE layer."""
+"""Fields with a number for every MoE layer."""
 
 WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes")
-"""Integers."""
+"""Fields that are integers."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)
-"""What a step may be without."""
+"""Fields that a step may lack."""
 
 
 # ---------------------------------------------------------------- files
 
 
 class MetricsWriter:
-    """Appends each step to `metrics.jsonl` in `folder`, and to the logs that are given; closes those, too.
+    """Appends each step to `metrics.jsonl` in `folder`, and to the given logs, which it also closes.
 
     `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by
     a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
 
-    A line is JSON and in the file before `write` returns. A number that is not finite is written as null:
-    JSON has no other word for it.
+    A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
+    since JSON cannot express it.
 
     Raises `ValueError` naming file and line when the existing record cannot be read.
     """
@@ -191,14 +191,14 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
+    """Return the steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
 
     A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
     for any other line that is not a step.
     """
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
-    # A whole line ends with a newline, so what follows the last one is nothing, or a line cut short.
+    # A whole line ends with a newline, so what follows the last newline is nothing, or a line cut short.
     return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
@@ -215,7 +215,7 @@ def _from_json(key: str, value: Any) -> Any:
     if value is None:
         return None if key in OPTIONAL else math.nan
     if key in WHOLE:
-        return operator.index(value)  # refuses what is not an integer
+        return operator.index(value)  # rejects anything but integers
     if key == "skipped":
         return bool(value)
     if key in BY_LAYER:
@@ -227,20 +227,20 @@ def _to_line(metrics: StepMetrics) -> str:
     record = {
         key: _to_json(value)
         for key, value in asdict(metrics).items()
-        if value is not None or key not in OPTIONAL - {"eval_loss"}  # what the run does not have
+        if value is not None or key not in OPTIONAL - {"eval_loss"}  # fields that the run lacks are left out
     }
     return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _to_json(value: Any) -> Any:
-    """Numbers that are not finite as null, those of layers, too."""
+    """Return the value with numbers that are not finite, also within tuples, as null."""
     if isinstance(value, tuple):
         return [_to_json(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> MetricsWriter:
-    """A MetricsWriter; raises ConfigError about the file for a record that cannot be continued."""
+    """Return a MetricsWriter; raise ConfigError about the file for a record that cannot be continued."""
     path = folder / METRICS_FILE
     try:
         return MetricsWriter(folder, resume_step, logs)
@@ -254,7 +254,7 @@ def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> M
 
 
 def _replace(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Make `path` hold exactly `steps`: a crash half-way leaves the old file or the new one, no mixture."""
+    """Make `path` hold exactly `steps`: a crash leaves the old file or the new one, never a mixture."""
     scratch = path.with_suffix(".tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.writelines(_to_line(metrics) for metrics in steps)

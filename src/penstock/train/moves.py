@@ -1,4 +1,4 @@
-"""Settings of section [placement] that would do nothing, found out before any process starts."""
+"""Finds settings of section [placement] that would have no effect, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.topology import ParallelConfig
 
 READ_WITH: Final = {"samples": ("solver", "prediction"), "experts": ("guest_slots", "split", "every")}
-"""What counts only where samples move, and where experts do."""
+"""Settings that count only where samples move, and only where experts move."""
 
 NONE: Final = "none"
 
 
 def check_moves(placement: PlacementConfig, source: str, parallel: ParallelConfig, ranks: int) -> None:
-    """Raise ConfigError for what moves nothing, or counts only where something moves that stays.
+    """Raise ConfigError for a move without effect, or a setting of a move that is not made.
 
-    source: of the plan; a plan file says by itself what moves. ranks: in all.
+    source: of the plan; a plan file itself determines what moves. ranks: total number.
     """
     if source not in (GIVEN, AUTO):
         return

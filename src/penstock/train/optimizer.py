@@ -15,7 +15,7 @@ from penstock.config import ConfigError, Within, check_bounds
 from penstock.config.bounds import Steps
 
 MOMENTS = 2
-"""What AdamW keeps for every weight."""
+"""Numbers that AdamW keeps for every weight."""
 
 Sharded = Literal[True, False, "auto"]
 NamedParameter = tuple[str, nn.Parameter]
@@ -38,9 +38,9 @@ class OptimizerConfig:
     `clip_grad_norm`  largest gradient norm over the whole model; None leaves gradients as they are
     `sharded`         every data-parallel rank keeps the moments of a share of the parameters and updates it,
                       by tasks of the step's schedule (ZeRO, stage 1); `auto`: where a whole iteration is
-                      predicted to be shorter so, or does not fit into memory otherwise
-    `shard_gradients` with `sharded`, gradients are given up during backward as soon as they are summed, but
-                      for this rank's share (ZeRO, stage 2)
+                      predicted to be shorter that way, or does not fit into memory otherwise
+    `shard_gradients` with `sharded`, gradients are released during backward as soon as they are summed,
+                      except for this rank's share (ZeRO, stage 2)
 
     Raises `ConfigError` naming the field when a value cannot be used.
     """
@@ -65,19 +65,19 @@ class OptimizerConfig:
 
     @property
     def shared_copies(self) -> int:
-        """Of how many copies of a weight (gradient, two moments) a rank has or may have but a share."""
+        """Number of copies of a weight (gradient, two moments) of which a rank may have only a share."""
         return 0 if self.sharded is False else MOMENTS + self.shard_gradients
 
     def settled(self, *, sharded: bool) -> OptimizerConfig:
-        """The same with one of the two optimisers."""
+        """Return the configuration with one of the two optimisers chosen."""
         return replace(self, sharded=sharded, shard_gradients=self.shard_gradients and sharded)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of `step`, counted from 0: up a line to `lr`, then down half a cosine.
+    """Return the learning rate of `step`, counted from 0: linear up to `lr`, then down half a cosine.
 
-    The last warm-up step has `lr`; the last of `total_steps`, and any after it, `min_lr_ratio * lr`. A run no
-    longer than its warm-up never comes down.
+    The last warm-up step has `lr`; the last of `total_steps`, and any later one, `min_lr_ratio * lr`. A run
+    no longer than its warm-up never comes down.
     """
     if step < config.warmup_steps:
         return config.lr * ((step + 1) / config.warmup_steps)
@@ -88,9 +88,9 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that want a gradient: group 0 with weight decay, group 1 without.
+    """Return AdamW over the parameters that require a gradient: group 0 with weight decay, group 1 without.
 
-    Raises `ValueError` when no parameter wants a gradient.
+    Raises `ValueError` when no parameter requires a gradient.
     """
     return torch.optim.AdamW(
         groups_of(named_parameters, config),
@@ -102,11 +102,11 @@ def build_adamw(named_parameters: Iterable[NamedParameter], config: OptimizerCon
 
 
 def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Trained parameters with weight decay, and those without.
+    """Return two groups of trained parameters: those with weight decay, and those without.
 
     Inside a group parameters are sorted by name, so that the order, and with it a saved state, does not
     depend on how the model registers them. Names are kept in each group's `param_names`. Raises ValueError
-    when no parameter wants a gradient.
+    when no parameter requires a gradient.
     """
     trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
     if not trained:
@@ -117,7 +117,7 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
 
 
 def _group(named: Sequence[NamedParameter], weight_decay: float) -> dict[str, Any]:
-    # Names are given apart: AdamW would take (name, parameter) pairs, but finds no names in an empty group.
+    # Names are given separately: AdamW takes (name, parameter) pairs, but finds no names in an empty group.
     return {
         "params": [parameter for _, parameter in named],
         "param_names": [name for name, _ in named],
@@ -126,7 +126,7 @@ def _group(named: Sequence[NamedParameter], weight_decay: float) -> dict[str, An
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
-    # The biases of all experts are stacked into one matrix, so the shape alone does not tell a bias.
+    # The biases of all experts are stacked into one matrix, so the shape alone does not identify a bias.
     is_bias = "bias" in name.rpartition(".")[2]
     return parameter.ndim >= 2 and "embed" not in name and not is_bias
 
@@ -138,10 +138,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def initialise_state(optimizer: torch.optim.AdamW) -> None:
-    """Make the state exist before the first step, so that a checkpoint can be loaded into it in place.
+    """Create the optimiser's state before the first step, so that a checkpoint can be loaded in place.
 
     AdamW creates a parameter's state at its first step; this creates the same zeros earlier, and training
-    goes on bit for bit as without it. State that is there already stays. Parameters are not touched.
+    continues bit for bit as without it. State that exists already stays. Parameters are not touched.
     """
     for group in optimizer.param_groups:
         assert group["fused"], "the fused kernel keeps its step count as a float32 beside the parameter"

@@ -13,20 +13,20 @@ from penstock.config import ConfigError, asked
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
-"""What a run leaves. A folder with none of these holds something else and is left as it is."""
+"""Names that a run leaves. A folder with none of these holds something else and is left as it is."""
 
 CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
-"""What plans of a run are made from, and the plan in use: in its folder, and in every checkpoint."""
+"""The cluster that a run's plans are made for, and the plan in use: in its folder and in every checkpoint."""
 
 CONFIG = "config.toml"
-"""A run leaves that, too, but so may a project; a run's is beside a lock."""
+"""A run leaves this file, too, but a project may also have one; a run's stands beside a lock."""
 
 
 class OutputFolder:
-    """`path`, held by a lock (released by the system when the process dies) while it is entered.
+    """The folder `path`, held by a lock (released by the system when the process dies) while it is entered.
 
     A new run finds no other run in it: what an earlier run left is moved aside, as a whole, to `path.1`,
-    `path.2`, ... A run that continues finds it as it is.
+    `path.2`, ... A run that continues finds the folder as it is.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
@@ -40,7 +40,7 @@ class OutputFolder:
             raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
         self._lock = self._acquired()
         if not self._keep and any(map(self._holds, (CONFIG, *MARKS))):
-            with self._lock:  # it moves with the folder, so nobody else can take it before the move
+            with self._lock:  # the lock moves with the folder, so nobody else can take it before the move
                 self._move_aside()
                 self._lock = self._acquired()
         return self
@@ -71,7 +71,7 @@ class OutputFolder:
         self.moved_to = aside
 
     def _acquired(self) -> IO[str]:
-        """The lock of the folder that has the name now: another start may move one aside in between."""
+        """Return the lock of the folder that has this name now: another start may move one aside."""
         while True:
             lock = self._locked()
             with suppress(FileNotFoundError):
@@ -99,7 +99,7 @@ class OutputFolder:
 
 
 def keep_config(folder: Path, text: str, done: int) -> None:
-    """Write `config.toml`, and keep that of the `done` steps before if it had other settings."""
+    """Write `config.toml`; keep the previous one, of the first `done` steps, if its settings differ."""
     path = folder / CONFIG
     if path.exists() and _settings(path.read_text(encoding="utf-8")) != _settings(text):
         kept = folder / f"config-until-step-{done:08d}.toml"
@@ -110,7 +110,7 @@ def keep_config(folder: Path, text: str, done: int) -> None:
 
 
 def _settings(text: str) -> list[str]:
-    """The lines of a configuration that are no comments, such as those on what was chosen."""
+    """Return the lines of a configuration without comments, such as those on what was chosen."""
     return [line for line in text.splitlines() if not line.startswith("#")]
 
 

@@ -1,4 +1,4 @@
-"""What the training loop asks of the code that decides how steps run, such as `penstock.autopilot`."""
+"""What the training loop requires of the code that decides how steps run, such as `penstock.autopilot`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.train.resume import Resumption, Say
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the plan in use makes one expect of a step. source: what it is made of, in words."""
+    """What is expected of a step under the plan in use. source: what the forecast is made from, in words."""
 
     source: str
     timeline: Timeline
 
 
 class Pilot(Protocol):
-    """Decides by which plan steps run. Made before the model, it takes that over before the first step."""
+    """Decides by which plan steps run. It is made before the model, which it takes over before any step."""
 
     @property
     def config(self) -> RunConfig:
@@ -53,27 +53,27 @@ class Pilot(Protocol):
 
     @property
     def flops(self) -> ModelFlops:
-        """What the model asks of the devices, and what they were measured to do."""
+        """Floating-point operations that the model requires, and the measured rates of the devices."""
 
     def forecast(self) -> Forecast:
-        """What is expected of a step under the plan in use."""
+        """Return what is expected of a step under the plan in use."""
 
     def take_over(self, stack: PipelinedStack) -> None:
-        """Steer this stack from now on. It was built with `plan`."""
+        """Steer this stack, which was built with `plan`, from now on."""
 
     def after_step(self, slowest_s: float, records: Sequence[TaskRecord]) -> bool:
-        """Perhaps adopt another plan; returns whether it did. All ranks call it after the same steps.
+        """Adopt another plan if it is better; return whether it did. All ranks call it after the same steps.
 
         slowest_s: how long the step took on the slowest rank. records: of this rank.
         """
 
     def save(self, folder: Path) -> None:
-        """Write the plan, and the cluster it was made for, into a folder; for one rank."""
+        """Write the plan, and the cluster for which it was made, into a folder, on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks that have met, before anything says who shares what. node_size: see `Layout`."""
+    """The ranks that have met, before it is known which ranks share what. node_size: see `Layout`."""
 
     control: Control
     device: torch.device
@@ -81,14 +81,14 @@ class Ranks:
 
 
 class MakePilot(Protocol):
-    """Makes pilots. All ranks call both, with a resolved configuration."""
+    """Makes pilots. All ranks call both methods, with a resolved configuration."""
 
     def layout(
         self, config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /
     ) -> RunConfig:
-        """The run with which ranks share what, where its configuration leaves that open."""
+        """Return the run with a layout, decided where its configuration leaves it open."""
 
     def __call__(
         self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say, /
     ) -> Pilot:
-        """Make the first plan, or go on with a checkpoint's."""
+        """Make the first plan, or continue with a checkpoint's."""

@@ -1,4 +1,4 @@
-"""A run on the screen: a live line on a terminal, plain lines anywhere else."""
+"""Shows a run on the screen: a live line on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Display(Protocol):
 
 SHOWN_STEPS = 10
 LEAST_BAR = 10
-"""Columns."""
+"""Least width of the bar, in columns."""
 
 
 class Progress:
@@ -80,7 +80,7 @@ def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
 
 
 def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
-    """The newest step with times averaged over all of `recent`: a single step says little about speed."""
+    """Return the newest step with times averaged over `recent`: a single step says little about speed."""
     newest, count = recent[-1], len(recent)
     total_s = sum(m.iteration_s for m in recent)
     return replace(
@@ -93,9 +93,10 @@ def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
-    """The step on one line: loss, speed, how much communication is hidden if there is any, time left.
+    """Return the step on one line: loss, speed, share of hidden communication if there is any, time left.
 
-    Where that is longer than `width`, the communication is left out, then the speed, then the time left.
+    Where that is longer than `width`, the communication is left out first, then the speed, then the time
+    left.
     """
     parts = [f"loss {metrics.loss:.3f}"]
     if metrics.eval_loss is not None:
@@ -111,16 +112,16 @@ def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
 
 class _Silence:
     def start(self) -> None:
-        """Nothing to begin."""
+        """Begin nothing."""
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        """Shows nothing, as requested."""
+        """Show nothing, as requested."""
 
     def say(self, message: str) -> None:
-        """Says nothing, as requested."""
+        """Say nothing, as requested."""
 
     def stop(self) -> None:
-        """Nothing to end."""
+        """End nothing."""
 
 
 class _PlainLines:
@@ -130,7 +131,7 @@ class _PlainLines:
         self._stream = stream
 
     def start(self) -> None:
-        """Lines need no preparation."""
+        """Do nothing: lines need no preparation."""
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
         is_last = metrics.step == self._total_steps
@@ -144,12 +145,12 @@ class _PlainLines:
         print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
 
     def stop(self) -> None:
-        """Every line is out already."""
+        """Do nothing: every line has been printed already."""
 
 
 class _LiveLine:
     def __init__(self, total_steps: int) -> None:
-        # Markup is off: a message may well hold brackets, and they are not styles.
+        # Markup is off: a message may contain brackets, and they are not styles.
         self._console = Console(stderr=True, force_terminal=True, markup=False, highlight=False)
         self._bar = RichProgress(
             BarColumn(bar_width=None),
@@ -158,7 +159,7 @@ class _LiveLine:
             console=self._console,
             expand=True,
             refresh_per_second=4,  # drawn by a thread that takes time from training
-            redirect_stdout=False,  # what is printed there must not end up on standard error
+            redirect_stdout=False,  # printed results must not end up on standard error
         )
         self._task = self._bar.add_task("", total=total_steps)
 

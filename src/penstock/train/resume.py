@@ -1,6 +1,6 @@
-"""From which checkpoint a run goes on: the newest one that is whole, if its settings fit.
+"""Finds the checkpoint from which a run continues: the newest one that is whole, if its settings fit.
 
-All of it is decided before anything is measured or written, and by all ranks together.
+All of this is decided before anything is measured or written, and by all ranks together.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A checkpoint that is whole and of a run like this one. older: those before it, the newest first.
+    """A checkpoint that is whole and of a run like this one.
 
-    damaged: later ones, which could not be used.
+    older: earlier checkpoints, the newest first. damaged: later checkpoints, which could not be used.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class Resumption:
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the folder in which a run keeps its checkpoints."""
     return config.output.dir / "checkpoints"
 
 
 def _complete(config: RunConfig) -> list[Path]:
-    """The finished checkpoints of a run. Raises ConfigError where they cannot be looked for."""
+    """Return the finished checkpoints of a run. Raises ConfigError where its folder cannot be read."""
     folder = checkpoints_folder(config)
     try:
         return complete_checkpoints(folder)
@@ -66,14 +66,14 @@ def require_checkpoint(config: RunConfig) -> None:
 
 
 def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption | None:
-    """The checkpoint to go on from; None for a run that starts from the beginning. All ranks call it.
+    """Return the checkpoint to continue from; None for a run that starts afresh. All ranks call it.
 
-    Raises ConfigError if there is none and there should be, if none can be used, or if the run was another.
+    Raises ConfigError if a required checkpoint is missing, if none can be used, or if the run was another.
     """
     if config.train.resume is False:
         return None
     folder = checkpoints_folder(config)
-    # What rank 0 sees counts: another one may see a folder a moment earlier or later.
+    # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     mine, purpose = list[Path](), "looking for checkpoints"
     control.agreed(lambda: mine.extend(_complete(config)), purpose, by=0)
     found = control.gather(mine, purpose)[0]
@@ -87,7 +87,7 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
 def restore(
     config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption, say: Say
 ) -> int:
-    """Load the checkpoint, or an older one if it turns out to be damaged; returns the steps already done."""
+    """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done."""
     while True:
         try:
             done = checkpoints.load(resumption.path, verified=True)
@@ -122,7 +122,7 @@ def _newest_whole(
 
 
 def _check(config: RunConfig, control: Control, record: Record, path: Path, say: Say) -> None:
-    """Refuse another model and a run that is over; list what else has changed."""
+    """Raise ConfigError for another model and for a run that is over; report what else has changed."""
     steps = config.train.steps
     if (done := step_of(path)) >= steps:
         why = f"{path} has already done {done} steps"
@@ -139,7 +139,7 @@ def _check(config: RunConfig, control: Control, record: Record, path: Path, say:
 
 
 def _settings(record: Record, control: Control, path: Path, say: Say) -> Mapping[str, Any] | None:
-    """With what the checkpoint was made. An old one does not say; the run's config.toml may."""
+    """Return the settings of the checkpoint; an old one has none, but the run's config.toml may have them."""
     if record.settings is not None:
         return record.settings
     say(f"{path} was made by an earlier version: it has no checksums, so damage may go unnoticed")

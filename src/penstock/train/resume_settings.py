@@ -1,4 +1,4 @@
-"""Which settings a run may be continued with: what makes the model stays, what trains it may change."""
+"""Which settings a continued run may change: not those that make the model, but those that train it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
     "moe.expert_bias_rate": "a learning rate; where it becomes 0, or is 0 no more, the missing bias is named",
 }
 """Fields of sections [model] and [moe] that do not change what the trained parameters compute, and why. All
-others, also those that are added later, must be as they were."""
+others, including those that are added later, must be as they were."""
 
 MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
     "model.moe_layers": lambda model: [model.is_moe(layer) for layer in range(model.num_layers)],
     "model.ffn_hidden_size": lambda model: model.dense_hidden_size,
     "moe.norm_topk_prob": lambda moe: moe.renormalise,
 }
-"""Where `none` means what can also be said: what is compared instead."""
+"""Values compared instead of fields whose `none` stands for a value that can also be given."""
 
 UNSAID: Final = ("train.resume", "output.", "metrics.", "parallel.processes")
-"""Changes that are not reported here: of processes, those that ran are compared and not those asked for."""
+"""Settings whose changes are not reported here; for processes, those that ran are compared instead."""
 
 MOST_SHOWN: Final = 60
 
 
 def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for the first setting that would make another function of the saved parameters."""
+    """Raise ConfigError for the first setting that would change the function of the saved parameters."""
     for section, now in (("model", config.model), ("moe", config.moe)):
         then = _section(type(now), settings.get(section, {}), section, path)
         for field in fields(now):
@@ -55,7 +55,7 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
 
 
 def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
-    """What differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
+    """Return what differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
     before, now = dict(leaves(settings)), dict(leaves(to_dict(config)))
     return [
         f"{key} {_shown(before[key])} -> {_shown(value)}"
@@ -80,7 +80,7 @@ def _meaning(key: str, section: object) -> object:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every single setting below `table`, as `to_dict` gives it, by its dotted key."""
+    """Yield every single setting below `table`, as `to_dict` gives it, by its dotted key."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

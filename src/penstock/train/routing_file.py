@@ -1,4 +1,4 @@
-"""How a run's tokens were routed, in `routing.jsonl`, for virtual devices and planners that replay it.
+"""Records how a run's tokens are routed, in `routing.jsonl`, for virtual devices and planners to replay.
 
 Shapes: B samples, Y MoE layers, E experts.
 """
@@ -27,10 +27,10 @@ Known = tuple[Whole, Whole]
 
 
 class RoutingLog(Protocol):
-    """What happens to the routing of every step. All ranks have one and call it together."""
+    """Receives the routing of every step. All ranks have one and call it together."""
 
     def record(self, step: int, stack: PipelinedStack) -> None:
-        """Step number `step`, counted from 1, has ended."""
+        """Record step number `step`, counted from 1, which has ended."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -41,7 +41,7 @@ class RoutingLog(Protocol):
 
 
 class NoRoutingLog:
-    """Nothing is recorded."""
+    """Records nothing."""
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         del step, stack
@@ -56,9 +56,9 @@ class NoRoutingLog:
 
 
 class RoutingFile:
-    """Rank 0 writes the loads of each step, and with `samples` those of every sample, gathered outside it.
+    """Writes, on rank 0, the loads of each step; with `routing_samples` also those of every sample.
 
-    done: steps before; what the file says of later ones is dropped.
+    Samples' loads are gathered outside the step. done: steps done before; records of later steps are dropped.
     """
 
     def __init__(self, config: RunConfig, control: Control, layout: Layout, done: int) -> None:
@@ -75,7 +75,7 @@ class RoutingFile:
             self._recorder = _continued(config.output.dir / ROUTING_FILE, model, done)
 
     def record(self, step: int, stack: PipelinedStack) -> None:
-        """With samples it costs an exchange of all their loads."""
+        """Record the step; with samples this costs an exchange of all their loads."""
         samples = self._gathered(stack) if self._samples else None
         if self._recorder is not None:
             assert stack.statistics is not None, "a step has ended"
@@ -83,7 +83,7 @@ class RoutingFile:
             self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
 
     def _gathered(self, stack: PipelinedStack) -> Whole:
-        """The loads of all samples, [B, Y, E], in the order in which ranks have them in the first layer."""
+        """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer."""
         mine = [_of_layer(layer) for layer in stack.loads.of_samples]
         everyone = self._control.gather(mine, "collecting how samples were routed")
         return _joined(everyone)
@@ -114,7 +114,7 @@ def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:
 
 
 def _joined(everyone: Sequence[Sequence[Known]]) -> Whole:
-    """Loads by sample, which may be elsewhere in every layer, and whose tokens several ranks may share."""
+    """Return loads by sample, which every layer may hold on another rank, and several ranks may share."""
     layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
     place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
     found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
@@ -124,5 +124,5 @@ def _joined(everyone: Sequence[Sequence[Known]]) -> Whole:
 
 
 def open_routing(config: RunConfig, control: Control, layout: Layout, done: int) -> RoutingLog:
-    """What section [output] asks for; the output folder is there."""
+    """Open the log that section [output] requires. The output folder exists already."""
     return RoutingFile(config, control, layout, done) if config.output.routing else NoRoutingLog()

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as far as it is there: it may still be going on, or have been killed."""
+"""Reads what a run has left in its folder, as far as it exists: the run may be unfinished, or killed."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WHY_MISSING = {
 }
 FAILURES = "failure-rank*.txt"
 LATER_S = 60.0
-"""For so long other ranks may still write metrics when one has left why it failed; clocks may differ, too."""
+"""Seconds for which metrics may still be written after a rank has left why it failed; clocks may differ."""
 
 REMOVE = "Correct it, or move the file away."
 
 
 def read_run(folder: Path) -> FinishedRun:
-    """Raises ConfigError for a folder without a run, and for a file that is damaged, by its name."""
+    """Read a run's folder. Raises ConfigError, naming it, for a folder without a run or a damaged file."""
     if not asked(folder.is_dir):
         why = "is not a folder" if asked(folder.exists) else "there is no such folder"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
@@ -66,7 +66,7 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def course_of(steps: Sequence[StepMetrics]) -> Course:
-    """The columns of what a run has recorded."""
+    """Return the columns of what a run has recorded."""
     return Course(
         steps=tuple(each.step for each in steps),
         loss=tuple(_known(each.loss) for each in steps),
@@ -101,7 +101,7 @@ def _steps(folder: Path) -> list[StepMetrics]:
 
 
 def _failures(folder: Path) -> tuple[str, ...]:
-    """First lines of what ranks of the last start have left; one that goes on behind them writes metrics."""
+    """Return the first lines of failures that ranks left; older ones than the last metrics do not count."""
     since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S
     left = [path for path in sorted(folder.glob(FAILURES)) if path.stat().st_mtime >= since_s]
     return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
@@ -112,5 +112,5 @@ def _text(path: Path) -> str:
 
 
 def _known(value: float | None) -> float | None:
-    """A step that was not finite has no value."""
+    """Return the value if it is finite, else None: a step that was not finite has no value."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Whether what ranks share can be cut into equal parts, found out before any process starts."""
+"""Checks whether what ranks share can be cut into equal parts, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.topology import ParallelConfig
 
 
 def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, ranks: int) -> None:
-    """Raise IndivisibleError, with the nearest valid size, for one that does not divide what it cuts.
+    """Raise IndivisibleError, with the nearest valid size, for a size that does not divide what it cuts.
 
-    ranks: in all; sizes that these cannot form are not proposed. Raises ConfigError for more ranks than a
-    sample has tokens.
+    ranks: total number; sizes of groups that these cannot form are not proposed. Raises ConfigError for more
+    ranks than a sample has tokens.
     """
     shared = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size}
     if not all(model.is_moe(layer) for layer in range(model.num_layers)):
@@ -31,7 +31,10 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
 
 
 def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *, heads_of: int = 0) -> None:
-    """valid: sizes to propose. heads_of: the hidden size, which a number of heads must divide."""
+    """Raise IndivisibleError unless `parts` divides all of `shared`.
+
+    valid: sizes to propose. heads_of: the hidden size, which a number of heads must divide.
+    """
     for name, number in shared.items():
         if number % parts:
             why = f"must divide {name} ({number}), which is cut into as many equal parts"
@@ -43,7 +46,7 @@ def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *,
 
 
 def _common(shared: Mapping[str, int], ranks: int) -> list[int]:
-    """Sizes of groups of ranks that divide all of these."""
+    """Return the sizes of groups of ranks that divide all of these numbers."""
     return [size for size in group_sizes(ranks) if all(each % size == 0 for each in shared.values())]
 
 

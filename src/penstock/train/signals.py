@@ -1,4 +1,4 @@
-"""Interruptions of the process that starts the ranks, which it passes on."""
+"""Records interruptions of the process that starts the ranks, which passes them on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import FrameType
 from typing import Final
 
 SAME_REQUEST_S: Final = 2.0
-"""Signals that are closer together than this are one request to stop."""
+"""Signals fewer seconds after the first than this belong to the same request to stop."""
 
 
 @contextmanager
 def recorded_signals() -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM end up in the list instead of ending us, in so far as they were not ignored before.
+    """Record SIGINT and SIGTERM in the list instead of ending this process, unless they were ignored before.
 
     One request can arrive twice, as from timeout(1), which signals its child and then the whole group, so a
     later signal is listed only `SAME_REQUEST_S` after the first. Python lets only the main thread handle
-    signals; called in another one, this leaves them as they are.
+    signals; called in another thread, this leaves them as they are.
     """
     received: list[signal.Signals] = []
     first_s = 0.0
@@ -49,9 +49,10 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
 
 
 def shares_terminal() -> bool:
-    """Whether Ctrl-C reaches the ranks as it reaches us: our process group has the terminal.
+    """Tell whether Ctrl-C reaches the ranks as it reaches this process: its group has the terminal.
 
-    A SIGINT sent to us alone at that moment is not passed on; the ranks then end when their grace does.
+    A SIGINT sent to this process alone at that moment is not passed on; the ranks then end when their grace
+    does.
     """
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)

@@ -22,23 +22,25 @@ from penstock.train.config import RunConfig
 from penstock.train.storage.record import GLOBAL_BATCH
 
 HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
-"""Earlier versions held out one block of some, whatever the fraction."""
+"""Key of uneven fractions alone: earlier versions held out one block of some, whatever the fraction."""
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 
 PAGE, GLIMPSED_PAGES = 4096, 64
 TURN_S = 2.0
-"""How long a rank works on before it lets the others know that it is there."""
+"""How long a rank works before it lets the others know that it is still there."""
 
 TOLD_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """identity: what the order of samples depends on, by configuration key; two runs with the same identity
-    see the same samples at the same step, on any layout. scanned: what was found in every text, or in a
-    sample of it.
+    """The texts of a run and the batches cut from them.
+
+    identity: settings and texts on which the order of samples depends, by configuration key; two runs with
+    the same identity see the same samples at the same step, on any layout. scanned: what was found in every
+    text, or in a sample of it.
     """
 
     corpora: Sequence[Corpus]
@@ -53,12 +55,12 @@ class Source:
 
     @property
     def words(self) -> str:
-        """The texts, for people; and how much of each was looked at, if that is not all."""
+        """Description of the texts, and of how much of each was read, if not all."""
         return "; ".join(map(_described, self.corpora, self.scanned))
 
     @property
     def unigram_entropy_nats(self) -> float:
-        """The loss of knowing how often each token occurs, and nothing else; nats per token."""
+        """Loss of a model that knows only how often each token occurs, in nats per token."""
         return entropy_nats(self.scanned, [corpus.share for corpus in self.corpora])
 
 
@@ -73,7 +75,7 @@ def _described(corpus: Corpus, scanned: Scanned) -> str:
 
 
 def check_source(config: RunConfig) -> None:
-    """Raise ConfigError about what can be found wrong with the texts without reading or preparing them."""
+    """Raise ConfigError about problems with the texts that show without reading or preparing them."""
     try:
         check_alike(config.data)
         check_apart(config.data)
@@ -89,10 +91,11 @@ def check_source(config: RunConfig) -> None:
 def open_source(
     config: RunConfig, layout: Layout, control: Control, *, scans: bool = True, say: Say = lambda _: None
 ) -> Source:
-    """Open the texts and check them. A problem of one rank is raised, the same, on all of them.
+    """Open the texts and check them. A problem of one rank is raised alike on all ranks.
 
-    scans: whether this rank prepares what has to be, and reads all texts once, which takes seconds per
-    gigabyte; one of each machine does, rank 0 among them. The others compare sizes and some pages.
+    scans: whether this rank prepares texts that are not yet prepared, and reads all texts once, which takes
+    seconds per gigabyte; one rank of each machine does, rank 0 among them. The others compare sizes and some
+    pages.
     """
     _take_turns(config, control, _prepare(config, say) if scans else iter(()), "preparing the training text")
     problem, opened, glimpse = None, None, None
@@ -120,7 +123,7 @@ def open_source(
 
 
 def _prepare(config: RunConfig, say: Say) -> Iterator[None]:
-    """Prepare what has to be; tells from time to time how far it is."""
+    """Prepare the texts that are not yet prepared; report progress from time to time."""
     for each in to_prepare(config.data):
         if each.is_done:
             continue
@@ -141,9 +144,9 @@ def _to_the_end(scan: Scan) -> Iterator[None]:
 
 
 def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpose: str) -> None:
-    """Do the work while the ranks that wait for it hear that this one is still there."""
+    """Do the work, while the ranks that wait for it keep hearing that this one is still there."""
     ended, steps = False, chain((False for _ in work), (True,))
-    while not ended:  # ranks that wait hear that the others are still there
+    while not ended:  # waiting ranks hear that the others are still there
         problem, done = None, False
         until_s = time.monotonic() + TURN_S
         try:
@@ -160,7 +163,7 @@ def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpo
 
 
 def _glimpse(text: Readable) -> tuple[int, str]:
-    """What every rank compares: its size, and the hash of a few pages from all over it."""
+    """Return what every rank compares: the text's size, and the hash of a few pages from all over it."""
     found, last = hashlib.sha256(), max(0, text.size - PAGE)
     for page in range(GLIMPSED_PAGES):
         start = last * page // (GLIMPSED_PAGES - 1)
@@ -169,7 +172,7 @@ def _glimpse(text: Readable) -> tuple[int, str]:
 
 
 def _agree(config: RunConfig, control: Control, problem: ConfigError | None, mine: T | None) -> T:
-    """Rank 0's, if all ranks that have one have the same. Raises on all ranks what is wrong on one."""
+    """Return rank 0's value if all ranks that have one agree. Raises on all ranks what is wrong on one."""
     everyone = control.gather((problem, mine), "comparing the training text")
     for found, _ in everyone:
         if found is not None:
@@ -185,7 +188,7 @@ def _agree(config: RunConfig, control: Control, problem: ConfigError | None, min
 
 
 def _as_config_error(config: RunConfig, error: ConfigError | TextError | OSError) -> ConfigError:
-    """The same about a setting of the run."""
+    """Return the error as a ConfigError about a setting of the run."""
     if isinstance(error, ConfigError):
         return _located(error)
     if isinstance(error, OSError):
@@ -198,7 +201,7 @@ def _as_config_error(config: RunConfig, error: ConfigError | TextError | OSError
 
 
 def _located(error: ConfigError) -> ConfigError:
-    """The key in full, of an error about a field."""
+    """Return the error about a field with the field's full key."""
     if error.key == "--out":
         error = ConfigError("cache", error.value, error.why, error.hint)
     sections = {"seq_len": "model", "seed": "train", **dict.fromkeys(bounded_fields(DataConfig), "data")}
@@ -222,7 +225,7 @@ def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]
 
 
 def _check_waiting(config: RunConfig, waiting: ToPrepare) -> None:
-    """Raise ConfigError for what would be found only after hours of preparing, or never."""
+    """Raise ConfigError for problems that would show only after hours of preparing, or never."""
     waiting.work.check()
     _check_vocabulary(config, waiting.work.tokenizer.vocabulary, waiting.work.source)
 
@@ -233,7 +236,7 @@ def _check_vocabularies(config: RunConfig, corpora: Sequence[Corpus]) -> None:
 
 
 def _check_vocabulary(config: RunConfig, vocabulary: int, source: str) -> None:
-    """Raise ConfigError unless the model knows every token."""
+    """Raise ConfigError unless the model knows every token of the text."""
     if config.model.vocab_size < vocabulary:
         why = f"the text ({source}) has {vocabulary:,} different tokens"
         raise ConfigError("model.vocab_size", config.model.vocab_size, why, f"Use {vocabulary} or more.")

@@ -1,4 +1,4 @@
-"""The last step of a run beside what was predicted of it, kept for its report."""
+"""Records the last step of a run beside its prediction, for the run's report."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from penstock.trace import TaskRecord
 from penstock.trace.critical import Link, critical_path
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
 from penstock.train.pilot import Forecast
-from penstock.train.tracing import StepAnalysis
+from penstock.train.tracing import StepAnalysis, slowest_s, span_s
 
 DIGITS = 7
-"""After the point: a tenth of a microsecond."""
+"""Decimal places of seconds: a tenth of a microsecond."""
 
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What a rank brings. typical_s: by task of the graph."""
+    """What one rank contributes. typical_s: by task of the graph. spans_s: of every step."""
 
     last: list[TaskRecord]
     typical_s: list[float]
+    spans_s: list[float]
 
 
 def keep_step(
@@ -41,7 +42,7 @@ def keep_step(
     folder: Path,
     writing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Rank 0 writes `step.json` into `folder`; all ranks call it.
+    """Write, on rank 0, `step.json` into `folder`; all ranks call it.
 
     steps: this rank's records of the last steps under the plan in use. forecast: asked by rank 0 alone.
     writing: as in `analyse`.
@@ -53,7 +54,7 @@ def keep_step(
         known = _Known(tasks, stack.machinery.layout.mesh, everyone, forecast())
         path = critical_path((r for each in everyone for r in each.last), plan.graph.needs, known.mesh)
         with writing():
-            known.file(path, analysis, len(steps)).save(folder)
+            known.file(path, analysis).save(folder)
     control.barrier("waiting for the last step's file")
 
 
@@ -62,20 +63,24 @@ def _of_rank(tasks: Sequence[Task], steps: Sequence[Sequence[TaskRecord]]) -> _O
     for step in steps:
         for record in step:
             seconds[record.task].append(record.duration_s)
-    return _OfRank(list(steps[-1]), [median(seconds[task]) for task in tasks])
+    return _OfRank(
+        last=list(steps[-1]),
+        typical_s=[median(seconds[task]) for task in tasks],
+        spans_s=[span_s(step) for step in steps],
+    )
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What rank 0 writes down."""
+    """What rank 0 writes into the file."""
 
     tasks: Sequence[Task]
     mesh: Mesh
     everyone: Sequence[_OfRank]
     forecast: Forecast
 
-    def file(self, path: Sequence[Link], analysis: StepAnalysis, steps: int) -> StepFile:
-        timeline = self.forecast.timeline
+    def file(self, path: Sequence[Link], analysis: StepAnalysis) -> StepFile:
+        timeline, spans_s = self.forecast.timeline, [each.spans_s for each in self.everyone]
         shown = self._shown(path)
         return StepFile(
             step=self.everyone[0].last[0].step,
@@ -83,9 +88,11 @@ class _Known:
             shown=shown,
             source=self.forecast.source,
             predicted_s=timeline.iteration_s,
-            measured_s=analysis.measured_s,
+            measured_s=slowest_s(spans_s),
             bound_s=analysis.bound_s,
-            typical_steps=steps,
+            traced_s=analysis.measured_s,
+            traced_steps=analysis.steps,
+            typical_steps=len(spans_s[0]),
             tasks=tuple(map(str, self.tasks)),
             lanes=tuple(str(task.lane) for task in self.tasks),
             predicted=self._predicted(timeline, shown),
@@ -104,7 +111,7 @@ class _Known:
         )
 
     def _shown(self, path: Sequence[Link]) -> tuple[int, ...]:
-        """All ranks; of many, those that the critical path passes most, and the first."""
+        """Return the ranks to show: all, or of many, rank 0 and those that the critical path passes most."""
         ranks = range(self.mesh.world_size)
         if len(ranks) <= MOST_SHOWN:
             return tuple(ranks)
@@ -127,7 +134,7 @@ class _Known:
         )
 
     def _typical(self, task: Task, durations_s: Seconds) -> float:
-        """Of one task, from its durations on all ranks; where ranks meet, others wait for the last one."""
+        """Return a task's typical duration over ranks: the mean; the shortest where ranks wait for one."""
         return _rounded(durations_s.min() if task.axes else durations_s.mean())
 
 
@@ -143,5 +150,5 @@ def _link(link: Link) -> PathLink:
 
 
 def _rounded(seconds: float) -> float:
-    """A moment that a clock may have put just before the step, as its beginning."""
+    """Return rounded seconds, at least 0: a clock may put a moment just before the beginning of the step."""
     return round(max(0.0, float(seconds)), DIGITS)

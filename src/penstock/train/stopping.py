@@ -1,4 +1,4 @@
-"""Stopping cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop after the same step."""
+"""Stops a run cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.train.signals import SAME_REQUEST_S
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """What all ranks hear after a step. slowest_s: the step on the slowest rank."""
+    """What all ranks learn after a step. slowest_s: duration of the step on the slowest rank."""
 
     stop: bool
     slowest_s: float
 
 
 class StopRequests:
-    """While it is entered, SIGINT and SIGTERM ask for a stop; a second one acts as it would have before.
+    """Notes, while entered, SIGINT and SIGTERM as requests to stop; a second one acts as it did before.
 
     One Ctrl-C can arrive twice, from the terminal and from a launcher that passes it on, so a second signal
-    counts as one only `SAME_REQUEST_S` after the first.
+    counts as a second one only `SAME_REQUEST_S` after the first.
     """
 
     def __init__(self, control: Control) -> None:
@@ -47,9 +47,9 @@ class StopRequests:
         return self._asked
 
     def agreed(self, step: int, iteration_s: float = 0.0) -> Vote:
-        """Whether any rank was asked to stop, and how long the step took on the slowest one.
+        """Return whether any rank was asked to stop, and how long the step took on the slowest one.
 
-        One all-reduce of 16 bytes: every rank hears the same.
+        It costs one all-reduce of 16 bytes: every rank learns the same.
         """
         purpose = f"agreeing whether to stop after step {step}"
         stop, slowest_s = self._control.largest((float(self._asked), iteration_s), purpose)

@@ -1,4 +1,4 @@
-"""From the history of a run to the record that its summary is written from."""
+"""Makes the record from which the summary of a run is written, from the run's history."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def summarise(
     analysis: StepAnalysis,
     loads: str | None,
 ) -> RunSummary:
-    """The summary of one start: medians over its steps, first and last losses.
+    """Return the summary of one start: medians over its steps, first and last losses.
 
-    At least one step was not skipped.
+    At least one step must not have been skipped.
     """
     output, layout = config.output, stack.machinery.layout
     first, applied, last = history.first, history.last_applied, history.last
@@ -73,7 +73,7 @@ def summarise(
 
 
 def _known(history: History, name: str) -> float:
-    """The median of what every step says."""
+    """Return the median of a number that every step has."""
     found = history.typical(name)
     assert found is not None, name
     return found
@@ -84,7 +84,7 @@ def _if_there(path: Path) -> str | None:
 
 
 def total_parameters(stack: PipelinedStack) -> int:
-    """Parameters of the whole model, every expert once."""
+    """Return the number of parameters of the whole model, every expert counted once."""
     model, assigned = stack.model, assign(stack.parts, stack.model)
     parts = {id(model.get_parameter(name)): cut.count for name, cut in shardings_of(model).items()}
     replicated, local = (

@@ -1,4 +1,4 @@
-"""What the last steps were like: the trace, predicted against measured, and how near the limit they came."""
+"""Analyses the last steps: the trace, predicted against measured, and how near the lower bound they came."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ Steps = list[list[TaskRecord]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepAnalysis:
-    """Of the kept steps of all ranks. Seconds.
+    """Analysis of the traced steps of all ranks. Seconds.
 
-    measured_s: the median step of the slowest rank, from its first task to its last. simulated_s: what the
-    simulator says of the same tasks with their median durations. bound_s: what no order of these tasks can
-    beat, the busiest lane or the critical path. A collective counts with its shortest duration over ranks:
-    the rest is waiting for each other.
+    steps: their number. measured_s: the median step of the slowest rank, from its first task to its last.
+    simulated_s: the simulated time of the same tasks with their median durations. bound_s: what no order of
+    these tasks can beat, the busiest lane or the critical path. A collective counts with its shortest
+    duration over ranks: the rest is waiting for each other.
     """
 
+    steps: int
     measured_s: float
     simulated_s: float
     bound_s: float
 
     @property
     def overlap_efficiency(self) -> float:
-        """1.0: no order of these tasks could be faster."""
+        """Lower bound over measured time; at 1.0 no order of these tasks could be faster."""
         return self.bound_s / self.measured_s
 
 
@@ -42,25 +43,26 @@ def analyse(
     folder: Path | None,
     writing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepAnalysis:
-    """Compare this run's last steps with the simulator; all ranks call it, all get the same.
+    """Compare this run's last steps with the simulator; all ranks call it and get the same result.
 
     steps: this rank's records, step by step, all under the plan in use now. With a folder, rank 0 writes
     `trace.json` (all ranks, measured and below that simulated) and `tasks.csv` (its own last step, task by
-    task, predicted and measured). writing: around that, what is to become of an OSError.
+    task, predicted and measured). writing: a context around the writing, which handles an OSError.
     """
     control, layout, plan = stack.machinery.control, stack.machinery.layout, stack.plan
     everyone = control.gather([list(records) for records in steps], "collecting the trace")
     cost = MeasuredCost.from_records([r for rank in everyone for step in rank for r in step], _never_measured)
     ranks = layout.mesh
-    timeline = simulate(plan.schedule, plan.graph, cost, ranks)
+    timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, ranks)
     if folder is not None and control.rank == 0:
         with writing():
             _write(folder, everyone, timeline)
     control.barrier("waiting for the trace")
     return StepAnalysis(
-        measured_s=median(max(_span_s(step) for step in turn) for turn in zip(*everyone, strict=True)),
+        steps=len(steps),
+        measured_s=slowest_s([[span_s(step) for step in rank] for rank in everyone]),
         simulated_s=timeline.iteration_s,
-        bound_s=lower_bound(plan.graph, cost, ranks).seconds,
+        bound_s=lower_bound(plan.graph, cost.on_ranks, ranks).seconds,
     )
 
 
@@ -72,7 +74,7 @@ def _write(folder: Path, everyone: Sequence[Steps], timeline: Timeline) -> None:
 
 
 def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
-    """Steps side by side in time. Every rank's clock starts with its own step, which starts after a vote."""
+    """Return all steps one after another in time: clocks start with every step, which starts after a vote."""
     shifted: list[TaskRecord] = []
     offset_s = 0.0
     for number in range(len(everyone[0])):
@@ -82,7 +84,14 @@ def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
     return shifted
 
 
-def _span_s(records: Sequence[TaskRecord]) -> float:
+def slowest_s(spans_s: Sequence[Sequence[float]]) -> float:
+    """Return the median step of the slowest rank. spans_s: by rank, of every step."""
+    slowest: list[float] = [max(step) for step in zip(*spans_s, strict=True)]
+    return median(slowest)
+
+
+def span_s(records: Sequence[TaskRecord]) -> float:
+    """Return the seconds from the first task of a step to the end of its last."""
     return max(r.end_s for r in records) - min(r.start_s for r in records)
 
 

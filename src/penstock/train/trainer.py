@@ -1,4 +1,4 @@
-"""The training loop. What happens around a step is in its own files; here is the order of things."""
+"""The training loop: the order of operations. What happens around a step is in its own files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from penstock.train.update import build_update
 from penstock.train.wandb_sink import check_wandb
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
-"""Of the last steps, how many are traced at least, and of how many tasks have their median durations."""
+"""Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
 
 OnStep = Callable[[int, StepStatistics], None]
 """Receives the number of each finished step, counted from 1, and the statistics of its batch."""
@@ -60,8 +60,8 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    make_pilot: makes what decides by which plan steps run. on_step: called before a step's checkpoint is
-    written; the output folder is there by then.
+    make_pilot: makes the pilot, which decides by which plan steps run. on_step: called before a step's
+    checkpoint is written; the output folder exists by then.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Trainer:
         return summary
 
     def _step(self, step: int) -> StepMetrics:
-        """One optimiser step; `step` counts from 0."""
+        """Run one optimiser step and return its metrics; `step` counts from 0."""
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.source.stream.batch(step)
@@ -180,7 +180,7 @@ class Trainer:
         records = self.stack.records(step + 1)
         self.recent.append(records)
         if self.on_step is not None:
-            self.update.flush()  # it may look at the model
+            self.update.flush()  # on_step may look at the model
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
         self.routing.record(step + 1, self.stack)
@@ -199,7 +199,7 @@ class Trainer:
         return metrics if accepted else replace(metrics, skipped=True)
 
     def _after_step(self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool) -> None:
-        """Evaluation, metrics, checkpoint, in this order: a checkpoint never knows more than the metrics."""
+        """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics."""
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
@@ -218,14 +218,14 @@ class Trainer:
             self._save(metrics, last=last)
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
-        """Keep what the pictures show."""
+        """Keep the loads that pictures show."""
         loads_YE = expert_loads(self.stack)
         if loads_YE is not None:
             self.loads.add(step, loads_YE)
             writer.draw(step, loads_YE)
 
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
-        """Write a checkpoint if it is worth going back to: finite, and so is what the model makes of text."""
+        """Write a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
         step, loss = metrics.step, metrics.eval_loss
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
@@ -238,7 +238,7 @@ class Trainer:
             return
         try:
             self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
-        except NotFiniteError as error:  # no step repairs that
+        except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
 
@@ -251,13 +251,13 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """What runs now: sections [schedule] and [moe] say what the plan has chosen."""
+        """The run as it is now: sections [schedule] and [moe] say what the plan has chosen."""
         return self.pilot.config
 
     def _steer(self, slowest_s: float) -> None:
-        """Between two steps: perhaps another plan."""
+        """Let the pilot change the plan between two steps."""
         if self.pilot.after_step(slowest_s, self.recent[-1]):
-            self.recent.clear()  # they ran under another plan
+            self.recent.clear()  # these steps ran under another plan
             self._save_plan()
             if self.leader and self.history.last is not None:
                 keep_config(self.config.output.dir, self._settings(), self.history.last.step)
@@ -267,33 +267,33 @@ class Trainer:
             self.pilot.save(self.config.output.dir)
 
     def _describe(self) -> None:
-        """Write what the last steps were like, when the checkpoint is there: no run ends for want of it."""
+        """Write the analysis of the last steps, after the checkpoint: no run ends because this fails."""
         wanted, kept, folder = self.config.output.trace_steps, list(self.recent), self.config.output.dir
         steps = kept[-max(wanted, ANALYSED_STEPS) :]
         self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
         keep_step(self.stack, kept, found, self.pilot.forecast, folder, self._spare)
-        course = self.loads.course(self.moe_layers)  # of rank 0
+        course = self.loads.course(self.moe_layers)  # only rank 0 has one
         if course is not None:
             with self._spare():
                 course.save(folder)
 
     @contextmanager
     def _spare(self) -> Iterator[None]:
-        """Inside, rank 0 writes what a run can do without while others wait: it says if it cannot."""
+        """Let rank 0 write what a run can do without, while others wait; report if it cannot."""
         try:
             yield
         except OSError as error:
             self.progress.say(f"what the last steps were like was not written: {error}")
 
     def _open_output(self, closing: ExitStack) -> None:
-        """Rank 0 prepares the folder; the others look into it only after the exchange."""
+        """Prepare the folder on rank 0; the others look into it only after the exchange."""
         folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
         self.control.agreed(lambda: closing.enter_context(folder), "preparing output.dir", by=0)
         if folder.moved_to is not None:
             self.progress.say(f"{folder.path} contained an earlier run, which was moved to {folder.moved_to}")
 
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
-        """Rank 0 opens what metrics go to; if it cannot, all ranks raise the reason."""
+        """Open, on rank 0, what metrics are written to; if that fails, all ranks raise the reason."""
         logs: list[ScalarLog] = []
         writers: list[MetricsWriter] = []
 
@@ -326,8 +326,10 @@ class Trainer:
         return tuple(number for number, is_moe in enumerate(self.stack.base_shape.moe_layers) if is_moe)
 
     def _settings(self) -> str:
-        """The settings as requested, since on another cluster others may be chosen; those that were chosen
-        instead stand above them, as comments."""
+        """Return the settings as requested, since on another cluster others may be chosen.
+
+        Settings that were chosen instead stand above them, as comments.
+        """
         processes = self.layout.world_size
         asked, runs = (
             replace(each, parallel=replace(each.parallel, processes=processes))
@@ -338,10 +340,10 @@ class Trainer:
         return head + to_toml(asked)
 
     def _resume(self) -> int:
-        """Steps already done: those of the checkpoint that is continued, if one is."""
+        """Load the checkpoint that is continued, if any; return the steps already done."""
         if self.resumption is None:
             return 0
-        self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is under way
+        self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
         return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
 
     def _diverged(self, problem: str) -> str:

@@ -16,25 +16,25 @@ from penstock.train.optimizer import OptimizerConfig
 
 
 class Update(Protocol):
-    """The end of a training step."""
+    """The last part of a training step: gradients and parameters."""
 
     optimizer: torch.optim.Optimizer
 
     def backward(self, loss: Tensor, step: int) -> Tensor:
-        """Make gradients; returns their norm before clipping, float64. step: counted from 1."""
+        """Compute gradients; return their norm before clipping, float64. step: counted from 1."""
         ...
 
     def apply(self, *, accepted: bool) -> None:
-        """Change parameters, or forget the step."""
+        """Change parameters, or drop the step."""
         ...
 
     def flush(self) -> None:
-        """From here on every rank has the current parameters, without a further step."""
+        """Give every rank the current parameters from here on, without a further step."""
         ...
 
 
 class WholeUpdate:
-    """Every rank has all gradients, and updates all parameters that it holds."""
+    """Keeps all gradients on every rank, which updates all parameters that it holds."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class WholeUpdate:
         self.optimizer.zero_grad(set_to_none=True)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no parameters are pending."""
 
 
 class ShareUpdate:
-    """Tasks of the backward pass update this rank's shares; the next forward pass gathers the others'."""
+    """Updates this rank's shares in the backward pass; the next forward pass gathers the others' shares."""
 
     def __init__(self, optimizer: ShardedAdamW, config: OptimizerConfig) -> None:
         self.optimizer: torch.optim.Optimizer = optimizer
@@ -76,7 +76,7 @@ class ShareUpdate:
         return self._sharded.norm
 
     def apply(self, *, accepted: bool) -> None:
-        """Raises DivergedError for a step that has changed parameters and should not have."""
+        """Raise DivergedError for a step that was not accepted but has already changed parameters."""
         if not (accepted or self._waits) and math.isfinite(float(self._loss)):
             raise DivergedError(
                 "gradients were not finite and have been applied: without clipping a sharded optimizer "
@@ -89,7 +89,7 @@ class ShareUpdate:
 
 
 def build_update(stack: PipelinedStack, optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> Update:
-    """What the configuration asks for."""
+    """Return the update that the optimiser needs: by shares or whole."""
     if isinstance(optimizer, ShardedAdamW):
         return ShareUpdate(optimizer, config)
     return WholeUpdate(stack, optimizer, config, stack.machinery.control)

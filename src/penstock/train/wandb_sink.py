@@ -1,4 +1,4 @@
-"""Weights & Biases as one more place where metrics go. The package is imported only where it is asked for."""
+"""Weights & Biases as one more place for metrics. The package is imported only where it is requested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MetricsConfig:
 
 
 def check_wandb(config: MetricsConfig) -> None:
-    """Raise ConfigError if the package is wanted and missing."""
+    """Raise ConfigError if the package is requested and missing."""
     if config.wandb and find_spec("wandb") is None:
         why = "needs the package wandb, which is not installed"
         raise ConfigError("metrics.wandb", config.wandb, why, INSTALL)
@@ -44,10 +44,10 @@ def open_wandb(
     *,
     resumes: bool,
 ) -> WeightsAndBiases:
-    """A run of the same name as its folder. resumes: goes on with the run that was logged from there.
+    """Open a run named like its folder.
 
-    settings: shown beside the curves. layers: numbers of the MoE layers. Raises ConfigError where the package
-    refuses, such as without a key.
+    resumes: whether to continue the run that was logged from that folder. settings: shown beside the curves.
+    layers: numbers of the MoE layers. Raises ConfigError where the package refuses, such as without a key.
     """
     check_wandb(config)
     import wandb
@@ -71,7 +71,7 @@ def open_wandb(
 
 
 def _id_in(folder: Path, *, resumes: bool) -> str:
-    """The run's own number, kept in its folder."""
+    """Return the run's own id, kept in its folder."""
     path = folder / ID_FILE
     if resumes and path.exists():
         return path.read_text(encoding="utf-8").strip()

@@ -1,8 +1,9 @@
-"""Virtual devices: bigger clusters than the cores of this machine carry. Nothing is computed, all is sent.
+"""Virtual devices: larger clusters than this machine's cores can run.
 
-Compute tasks sleep as long as the cost model says; transfers are real bytes over the real transport; how
-tokens are routed comes from a workload, generated or recorded. Whatever comes out of such a run says so,
-see `VirtualConfig.label`.
+Nothing is computed, everything is sent.
+Compute tasks sleep as long as the cost model says; transfers are real bytes over the real transport; the
+routing of tokens comes from a workload, generated or recorded. Every output of such a run says so, see
+`VirtualConfig.label`.
 """
 
 from penstock.virtual.build import build_virtual

@@ -1,4 +1,4 @@
-"""From a configuration to a virtual device on this rank."""
+"""Building a virtual device on this rank from a configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.workloads import routing_of
 
 
 def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machinery) -> VirtualStack:
-    """The device of this rank with its first plan. [cluster] says how fast the imitated devices compute.
+    """Build this rank's device with its first plan. [cluster] says how fast the imitated devices compute.
 
     Every rank must call it at the same point. Raises ConfigError if recorded routing does not fit the model.
     """

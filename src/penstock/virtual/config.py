@@ -16,5 +16,5 @@ class VirtualConfig(RoutingConfig):
 
     @property
     def label(self) -> str:
-        """What every output of such a run says, as in `virtual devices, zipf routing (exponent 1)`."""
+        """Label of every output of such a run, as in `virtual devices, zipf routing (exponent 1)`."""
         return f"virtual devices, {self.words}"

@@ -28,7 +28,7 @@ MOVES = (*ROW_MOVES, *TOKEN_MOVES, *PLACEMENT_MOVES)
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank does in one step, worked out before it begins.
+    """The tasks of one rank in one step, computed before it begins.
 
     seconds: of computation, of the host's work, and of copies by tasks that move nothing. counts: int64, sent
     and to be received.
@@ -40,7 +40,7 @@ class RankStep:
 
     @staticmethod
     def build(cost: RoutedCost, graph: Graph, rank: int, host_s: Mapping[str, float]) -> RankStep:
-        """Look everything up in the cost; takes milliseconds, which a step should not pay.
+        """Look up everything in the cost; takes milliseconds, which a step should not pay.
 
         host_s: of the host's tasks, by op.
         """
@@ -56,12 +56,15 @@ class RankStep:
 
     @property
     def most_bytes(self) -> int:
-        """In the largest buffer that is handed to a transport."""
+        """Bytes of the largest buffer that is handed to a transport."""
         return max((move.sent_bytes for move in self.moves.values()), default=0)
 
 
 class Buffers:
-    """What is sent: zeros, made once per lane. A lane runs one transfer at a time, so they may share."""
+    """Buffers to send: zeros, made once per lane.
+
+    A lane runs one transfer at a time, so transfers may share them.
+    """
 
     def __init__(self, work: Workload, moe_layers: int) -> None:
         self.gradients = torch.zeros(0)
@@ -72,7 +75,7 @@ class Buffers:
         self._bytes: Sequence[Tensor] = ()
 
     def grow(self, step: RankStep, cost: RoutedCost) -> None:
-        """Make room for all that a step sends."""
+        """Make room for everything that a step sends."""
         most = step.most_bytes
         if not self._bytes or most > len(self._bytes[0]):
             self._bytes = tuple(torch.zeros(most, dtype=torch.uint8) for _ in COMMUNICATION_LANES)
@@ -82,13 +85,13 @@ class Buffers:
             self.gradients = torch.zeros(largest)
 
     def rows(self, move: Move, lane: Lane) -> Tensor:
-        """The first bytes of a lane's buffer as the rows that a move begins with, [rows, bytes of a row]."""
+        """Return the first bytes of a lane's buffer as the rows that a move sends, [rows, bytes of a row]."""
         held = self._bytes[COMMUNICATION_LANES.index(lane)][: move.sent_bytes]
         return held.view(sum(move.input_splits), move.row_bytes)
 
 
 class VirtualHandlers:
-    """Built for one step of one rank. Tasks hand nothing on: the sizes of all of them are known."""
+    """Handlers for one step of one rank. Tasks pass on no data: all their sizes are known."""
 
     def __init__(self, step: RankStep, cost: RoutedCost, transports: Transports, buffers: Buffers) -> None:
         self.step, self.cost, self.transports, self.buffers = step, cost, transports, buffers
@@ -99,11 +102,11 @@ class VirtualHandlers:
         return NOTHING
 
     def exchange_counts(self, task: Task, inputs: Inputs) -> Outputs:
-        """Also proof that all ranks route alike: other splits than the partners' would hang."""
+        """Exchange counts, and check that all ranks route alike: differing splits would hang."""
         del inputs
         sent, expected = self.step.counts[task]
         transport, once = self.transports.of(task.lane, task.axes), [1] * len(expected)
-        if expected.dim() > sent.dim():  # everybody tells everybody everything
+        if expected.dim() > sent.dim():  # every rank sends all counts to every other
             received = transport.all_gather(sent.unsqueeze(0), once, task.axes)
         else:
             received = transport.all_to_all(sent, once, once, task.axes)
@@ -115,7 +118,7 @@ class VirtualHandlers:
         return NOTHING
 
     def move(self, task: Task, inputs: Inputs) -> Outputs:
-        """Send what a real task sends; a task that only copies takes its time."""
+        """Send the bytes that a real task sends; a task that only copies takes its time."""
         move = self.step.moves[task]
         if not move.collective:
             return self.compute(task, inputs)
@@ -159,7 +162,7 @@ class VirtualHandlers:
         return NOTHING
 
     def _piece(self, task: Task) -> tuple[Tensor, tuple[int, ...], Transport]:
-        """A piece of flat gradients or parameters, and how it is shared."""
+        """Return a piece of flat gradients or parameters, and how it is shared."""
         elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
         transport = self.transports.of(task.lane, task.axes)
         return self.buffers.gradients[:elements], split_sizes(elements, transport.size(task.axes)), transport
@@ -173,7 +176,7 @@ class VirtualHandlers:
 
 
 def virtual_handlers() -> Handlers:
-    """What virtual devices do for every op: its methods take a VirtualHandlers as their context."""
+    """Return the handlers of virtual devices for every op; they take a VirtualHandlers as their context."""
     by_op: dict[str, Handler] = {
         Op.COUNTS: VirtualHandlers.exchange_counts,
         **dict.fromkeys(MOVES, VirtualHandlers.move),

@@ -1,7 +1,7 @@
-"""Where samples and guests are in the steps of virtual devices, as real ranks would find it.
+"""Places of samples and guests in the steps of virtual devices, as real ranks would find them.
 
-Nothing is exchanged: every rank knows the routing of all, works out the same homes and hostings, and takes
-as long for it as it took to find them.
+Nothing is exchanged: every rank knows the routing of all ranks, computes the same homes and hostings, and
+takes as long for it as finding them took.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from penstock.workloads import Routing
 
 @dataclass(frozen=True, eq=False)
 class Movement:
-    """What moves in the steps of one plan, and who decides on it.
+    """Samples and experts that move in the steps of one plan, and the settings that decide on it.
 
-    cluster: what planners of guests take links and experts to cost; slack: by MoE layer, see ExpertMoving.
+    cluster: the cost of links and experts for planners of guests; slack: by MoE layer, see ExpertMoving.
     """
 
     shape: StepShape
@@ -45,21 +45,23 @@ class Movement:
 
     @property
     def is_none(self) -> bool:
-        """Whether everything stays where it is."""
+        """Whether everything stays in its place."""
         return not self.shape.moves
 
     def placed(self, number: int) -> Placed | None:
-        """Samples and experts of step `number`; None where nothing moves."""
+        """Return samples and experts of step `number`; None where nothing moves."""
         return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
-        """Processor seconds of this machine to find homes for a microbatch in one layer, and to plan the
-        guests of a rank's share of the layers; 0 for what does not move. The processor's, because virtual
-        ranks share it."""
+        """Return this machine's processor seconds to find homes and plan guests; 0 for what does not move.
+
+        Homes are those of a microbatch in one layer, guests those of a rank's share of the layers. Processor
+        time counts, because virtual ranks share the processor.
+        """
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
             counts_DBYE = self.routing.counts(0)
-            self._mover.placed(counts_DBYE)  # what is made once does not count
+            self._mover.placed(counts_DBYE)  # work that is done only once does not count
             homes_s = _processor_s(lambda: self._mover.placed(counts_DBYE))
             homes_s /= max(1, self._layers) * self.shape.microbatches
         if self.shape.guest_slots:
@@ -68,7 +70,7 @@ class Movement:
         return homes_s, plan_s
 
     def _plans(self, number: int) -> Plans:
-        """What ranks have planned before step `number`, from the loads of all steps before it."""
+        """Return the plans of ranks before step `number`, from the loads of all steps before it."""
         known = max(step for step in self._known if step <= number)
         for step in range(known, number):
             self._known[step + 1] = self._after(step, self._known[step])
@@ -77,7 +79,7 @@ class Movement:
         return self._known[number]
 
     def _after(self, number: int, plans: Plans) -> Plans:
-        """What they plan at the end of step `number`."""
+        """Return the plans of ranks at the end of step `number`."""
         if not self.shape.guest_slots:
             return plans
         counts_DBYE = self._placed(number, plans).leaving(self.routing.counts(number))
@@ -91,12 +93,12 @@ class Movement:
 
     @property
     def _layers(self) -> int:
-        """MoE layers."""
+        """Number of MoE layers."""
         return sum(self.shape.moe_layers)
 
     @cached_property
     def _known(self) -> dict[int, Plans]:
-        """By step; of the first one always, since a run may begin again."""
+        """Plans by step; those of the first step are always kept, since a run may begin again."""
         slots = self.shape.guest_slots
         hosted = (Hosting.none(self.workload.placement, slots),) * self._layers if slots else ()
         return {0: Plans.none(hosted)}

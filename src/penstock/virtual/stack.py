@@ -1,6 +1,6 @@
 """`VirtualStack`: runs step plans as `PipelinedStack` does, on devices whose computation is a sleep.
 
-stack.prepare(number)   # work out what every task does; not part of a step
+stack.prepare(number)   # compute what every task does; not part of a step
 stack.step(number)      # forward and backward tasks, transfers of real bytes
 """
 
@@ -31,7 +31,7 @@ Slacks = tuple[Slack, ...]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Step `number` under `plan`, with what moves."""
+    """Step `number` under `plan`, with what moves in it."""
 
     plan: StepPlan
     movement: Movement
@@ -42,7 +42,7 @@ class _Prepared:
 class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
-    workload: its gradients are those that are moved. cluster: the rates of the devices that are imitated.
+    workload: with the sizes of the gradients to move. cluster: the rates of the devices that are imitated.
     routing: must be the same on all ranks. placement: how samples and guests are placed by plans that move
     them.
     """
@@ -80,7 +80,7 @@ class VirtualStack:
     def adopt(self, plan: StepPlan, placement: PlacementConfig | None = None) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ.
 
-        placement: how it moves samples and guests; None = as the plan before.
+        placement: how it moves samples and guests; None = as in the plan before.
         """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
@@ -101,7 +101,7 @@ class VirtualStack:
 
     @property
     def movement(self) -> Movement:
-        """What moves under the plan of now."""
+        """The movement under the present plan."""
         shape, slack = self.plan.shape, self._slack()
         key = shape, self.placement, slack
         if key not in self._movements:
@@ -111,7 +111,7 @@ class VirtualStack:
         return self._movements[key]
 
     def _slack(self) -> Slacks:
-        """What the order of the plan of now hides of guests' way; () where it has no room for any."""
+        """Return how much of guests' transfers the present plan's order hides; () without room for guests."""
         if not self.plan.shape.guest_slots:
             return ()
         if self.plan.digest not in self._slacks:
@@ -121,11 +121,11 @@ class VirtualStack:
 
     @property
     def _workload(self) -> Workload:
-        """With the dispatch of the plan of now."""
+        """The workload with the dispatch of the present plan."""
         return replace(self.workload, dispatch=of_hops(self.plan.shape.dispatch).name)
 
     def _time_host(self) -> None:
-        """How long the host's tasks take, the same on all ranks: the slowest one's."""
+        """Time the host's tasks on the slowest rank, so that all ranks know the same durations."""
         movement = self.movement
         if movement.is_none or movement in self._host_s:
             return
@@ -133,7 +133,7 @@ class VirtualStack:
         self._host_s[movement] = {Op.SAMPLE_PLACES: homes_s, Op.PLAN_GUESTS: plan_s}
 
     def cost(self, number: int) -> RoutedCost:
-        """What every task of step `number` costs on every rank under the plan of now, for the simulator."""
+        """Return cost of step `number`'s tasks on every rank under the present plan, for the simulator."""
         if self._counts is None or self._counts[0] != number:
             self._counts = number, self.routing.counts(number)
         counts_DBYE, placed = self._counts[1], self.movement.placed(number)
@@ -143,14 +143,14 @@ class VirtualStack:
         return RoutedCost(self.plan.shape, self._workload, self.cluster, counts_DBYE, placed=placed)
 
     def prepare(self, number: int) -> None:
-        """Draw the routing of step `number` and work out its sizes and durations, before the step is timed.
+        """Draw the routing of step `number` and compute its sizes and durations, before the step is timed.
 
-        Takes some milliseconds up to a tenth of a second with the sizes; `step` does it otherwise.
+        Takes some milliseconds up to a tenth of a second with the sizes; otherwise `step` does it.
         """
         self._ready(number)
 
     def step(self, number: int) -> None:
-        """One iteration with the routing of step `number`, counted from 0: forward half, backward half.
+        """Run one iteration with the routing of step `number`, counted from 0: forward half, backward half.
 
         Returns when this rank has done all of its tasks. Raises TaskError naming the task that failed.
         """
@@ -162,7 +162,7 @@ class VirtualStack:
         self.execution.run()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """When every task of the last step ran on this rank; `step` is written into the records."""
+        """Return when every task of the last step ran on this rank; `step` is written into the records."""
         return self.execution.records(step) if self.execution else []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where tokens go where there is no router: named workloads and recorded runs. No torch."""
+"""The destinations of tokens where there is no router: named workloads and recorded runs. No torch."""
 
 from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.catalogue import routing_of

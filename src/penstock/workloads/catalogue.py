@@ -1,4 +1,4 @@
-"""The workloads by name: what each makes of a batch."""
+"""The workloads by name: the routing that each gives a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[[RoutingConfig, RoutingSizes], Preferences]
 
 
 def routing_of(config: RoutingConfig, sizes: RoutingSizes) -> Routing:
-    """The routing of a batch by a workload. Raises ConfigError if a recorded run does not fit the model."""
+    """Return a batch's routing by a workload. Raises ConfigError if a recorded run does not fit the model."""
     if config.recorded is not None:
         return recorded_routing(config.recorded, sizes)
     return GeneratedRouting(sizes, GENERATED[config.routing](config, sizes), config.seed)
@@ -66,7 +66,7 @@ GENERATED: Mapping[str, Make] = {
     "burst": _burst,
     "slow_drift": _slow_drift,
 }
-"""All but `recorded`, which is read."""
+"""All workloads but `recorded`, which is read from a file."""
 
 
 def _zipf_draw(exponent: float, sizes: RoutingSizes) -> ZipfDraw:

@@ -1,4 +1,4 @@
-"""How tokens are routed where there is no router: which workload, and how uneven it is."""
+"""How tokens are routed where there is no router: which workload, and how uneven the workload is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ_BY: Final[Mapping[RoutingName, tuple[str, ...]]] = {
     "slow_drift": ("zipf_exponent", *MOVES),
     "recorded": ("recorded",),
 }
-"""Which settings each workload reads, beside the seed; another that is set is refused."""
+"""The settings that each workload reads, besides the seed; any other setting is refused."""
 
 ABOUT: Final[Mapping[RoutingName, str]] = {
     "even": "every expert is chosen alike, up to chance",
@@ -105,7 +105,7 @@ class RoutingConfig:
     def parse(cls, text: str) -> Self:
         """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, or the path of a recorded run.
 
-        Raises ConfigError for anything else.
+        Raises ConfigError for any other text.
         """
         name, *settings = text.split(",")
         if name not in READ_BY and asked(Path(name).is_file):
@@ -114,7 +114,7 @@ class RoutingConfig:
 
     @property
     def words(self) -> str:
-        """As in `zipf routing (exponent 1)`."""
+        """The workload in words, as in `zipf routing (exponent 1)`."""
         details = [
             WORDS[key].format(value).replace("%", " %")
             for key in READ_BY[self.routing]
@@ -123,7 +123,7 @@ class RoutingConfig:
         return f"{self.routing} routing" + (f" ({', '.join(details)})" if details else "")
 
     def _check_what_belongs_together(self) -> None:
-        """A setting that would silently do nothing is refused."""
+        """Refuse a setting that would silently have no effect."""
         if self.routing == "recorded" and self.recorded is None:
             why = "recorded routing needs the file of a run"
             raise ConfigError("recorded", None, why, "Give its path, or use another routing.")

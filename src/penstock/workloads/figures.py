@@ -1,4 +1,4 @@
-"""What the loads of experts say in numbers: how even they are, and how much of them crosses nodes.
+"""Figures of the loads of experts: how even they are, and how much of them crosses nodes.
 
 Shapes: P ranks, Y MoE layers, E experts, H ranks of an expert group. Loads [P, Y, E]: rows that every rank
 has for every expert.
@@ -22,7 +22,7 @@ Whole = npt.NDArray[np.int64]
 
 
 class HostedRows(NamedTuple):
-    """Rows that every rank computes, those of its guests among them, and those that another node computes."""
+    """Rows that every rank computes, including those of its guests, and rows that another node computes."""
 
     rows_PY: Numbers
     away_Y: Numbers
@@ -31,9 +31,9 @@ class HostedRows(NamedTuple):
     def of_group(
         loads_PYE: npt.NDArray[np.int32], hostings: Sequence[Hosting], mesh: Mesh, node_size: int, rank: int
     ) -> HostedRows:
-        """Of the ranks that share their experts with `rank`; zeros for all others, which have other guests.
+        """Return the rows of ranks that share experts with `rank`; zeros for others, whose guests differ.
 
-        hostings: theirs, of every MoE layer.
+        hostings: of these ranks, by MoE layer.
         """
         node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
         rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
@@ -46,27 +46,27 @@ class HostedRows(NamedTuple):
         return HostedRows(rows_PY, away_Y)
 
     def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
-        """What `rank` tells all others: its own rows, [Y], and its group's that cross, [Y], if it is the
-        first there."""
+        """Return what `rank` tells all others: its own rows, [Y], and, if it is the first of its group, the
+        group's rows that cross nodes, [Y]."""
         first = mesh.members(rank, Group.EXPERT_SHARDS)[0] == rank
         return self.rows_PY[rank], self.away_Y * first
 
     @staticmethod
     def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> HostedRows:
-        """Of all groups. shares: by rank."""
+        """Return the rows of all groups. shares: by rank."""
         rows, away = zip(*shares, strict=True)
         return HostedRows(np.stack(rows), np.sum(away, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFigures:
-    """Of one step, each by MoE layer.
+    """Figures of one step, each by MoE layer.
 
     expert_max_over_mean, rank_max_over_mean: the busiest expert's or rank's rows over the mean; 1 = balance.
     entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert has all.
     rank_rows_max_over_mean: of what ranks compute, rows of their guests included. crossing_nodes: the share
-    of rows that another node computes; None with one node. in_common: with the step before, as `overlap` has
-    it; None where there is none.
+    of rows that another node computes; None with one node. in_common: with the step before, as `overlap`
+    defines it; None where there is none.
     """
 
     expert_max_over_mean: tuple[float, ...]
@@ -86,7 +86,7 @@ class LoadFigures:
         hosted: HostedRows | None = None,
         before_PYE: npt.NDArray[np.int32] | None = None,
     ) -> LoadFigures:
-        """placements: of every MoE layer. node_size: consecutive ranks in one node; 0 = not known.
+        """Compute figures. placements: by MoE layer. node_size: consecutive ranks in one node; 0 = unknown.
 
         hosted: of all expert groups; None = no guests. before_PYE: the loads of the step before, if there was
         one.
@@ -106,13 +106,13 @@ class LoadFigures:
 
 
 def max_over_mean(loads: Whole | Numbers) -> Numbers:
-    """The largest over the mean along the last axis; 0 where there is nothing."""
+    """Return the largest load over the mean along the last axis; 0 without loads."""
     found: Numbers = loads.max(axis=-1) / np.maximum(loads.mean(axis=-1), 1e-9)
     return found
 
 
 def relative_entropy(loads: Whole) -> Numbers:
-    """Entropy of shares along the last axis, over its largest value; 1 where there is one alone."""
+    """Return the entropy of shares along the last axis, over its largest value; 1 for a single share."""
     share = loads / np.maximum(loads.sum(axis=-1, keepdims=True), 1)
     nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(axis=-1)
     most = np.log(loads.shape[-1])
@@ -121,7 +121,7 @@ def relative_entropy(loads: Whole) -> Numbers:
 
 
 def rank_loads(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh) -> Whole:
-    """Rows that the experts of every rank get, [P, Y]: all shards of an expert get all of its rows."""
+    """Return the rows that the experts of every rank get, [P, Y]: all shards of an expert get its rows."""
     found, holders = np.zeros(loads_PYE.shape[:2], dtype=np.int64), mesh.size(Group.EXPERT)
     for members in mesh.groups(Group.EXPERT_SHARDS):
         together_YE = loads_PYE[list(members)].sum(axis=0)
@@ -133,7 +133,7 @@ def rank_loads(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Me
 
 
 def _away(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, nodes: Sequence[int]) -> Whole:
-    """Rows whose expert is on another node than the rank that has them, [Y]."""
+    """Return the rows whose expert is on another node than the rank that has them, [Y]."""
     node_P = np.array(nodes)
     owners_YE = np.array([placement.owners for placement in placements])
     hosts_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
@@ -147,7 +147,7 @@ def _in_common(before_PYE: Whole, now_PYE: Whole) -> tuple[float, ...]:
 
 
 def _nodes(mesh: Mesh, node_size: int) -> list[int]:
-    """The node of every rank; all the same where nodes are not known."""
+    """Return the node of every rank; all the same where nodes are not known."""
     return [node_of(rank, node_size) if node_size else 0 for rank in range(mesh.world_size)]
 
 

@@ -1,4 +1,4 @@
-"""Preferences with a hot spot: some experts that get a given part of everything, for some time.
+"""Preferences with a hot spot: some experts that get a given part of all token copies, for some time.
 
 Shapes: S spots, N experts of a spot, Y MoE layers, E experts. Preferences are logits [1, 1, Y, E].
 """
@@ -18,10 +18,10 @@ STAYS = 0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HotSpot:
-    """The experts of one spot together get `share` of what is chosen, the others the rest, evenly.
+    """Preferences that give the experts of one spot together `share` of the choices, the others the rest.
 
-    spots_SN: the places where it can be. first_Y: where it is in every layer at the beginning. period: the
-    number of steps that it stays at a spot; 0 = for good.
+    Both parts are even. spots_SN: the possible spots. first_Y: the spot of every layer at the beginning.
+    period: the number of steps for which it stays at a spot; 0 = permanently.
     """
 
     spots_SN: Counts
@@ -31,7 +31,7 @@ class HotSpot:
     period: int = STAYS
 
     def at(self, step: int) -> Logits:
-        """Logits of a step, counted from 0."""
+        """Return the logits of a step, counted from 0."""
         moved = step // self.period if self.period else 0
         logits: Logits = np.zeros((1, 1, len(self.first_Y), self.num_experts))
         for layer, first in enumerate(self.first_Y):
@@ -40,36 +40,36 @@ class HotSpot:
         return logits
 
     def _heat(self, experts: int) -> float:
-        """The logit at which `experts` experts together get `share`, while all others have 0."""
+        """Return the logit at which `experts` experts together get `share`, while all others have 0."""
         others = self.num_experts - experts
         return math.log(self.share / (1 - self.share) * others / experts) if others else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Burst:
-    """Even, and in the last `length` steps of every `period` as `hot` says."""
+    """Even preferences, and those of `hot` in the last `length` steps of every `period`."""
 
     hot: HotSpot
     period: int
     length: int
 
     def at(self, step: int) -> Logits:
-        """Logits of a step, counted from 0."""
+        """Return the logits of a step, counted from 0."""
         logits = self.hot.at(step)
         return logits if step % self.period >= self.period - self.length else np.zeros_like(logits)
 
 
 def each_expert(num_experts: int) -> Counts:
-    """Every expert is a spot, [E, 1]."""
+    """Return every expert as a spot, [E, 1]."""
     return np.arange(num_experts)[:, None]
 
 
 def each_holder(num_experts: int, holders: int) -> Counts:
-    """The experts of every rank are a spot, [holders, E / holders]; they are spread evenly, in order."""
+    """Return the experts of every rank as a spot, [holders, E / holders]; they are spread in order."""
     return np.arange(num_experts).reshape(holders, -1)
 
 
 def starts(rng: np.random.Generator, spots: int, moe_layers: int) -> Counts:
-    """Where a hot spot begins in every layer, at different places as long as there are any, [Y]."""
+    """Return the first spot of every layer, [Y]: different ones as long as there are any left."""
     start: Counts = rng.permutation(spots)[np.arange(moe_layers) % spots]
     return start

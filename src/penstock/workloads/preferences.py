@@ -1,8 +1,8 @@
-"""Which experts tokens prefer, and how that moves from step to step.
+"""The experts that tokens prefer, and how these preferences move from step to step.
 
 Shapes: D groups of ranks with the same samples, B samples of each, Y MoE layers, E experts. Preferences are
-logits [D or 1, B or 1, Y, E]: all ranks and samples share those of Zipf, every sample has its own of
-Dirichlet.
+logits [D or 1, B or 1, Y, E]: with Zipf all ranks and samples share them, with Dirichlet every sample has its
+own.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ Logits = npt.NDArray[np.float64]
 
 
 class Preferences(Protocol):
-    """Which experts tokens prefer in every step."""
+    """The experts that tokens prefer in every step."""
 
     def at(self, step: int) -> Logits:
-        """Logits of a step, counted from 0: the same on all ranks, in whatever order steps are asked for."""
+        """Return the logits of a step, counted from 0: the same on all ranks and in any order of calls."""
         ...
 
 
 class Draw(Protocol):
-    """Draws preferences from nothing but a generator."""
+    """Draws preferences from a generator alone."""
 
     def __call__(self, rng: np.random.Generator) -> Logits: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZipfDraw:
-    """Popularity rank ** -exponent, the ranks in an order of its own in every layer. [1, 1, Y, E]."""
+    """Popularity rank ** -exponent, with the ranks in a different order in every layer. [1, 1, Y, E]."""
 
     exponent: float
     moe_layers: int
@@ -49,8 +49,8 @@ class ZipfDraw:
 class DirichletDraw:
     """A symmetric Dirichlet distribution for every sample and layer. shape: [D, B, Y, E].
 
-    Drawn as logarithms of gamma numbers by G(a) = G(a + 1) * U ** (1 / a), which also for a small
-    concentration never becomes zero.
+    Drawn as logarithms of gamma numbers by G(a) = G(a + 1) * U ** (1 / a), which never becomes zero, even for
+    a small concentration.
     """
 
     concentration: float
@@ -68,7 +68,7 @@ class Movement:
     """Preferences of every step: drawn once, drifting, drawn again at a change.
 
     Drift turns from one draw to the next: cos(angle) * this + sin(angle) * next, a quarter turn in 1 / drift
-    steps. So preferences move continuously and stay as uneven on the way as the draws are.
+    steps. Thus preferences move continuously and stay as uneven on the way as the draws are.
     """
 
     draw: Draw
@@ -77,7 +77,7 @@ class Movement:
     change_at: int | None = None
 
     def at(self, step: int) -> Logits:
-        """Logits of a step, counted from 0; a function of the seed and the step alone."""
+        """Return the logits of a step, counted from 0; a function of the seed and the step alone."""
         changed = self.change_at is not None and step >= self.change_at
         position = self.drift * step
         index = math.floor(position)
@@ -88,23 +88,23 @@ class Movement:
         return math.cos(angle) * here + math.sin(angle) * self._drawn(changed, index + 1)
 
     def _drawn(self, changed: bool, index: int) -> Logits:
-        """Draw number `index` before or after the change, its mean over experts brought to zero."""
+        """Return draw number `index` before or after the change, with its mean over experts set to zero."""
         logits = self.draw(np.random.default_rng([*self.seed, int(changed), index]))
         centred: Logits = logits - logits.mean(axis=-1, keepdims=True)
         return centred
 
 
 def inclusion(logits: Logits, top_k: int) -> npt.NDArray[np.float64]:
-    """The probability that an expert is among the `top_k` of a token. Shapes as `logits`, sums to top_k.
+    """Return the probability that an expert is among a token's `top_k`. Shaped as `logits`, sums to top_k.
 
-    In proportion to exp(logit), except that no expert can be chosen more than surely: what would be over 1
-    goes to the others in proportion.
+    In proportion to exp(logit), except that no probability can exceed 1: the excess goes to the other experts
+    in proportion.
     """
     if logits.shape[-1] == top_k:
         return np.ones_like(logits)
     sure = np.zeros(logits.shape, dtype=bool)
     chosen = np.zeros_like(logits)
-    for _ in range(top_k):  # every round makes at least one more expert sure, or none, and then it is done
+    for _ in range(top_k):  # every round makes at least one more expert sure, or is the last
         free = np.where(sure, -np.inf, logits)
         weights = np.exp(free - free.max(axis=-1, keepdims=True))
         left = top_k - sure.sum(axis=-1, keepdims=True)

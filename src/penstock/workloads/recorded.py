@@ -1,4 +1,4 @@
-"""Loads of experts in a training run, in a file that people can read: written while training, replayed here.
+"""Loads of experts in a training run, in a readable file that is written while training and replayed here.
 
 The file is JSON lines: a header, then one line per step::
 
@@ -6,9 +6,9 @@ The file is JSON lines: a header, then one line per step::
     {"step": 1, "tokens_per_expert": [[12, 4, 9, 7], [8, 8, 8, 8]], "samples": [[[8, 0, ...], ...], ...]}
 
 tokens_per_expert: per MoE layer, how often each expert was chosen in the whole batch of all ranks, before
-any drop. samples: the same of every sample, [samples][MoE layers][experts]; a file may be without. Version 1
-is always without. Where it is missing, loads are shared out over samples evenly. Where experts choose tokens,
-the header says `"experts_choose": true`.
+any drop. samples: tokens_per_expert of every sample, [samples][MoE layers][experts]; it may be missing, and
+always is in version 1. Then loads are shared out over samples evenly. Where experts choose tokens, the header
+says `"experts_choose": true`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from penstock.workloads.routing import RoutingSizes
 FORMAT, VERSION, READ = "penstock routing", 2, (1, 2)
 MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
 MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 64 << 20
-"""A gibibyte in memory; a line holds the loads of one step."""
+"""Limits of the numbers in a file (a gibibyte in memory) and of a line, which holds the loads of one step."""
 
 KEY, HINT = "recorded", "Give the file that a training run recorded."
-"""The setting that names the file."""
+"""The setting that names the file, and what to do."""
 
 BEGINNING: Final = re.compile(rb'\{"step": (\d+), ')
-"""Of a line that was written here."""
+"""The beginning of a line that a `RoutingRecorder` wrote."""
 
 WHOLE: Final = "tokens_per_expert"
 SIZES: Final = ("moe_layers", "num_experts", "top_k")
@@ -48,10 +48,10 @@ SIZES: Final = ("moe_layers", "num_experts", "top_k")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedModel:
-    """What routing of a file fits to.
+    """The model that a file's routing fits.
 
-    experts_choose: tokens, instead of tokens experts: one may have any number then, and several or none of a
-    sample.
+    experts_choose: whether experts choose tokens instead of tokens experts: a token may then have any number
+    of experts, and an expert may choose several or no tokens of a sample.
     """
 
     moe_layers: int
@@ -82,10 +82,10 @@ class RoutingRecorder:
     """Writes the loads of each step; a line is in the file before `write` returns. One rank writes.
 
     resume_step: steps already done. 0 starts a new file; otherwise lines up to that step are kept as they
-    are, so that no step of a run that was killed and continued stands twice. The old file stays until the
+    are, so that a run that was killed and continued records no step twice. The old file stays until the
     new one is on the disk.
 
-    Raises ConfigError naming a line that was not written here.
+    Raises ConfigError naming a line that no recorder wrote.
     """
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
@@ -101,7 +101,7 @@ class RoutingRecorder:
         self._file = path.open("ab")
 
     def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
-        """Record one step. tokens_per_expert: whole numbers of any type; samples: the same of each sample.
+        """Record one step. tokens_per_expert: whole numbers of any type; samples: these of each sample.
 
         `StepStatistics.chosen_YE.tolist()` is what a stack has after each step.
         """
@@ -134,7 +134,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _described(model: RecordedModel) -> dict[str, Any]:
-    """The model in a header."""
+    """Return the model as a header describes it."""
     found = asdict(model)
     if not found.pop("experts_choose"):
         return found
@@ -142,12 +142,12 @@ def _described(model: RecordedModel) -> dict[str, Any]:
 
 
 def _until(path: Path, last: int) -> Iterator[bytes]:
-    """The lines of the steps up to `last`, of any length and number, without reading what they say."""
+    """Yield the lines of the steps up to `last`, of any length and number, without parsing them."""
     with open_regular(path, KEY, HINT, str(path)) as file:
         file.readline()  # the header
         for number in count(2):
             line = file.readline()
-            if not line.endswith(b"\n"):  # the end, or a line that a killed run has cut short
+            if not line.endswith(b"\n"):  # the end, or a line that a killed run left unfinished
                 return
             found = BEGINNING.match(line)
             if found is None:
@@ -158,7 +158,7 @@ def _until(path: Path, last: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class RecordedRouting:
-    """Step n of this run is routed as step n of the recording, which begins again at its end.
+    """Routing of step n as in step n of the recording, which begins again at its end.
 
     Loads are scaled to this run's number of tokens. Samples are routed as the recorded ones in turn, or else
     each gets its even share of the loads.
@@ -168,7 +168,7 @@ class RecordedRouting:
     recording: Recording
 
     def counts(self, step: int) -> Counts:
-        """See `Routing.counts`."""
+        """Return token copies; see `Routing.counts`."""
         sizes, turn = self.sizes, step % len(self.recording.steps)
         samples = sizes.groups * sizes.samples
         known, loads_YE = self.recording.samples[turn], self.recording.loads_SYE[turn]
@@ -178,14 +178,14 @@ class RecordedRouting:
             return apportion(known[np.arange(samples) % len(known)], sizes.copies).reshape(sizes.shape)
         left_YE = apportion(loads_YE, samples * sizes.copies)
         shares = np.empty((samples, *left_YE.shape), dtype=np.int64)
-        for sample in range(samples):  # each takes its even share of what the samples before it left
+        for sample in range(samples):  # each takes its even share of what earlier samples left
             shares[sample] = apportion(left_YE, sizes.copies)
             left_YE = left_YE - shares[sample]
         return shares.reshape(sizes.shape)
 
 
 def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
-    """Routing of the run that wrote `path`. Raises ConfigError if it is no recording or does not fit."""
+    """Return the routing of the run that wrote `path`. Raises ConfigError if it is none or does not fit."""
     recording = read_recording(path)
     wanted = RecordedModel(moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k)
     for name in SIZES:
@@ -203,7 +203,7 @@ def recorded_routing(path: Path, sizes: RoutingSizes) -> RecordedRouting:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read a file of `RoutingRecorder`; a last line that a killed run left without its end is dropped.
+    """Read a file of `RoutingRecorder`; an unfinished last line, left by a killed run, is dropped.
 
     Raises ConfigError naming the line that is wrong.
     """
@@ -227,7 +227,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines that have an end, counted from 1; at no time is more than one in memory."""
+    """Yield the finished lines, counted from 1; at no time is more than one in memory."""
     for number in count(1):
         try:
             line = file.readline(MOST_LINE_BYTES)
@@ -275,7 +275,7 @@ Step = tuple[int, Counts, Counts | None]
 
 
 def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel) -> Step:
-    """A step's number, its loads, and those of its samples if they are known."""
+    """Return a step's number, its loads, and those of its samples if they are known."""
     step: Any = record.get("step")
     if type(step) is not int:
         raise _wrong_line(path, number, "has no step number")
@@ -286,7 +286,7 @@ def _step(path: Path, number: int, record: dict[str, Any], model: RecordedModel)
 
 
 def _loads(path: Path, number: int, loads: Any, model: RecordedModel, name: str) -> Counts:
-    """Loads [MoE layers][experts]."""
+    """Return loads, [MoE layers][experts]."""
     if not _is_table(loads, model.moe_layers, model.num_experts):
         shape = f"{model.moe_layers} lists of {model.num_experts} whole numbers"
         raise _wrong_line(path, number, f"has no {name} of {shape}, as line 1 promises")
@@ -304,7 +304,7 @@ def _loads(path: Path, number: int, loads: Any, model: RecordedModel, name: str)
 
 
 def _samples(path: Path, number: int, samples: Any, model: RecordedModel, loads_YE: Counts) -> Counts | None:
-    """The loads of each sample, [samples, MoE layers, experts]; without those that were padding alone."""
+    """Return each sample's loads, [samples, MoE layers, experts], without samples that are padding alone."""
     if samples is None:
         return None
     if not isinstance(samples, list):
@@ -317,7 +317,7 @@ def _samples(path: Path, number: int, samples: Any, model: RecordedModel, loads_
 
 
 def _is_padding(sample: Any) -> bool:
-    """Whether nothing of a sample was routed."""
+    """Return whether nothing of a sample was routed."""
     return isinstance(sample, list) and all(isinstance(row, list) and not any(row) for row in sample)
 
 

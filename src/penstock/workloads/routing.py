@@ -15,7 +15,7 @@ from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.preferences import Preferences, inclusion
 
 PREFERENCES, CHANCE = 0, 1
-"""What is drawn with a seed, so that one does not depend on how much is drawn for the other."""
+"""Streams of random numbers from one seed, so that neither depends on how much the other is drawn from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class RoutingSizes:
     """The batch that is routed.
 
     groups: of ranks with the same samples; a rank alone, unless ranks share attention. samples: of such a
-    group. moe_layers: how many layers have a router. holders: over how many ranks experts are spread evenly,
-    where ranks share every expert groups of them.
+    group. moe_layers: the number of layers that have a router. holders: the number of ranks (where ranks
+    share every expert, of groups of these) over which experts are spread evenly.
     """
 
     groups: int
@@ -46,15 +46,15 @@ class RoutingSizes:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of what `Routing.counts` returns: [D, B, Y, E]."""
+        """Shape of what `Routing.counts` returns: [D, B, Y, E]."""
         return self.groups, self.samples, self.moe_layers, self.num_experts
 
 
 class Routing(Protocol):
-    """Where tokens go. Every rank asks for itself and gets the same answer: nothing is exchanged."""
+    """Destinations of tokens. Every rank computes them and gets the same ones: nothing is exchanged."""
 
     def counts(self, step: int) -> Counts:
-        """Token copies of every sample for every expert, int64 [D, B, Y, E]; `step` counts from 0.
+        """Return the token copies of every sample for every expert, int64 [D, B, Y, E]; `step` counts from 0.
 
         The counts of a sample in a layer sum to L * k, and none is over L: a token's experts are distinct.
         """
@@ -63,14 +63,14 @@ class Routing(Protocol):
 
 @dataclass(frozen=True)
 class GeneratedRouting:
-    """Tokens that choose by preferences and chance; a function of the seed and the step alone."""
+    """Routing by preferences and chance; a function of the seed and the step alone."""
 
     sizes: RoutingSizes
     preferences: Preferences
     seed: int
 
     def counts(self, step: int) -> Counts:
-        """Every expert gets each of a sample's tokens by chance, then the sums are put right."""
+        """Draw every expert's number of each sample's tokens by chance, then correct the sums."""
         sizes = self.sizes
         probability = inclusion(self.preferences.at(step), sizes.top_k)
         rng = np.random.default_rng([self.seed, CHANCE, step])
@@ -79,7 +79,7 @@ class GeneratedRouting:
 
 
 def _with_sum(drawn: Counts, total: int, most: int) -> Counts:
-    """`drawn` [..., E] changed as little as needed so that it sums to `total` and stays from 0 to `most`."""
+    """Return `drawn` [..., E] changed as little as needed to sum to `total` and stay from 0 to `most`."""
     missing = total - drawn.sum(axis=-1)
     added = apportion(most - drawn, np.maximum(missing, 0))
     return drawn + added - apportion(drawn, np.maximum(-missing, 0))

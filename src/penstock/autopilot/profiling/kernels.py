@@ -1,4 +1,4 @@
-"""Kinds of computation by themselves, at the model's sizes, on all ranks at once."""
+"""Measures kinds of computation by themselves, at the model's sizes, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from penstock.train.optimizer import build_adamw, initialise_state
 
 FLOAT_BYTES = 4
 PIECES = (1, 4, 2, 8)
-"""Sizes are those of a whole batch over these, in the order of their worth."""
+"""Divisors of the size of a whole batch, in the order of how much they tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One kind. size: of a whole batch. work: operations or bytes of a size. make: what is timed."""
+    """One kind of computation. size: whole batch. work: operations or bytes of a size. make: timed action."""
 
     name: str
     unit: Literal["flop", "byte"]
@@ -42,7 +42,7 @@ class Kernel:
 def measure_kernels(
     config: RunConfig, machinery: Machinery, budget_s: float, asked: Asked = never
 ) -> tuple[KernelModel, ...]:
-    """The same on all ranks, which must call this together. asked: as of `Budget`."""
+    """Measure kernels, with the same result on all ranks, which call it together. asked: as of `Budget`."""
     budget = Budget(machinery.control, budget_s, asked)
     kernels = list(_kernels(config, machinery))
     found = []
@@ -62,7 +62,7 @@ def measure_kernels(
 
 
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
-    """The rates of matrix products and of copies as measured, the rest as assumed."""
+    """Return the rates of matrix products and of copies as measured, the others as assumed."""
     beta = {kernel.name: kernel.beta_s_per_unit for kernel in kernels}
     return replace(assumed, flops_per_s=1 / beta[PRODUCT], memory_bytes_per_s=1 / beta["copy"])
 
@@ -105,7 +105,7 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
 
 
 class _Shapes:
-    """Tensors of the model's shapes, and what is done with them."""
+    """Tensors of the model's shapes, and the operations on them."""
 
     def __init__(self, config: RunConfig, machinery: Machinery) -> None:
         self.config, self.machinery = config, machinery
@@ -139,7 +139,7 @@ class _Shapes:
         return self._quiet(lambda: x.index_select(0, rows))
 
     def unorder(self, tokens: int) -> Action:
-        """Rows of all choices back to their tokens, weighted and summed."""
+        """Return the un-permute: rows of all choices back to their tokens, weighted and summed."""
         out, weights = self._new(tokens * self.k, self.hidden), self._new(tokens, self.k, 1)
         rows = self._shuffled(tokens)
         return self._quiet(
@@ -158,7 +158,7 @@ class _Shapes:
         return torch.randperm(tokens * self.k, generator=generator).to(self.machinery.device)
 
     def _quiet(self, compute: Callable[[], Tensor]) -> Action:
-        """The same without a graph, in the precision of the run."""
+        """Return the computation without gradients, in the precision of the run."""
 
         def action() -> None:
             with torch.no_grad(), self.machinery.autocast():

@@ -1,7 +1,7 @@
-"""Every collective on every group and lane of a layout: lines through measured exchanges.
+"""Measures every collective on every group and lane of a layout: lines through measured exchanges.
 
-All of them are made of the transport's own exchanges, since those are what will run: a reduce-scatter sums
-what an all-to-all brought, a broadcast sends from one rank to all.
+All collectives are made of the transport's own exchanges, since those are what will run: a reduce-scatter
+sums what an all-to-all brought, a broadcast sends from one rank to all.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from penstock.topology import Layout
 from penstock.words import counted
 
 SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
-"""In the order of their worth: two give a line, those at the ends tell its start-up from its slope."""
+"""Sizes in the order of their worth: two give a line, extremes tell its start-up from its slope."""
 
 LONGEST_S = 0.15
 FLOAT_BYTES = 4
 USED_WEIGHT, WEIGHT = 4.0, 1.0
-"""How much more time is spent on what plans are made of."""
+"""Weights by which time is shared: collectives on which plans rest get more of it."""
 
 TRUSTED = 2
-"""Other programs hold up an exchange for milliseconds, which is much for small sizes and little for these."""
+"""Number of largest sizes that are always used: delays of milliseconds by others matter little there."""
 
 Make = Callable[[int], Action]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One collective in one kind of group. make: from float32 elements to an exchange of that many.
+    """One collective in one kind of group.
 
-    used: whether plans rest on it.
+    make: returns an exchange of this number of float32 elements. used: whether plans rest on it.
     """
 
     collective: str
@@ -59,7 +59,7 @@ class Probe:
 
     @property
     def wire(self) -> tuple[object, ...]:
-        """Equal for probes that send the same bytes between the same ranks."""
+        """Key that is equal for probes that send the same bytes between the same ranks."""
         return self.collective, self.lane, self.op, self.members
 
 
@@ -72,13 +72,13 @@ def measure_links(
     say: Callable[[str], None] = ignore,
     asked: Asked = never,
 ) -> tuple[LinkModel, ...]:
-    """Lines of all collectives; the same on all ranks, which must call this together. None for one rank.
+    """Return lines of all collectives; the same on all ranks, which must call it together. () for one rank.
 
     dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
     rests on. say: told what is measured now; asked: as of `Budget`.
 
-    The time goes to what plans rest on first; what is left over pays for two sizes of everything else at
-    least. Groups with the same members are measured once.
+    The time goes first to what plans rest on; the remainder pays for at least two sizes of everything else.
+    Groups with the same members are measured once.
     """
     if machinery.layout.world_size == 1:
         return ()
@@ -151,7 +151,7 @@ def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
 
 
 def _pair_probe(machinery: Machinery) -> Iterator[Probe]:
-    """Parm's pair, where ranks share attention. Argument: as of its all-to-all."""
+    """Yield the probe of Parm's pair, where ranks share attention. Its argument is that of its all-to-all."""
     layout = machinery.layout
     members = _members(layout, Group.EXPERT_SHARDS)
     if layout.mp_size > 1 and len(members) > 1:
@@ -166,7 +166,7 @@ def _pair_probe(machinery: Machinery) -> Iterator[Probe]:
 
 
 def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
-    """Groups of several ranks, on the lane that has them."""
+    """Yield groups of several ranks, with the lane on which they communicate."""
     inter = [Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS]
     several_nodes = layout.ep_nodes > 1
     pairs: Iterable[tuple[Lane, Axes]] = product(
@@ -181,7 +181,7 @@ def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
 
 
 def _sharing_groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
-    """Groups that there are only where ranks share attention or experts."""
+    """Yield groups that exist only where ranks share attention or experts."""
     if layout.mp_size > 1:
         yield Lane.INTRA, Group.TENSOR
         yield Lane.INTER, Group.DATA
@@ -208,7 +208,7 @@ def _members(layout: Layout, group: Axes) -> tuple[int, ...]:
 
 
 def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
-    """Every leg that moves anything, with even routing. Argument: elements of the rows that each rank has."""
+    """Yield every leg that moves anything, with even routing. Argument: elements of the rows of each rank."""
     layout = machinery.layout
     place, ranks = Place(layout.ep_rank, layout.ep_size, layout.ep_node_size), layout.ep_size
     for number, hop in enumerate(dispatch.hops):
@@ -265,7 +265,7 @@ class _Exchanges:
         return self._exchange(splits, splits)
 
     def uneven_all_to_all(self, elements: int) -> Action:
-        """As if the first rank's experts were twice as popular as the others'."""
+        """Return an exchange in which the first rank's experts are twice as popular as the others'."""
         share = elements // (self.size + 1)
         splits = [2 * share] + [share] * (self.size - 1)
         return self._exchange(splits, [splits[self.rank]] * self.size)
@@ -283,12 +283,12 @@ class _Exchanges:
         return lambda: self.transport.all_reduce(tensor, self.group)
 
     def broadcast(self, elements: int) -> Action:
-        """From the first rank to the others, one copy each."""
+        """Return an exchange from the first rank to the others, one copy each."""
         out = [elements if self.rank == 0 and other else 0 for other in range(self.size)]
         return self._exchange(out, self._from_first(elements, self.rank > 0))
 
     def point_to_point(self, elements: int) -> Action:
-        """From the first rank to the last."""
+        """Return an exchange from the first rank to the last."""
         last = self.size - 1
         out = [elements if self.rank == 0 and other == last else 0 for other in range(self.size)]
         return self._exchange(out, self._from_first(elements, self.rank == last))

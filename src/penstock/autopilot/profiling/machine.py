@@ -1,4 +1,4 @@
-"""The machine that a cluster file names."""
+"""Describes the machine that a cluster file names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def here(device: torch.device) -> Machine:
-    """This machine, now."""
+    """Describe this machine as it is now."""
     return Machine(
         host=platform.node(),
         date=datetime.now(UTC).date().isoformat(),
@@ -30,9 +30,9 @@ def here(device: torch.device) -> Machine:
 
 
 def memory_bytes(control: Control, device: torch.device) -> int:
-    """What every rank has, the same number on all of them: that of the rank with least.
+    """Return the memory in bytes of the rank that has least, on all ranks; all call it together.
 
-    Of a GPU, or a rank's part of what its machine, container or job may use. All ranks call it together.
+    A rank has the memory of its GPU, or its part of what its machine, container or job may use.
     """
     hosts = control.gather(platform.node(), "counting ranks per host")
     sharing = 1 if device.type == "cuda" else hosts.count(platform.node())
@@ -40,7 +40,7 @@ def memory_bytes(control: Control, device: torch.device) -> int:
 
 
 def _field(path: Path, name: str) -> str | None:
-    """Value of the first line `name : value`; None where Linux does not run, or does not say."""
+    """Return the value of the first line `name : value`; None outside Linux, or without such a line."""
     if not path.exists():
         return None
     lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,4 @@
-"""Measure a cluster and a model on it: what comes out is a cluster file, which plans are made from."""
+"""Measures a cluster and a model on it; the result is a cluster file, from which plans are made."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from penstock.train.config import RunConfig
 
 BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
-"""Of the whole budget; of what computation has of it."""
+"""Share of links in the whole budget; share of kernels in the budget of computation."""
 
 LINKS_S = 4.0
-"""How long links are measured for where no file is made of it."""
+"""How long links are measured where no file is made from the result."""
 
 LEAST_LATENCY_S = 1e-7
-"""A section [cluster] has no links without latency."""
+"""Least latency of a link: section [cluster] does not allow 0."""
 
 
 def profile_run(
@@ -41,11 +41,11 @@ def profile_run(
     name: str = UNNAMED,
     asked: Asked = never,
 ) -> ClusterFile:
-    """Measure links and computation for a resolved configuration; the same file on every rank.
+    """Measure links and computation for a resolved configuration; return the same file on every rank.
 
     All ranks must call this together, and nothing else may use the machinery meanwhile. say: told what is
     being measured, case by case. asked: whether this rank is to end as soon as it has the least that a file
-    needs; the file says so among its doubts.
+    needs; the file then lists this among its doubts.
     """
     layout = machinery.layout
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
@@ -74,8 +74,8 @@ def profile_layout(
 ) -> ClusterFile:
     """Measure what layouts are compared by: as `profile_run`, and after a first layout links and tasks only.
 
-    first: the file of another layout. Tasks are lines over their work by its rates, so that both files can
-    lend each other what they lack.
+    first: the file of another layout. Tasks are lines over their work by that file's rates, so that both
+    files can complete each other.
     """
     if first is None:
         return profile_run(config, machinery, budget_s=budget_s)
@@ -87,7 +87,7 @@ def profile_layout(
 def profile_schedules(
     config: RunConfig, machinery: Machinery, schedules: Sequence[ScheduleConfig], budget_s: float
 ) -> ClusterFile:
-    """Measure only what predictions of these schedules rest on; otherwise as `profile_run`.
+    """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
 
     budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
     """
@@ -95,10 +95,10 @@ def profile_schedules(
 
 
 def profile_links(config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = ()) -> ClusterFile:
-    """Measure the links that plans rest on, for some seconds; devices are as section [cluster] assumes them.
+    """Measure the links on which plans rest, for some seconds; devices are as section [cluster] assumes them.
 
-    dispatches: whose legs are measured beside those that the configuration leaves open. All ranks call it
-    together and get the same.
+    dispatches: whose legs are measured in addition to those that the configuration leaves open. All ranks
+    call it together and get the same file.
     """
     return _with_links(config, machinery, LINKS_S, used_only=True, dispatches=dispatches)
 
@@ -127,9 +127,9 @@ def _with_links(
 
 
 def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: int) -> ClusterConfig:
-    """Latency and bandwidth between two ranks that explain the measured all-to-alls.
+    """Return the rates with latency and bandwidth between two ranks that explain the measured all-to-alls.
 
-    nodes: of the cluster; in a single one all links are inside it.
+    nodes: of the cluster; in a single node all links are inside it.
     """
     inside = "ep" if nodes == 1 else "node"
     for group, lane in (("ep", "link"), (inside, "intra")):
@@ -147,11 +147,11 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
 
 
 def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:
-    """The rate of a node's card if its devices share one; None if each has its own, or if that is unknown.
+    """Return the rate of a node's network card if its devices share one; None if not, or if that is unknown.
 
     A device that sends alone has a shared card to itself; with a card of its own it is no faster than when
-    all send. The measured rate is closer to one of the two. Unknown where there are several expert groups:
-    they are measured at the same time and share cards, too.
+    all send. The measured rate is closer to one of the two. It is unknown where there are several expert
+    groups: they are measured at the same time and share cards, too.
     """
     even, alone = (_measured(links, name, "ep") for name in ("all_to_all", "point_to_point"))
     world = max((link.ranks for link in links), default=0)

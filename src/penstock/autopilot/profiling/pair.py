@@ -1,6 +1,7 @@
-"""Parm's SAA as it runs: slices of a combine between nodes, each gathered inside its node under the next one.
+"""Measures Parm's SAA as it runs: slices of a combine between nodes, each gathered under the next.
 
-Its alpha and beta are measured, since two lines do not say how far two transfers at once disturb each other.
+Its alpha and beta are measured, since two lines do not tell how much two simultaneous transfers disturb each
+other.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from penstock.runtime.lanes import LaneError
 from penstock.runtime.program import Call, Span
 
 SLICES = 4
-"""Fewer overlap less, more cost start-ups: the middle of what Parm's planner tries."""
+"""Slices of a pair: fewer overlap less, more cost start-ups; the middle of what Parm's planner tries."""
 
 
 def pair_axes(esp_size: int) -> Axes:
-    """Along which its all-to-all meets ranks."""
+    """Return the axes along which the pair's all-to-all meets ranks."""
     return Group.EXPERT_SHARDS if esp_size > 1 else Group.EXPERT
 
 
 def make_pair(machinery: Machinery, elements: int) -> Action:
-    """One pair of which every rank sends `elements` float32 numbers to all shards of all experts."""
+    """Return a pair in which every rank sends `elements` float32 numbers to all shards of all experts."""
     layout, transports = machinery.layout, machinery.transports
     axes = pair_axes(layout.esp_size)
     between, inside = transports.of(Lane.INTER, axes), transports.of(Lane.INTRA, Group.TENSOR)
@@ -39,7 +40,7 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
     home: dict[Name, Tensor] = {}
 
     def combine(context: Any, task: Task, inputs: Inputs) -> Outputs:
-        """Partial outputs of all shards of an expert, added where they come home."""
+        """Exchange the partial outputs of all shards of an expert, and add them where they arrive."""
         del context, inputs
         found = between.all_to_all(rows, [each] * size, [each] * size, axes)
         home[task.name] = found.view(-1, layout.esp_size, each).sum(1).flatten()
@@ -61,7 +62,7 @@ def _action(machinery: Machinery, span: Span) -> Action:
     def action() -> None:
         try:
             machinery.lanes.run(span, execute)
-        except LaneError as failure:  # what is measured has no grid to show
+        except LaneError as failure:  # the measured pair has no grid to show
             assert failure.__cause__ is not None, failure
             raise failure.__cause__ from None
 
@@ -69,7 +70,7 @@ def _action(machinery: Machinery, span: Span) -> Action:
 
 
 def _span(axes: Axes, combine: Handler, gather: Handler) -> Span:
-    """Every slice is gathered after it was combined; each lane takes them in their order."""
+    """Return the calls of both lanes, each in order: every slice is gathered after it was combined."""
     sent, gathered = [], []
     for number in range(SLICES):
         name = Name(0, Op.COMBINE, Phase.FORWARD, microbatch=0, chunk=number)

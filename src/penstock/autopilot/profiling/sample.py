@@ -1,6 +1,6 @@
-"""Timing an action on all ranks at once, again and again, with decisions that all ranks take alike.
+"""Times an action on all ranks at once, repeatedly, with decisions that all ranks take alike.
 
-Clocks differ by rank: whatever decides how to go on is exchanged first.
+Clocks differ by rank: everything that decides how to go on is exchanged first.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ CONFIDENCE = 0.95
 NARROW = 0.05
 UNTIMED, IN_A_ROW, BLOCKS = 2, 4, 4
 SHORT_S = 0.02
-"""What takes longer in a row is timed once at a time."""
+"""Actions that take longer than this in a row are timed in one block per round."""
 
 PURPOSE = "measuring the cluster"
 
 Action = Callable[[], None]
-"""Something that all ranks do together; it has ended when it returns, on a GPU when the device is idle."""
+"""An action of all ranks together; it has ended when it returns, on a GPU when the device is idle."""
 
 Asked = Callable[[], bool]
-"""Whether this rank was asked to measure no more than it must."""
+"""Tells whether this rank was asked to measure no more than it must."""
 
 
 def ignore(text: str) -> None:
-    """Say nothing."""
+    """Do nothing with a message."""
     del text
 
 
 def never() -> bool:
-    """Whether measuring is to be stopped, where nothing stops it before its time."""
+    """Return False: nothing stops the measurement before its time."""
     return False
 
 
@@ -49,7 +49,7 @@ class Budget:
         self.left_s = self.agree()
 
     def agree(self) -> float:
-        """Exchange and return what is left on the rank that has least."""
+        """Exchange the remaining seconds, and return those of the rank that has least."""
         self.left_s = min(self.control.gather(self._mine_s, PURPOSE))
         return self.left_s
 
@@ -59,10 +59,10 @@ class Budget:
         return min(0.0, left_s) if self._asked() else left_s
 
     def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
-        """Seconds per action, for every block the slowest rank's; all ranks start together.
+        """Return seconds per action, of the slowest rank, for every block; all ranks start together.
 
         A link that has rested lets a burst pass faster than its rate, and a cold cache is slow: some actions
-        come before the clock, and a block is a few of them in a row.
+        run before the clock starts, and a block is a few actions in a row.
         """
         self.control.barrier(PURPOSE)
         for _ in range(UNTIMED):
@@ -81,14 +81,14 @@ class Budget:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass
 class Point:
-    """One size of one action: durations of blocks so far."""
+    """One size of one action: durations of its blocks so far."""
 
     size: int
     action: Action
@@ -100,24 +100,24 @@ class Point:
 
     @property
     def doubt(self) -> float:
-        """Half width of the confidence interval of the median, relative to it."""
+        """Half width of the median's confidence interval, relative to the median."""
         low_s, high_s = median_interval(self.times_s)
         return (high_s - low_s) / 2 / self.typical_s
 
     def more(self, budget: Budget, device: torch.device) -> None:
-        """One more round of blocks."""
+        """Run one more round of blocks."""
         short = bool(self.times_s) and self.typical_s * IN_A_ROW < SHORT_S
         self.times_s += budget.timed(self.action, BLOCKS if short else 1, device)
 
     @property
     def round_s(self) -> float:
-        """What one more round will take, roughly."""
+        """Estimated seconds of one more round."""
         blocks = BLOCKS if self.typical_s * IN_A_ROW < SHORT_S else 1
         return (UNTIMED + IN_A_ROW * blocks) * self.typical_s
 
 
 def median_interval(times_s: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with 95 %; (0, infinity) if there are too few."""
+    """Return order statistics that contain the median with 95 %; (0, infinity) if there are too few times."""
     count = len(times_s)
     below = math.floor((count - NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(count)) / 2)
     if below < 0 or count < 6:
@@ -136,10 +136,11 @@ def measure_sizes(
     least: int = 2,
     longest_s: float = math.inf,
 ) -> list[tuple[int, float]]:
-    """(size, typical seconds) of `make(size)`, as many of `sizes` as fit into `share_s`, `least` anyway.
+    """Return (size, typical seconds) of `make(size)` for as many of `sizes` as fit, but at least `least`.
 
-    sizes: in the order of their worth. longest_s: sizes whose action would take longer are left out. Time
-    that remains goes to the point with the widest confidence interval until all are narrow.
+    sizes: in the order of how much they tell. share_s: seconds into which they must fit. longest_s: sizes
+    whose action would take longer are left out. Time that remains goes to the point with the widest
+    confidence interval until all are narrow.
     """
     until_s = budget.left_s - share_s
     points: list[Point] = []
@@ -156,7 +157,7 @@ def measure_sizes(
 
 
 def _expected_s(points: Sequence[Point], size: int) -> float:
-    """From the nearest size measured: a larger one takes as much longer, a smaller one no longer."""
+    """Estimate by the nearest measured size: a larger one takes longer in proportion, a smaller as long."""
     if not points:
         return 0.0
     near = min(points, key=lambda point: abs(math.log(point.size / size)))

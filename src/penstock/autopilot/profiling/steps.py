@@ -1,6 +1,6 @@
-"""Real steps at the end of a profile: what tasks and transfers take there, and what is left unexplained.
+"""Runs real steps at the end of a profile: what tasks and transfers take there, and what stays unexplained.
 
-Every round runs the sample by some real schedules over the network, beside the same steps without one. A
+Every round runs the sample by some real schedules over the network, and the same steps without a network. A
 compute task is compared with itself in the silent step of the same plan and round, a transfer with the line
 of its collective, and a whole step with its simulation from both.
 """
@@ -36,7 +36,7 @@ Run = Callable[[StepPlan], tuple[float, list[TaskRecord]]]
 """Runs a step, together with all ranks: its seconds, and when its tasks ran here."""
 
 Kind = tuple[str, str]
-"""Of computation op and phase, of transfers collective and lane."""
+"""Op and phase of computation; collective and lane of transfers."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Watched:
     """The steps of one plan on all ranks.
 
     spans_KRT2: seconds, by rank, round, task and end. quiet_KRT: durations of the same tasks in steps without
-    a network. iterations_R: of every round the slowest rank's.
+    a network. iterations_R: the slowest rank's, by round.
     """
 
     plan: StepPlan
@@ -67,12 +67,12 @@ class Watched:
     iterations_R: Seconds
 
     def durations(self) -> Seconds:
-        """[rank, round, task]."""
+        """Return the seconds of every task, [rank, round, task]."""
         durations_KRT: Seconds = self.spans_KRT2[..., 1] - self.spans_KRT2[..., 0]
         return durations_KRT
 
     def shares(self) -> Seconds:
-        """Company of every task, see `shares_of`; [rank, round, task]."""
+        """Return the company of every task, see `shares_of`, [rank, round, task]."""
         tasks = self.plan.graph.tasks
         shares_KRT = np.empty(self.spans_KRT2.shape[:3])
         for place in np.ndindex(*shares_KRT.shape[:2]):
@@ -83,7 +83,7 @@ class Watched:
 
 
 def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
-    """Which of some plans show most: the first, and of every schedule the one with the most tasks.
+    """Return which plans show most: the first, and of every schedule the plan with the most tasks.
 
     plans: with the names of their schedules.
     """
@@ -96,7 +96,7 @@ def worth_running(plans: Sequence[tuple[str, StepPlan]]) -> list[int]:
 
 
 class RealSteps:
-    """Steps over the network by some plans, noted beside those without one."""
+    """Runs steps over the network by some plans, and notes them beside those without a network."""
 
     def __init__(
         self,
@@ -105,19 +105,19 @@ class RealSteps:
         run_quietly: Run,
         control: Control,
     ) -> None:
-        """run, run_quietly: one step of a plan with and without a network."""
+        """Take the plans to run. run, run_quietly: one step of a plan with and without a network."""
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
 
     def round(self, *, counts: bool = True) -> None:
-        """One step of every plan, and one without a network; all ranks together."""
+        """Run one step of every plan, and one without a network; all ranks together."""
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
             quiet, real = self._run_quietly(plan), self._run(plan)
             if counts:
                 noted.append((RanStep.of(*quiet, plan), RanStep.of(*real, plan)))
 
     def gathered(self) -> list[Watched]:
-        """What was noted on all ranks."""
+        """Return what was noted on all ranks."""
         everyone = self._control.gather(self._noted, "exchanging the times of real steps")
         return [
             _watched(plan, choice, [rank[number] for rank in everyone])
@@ -145,7 +145,7 @@ def _watched(
 def with_steps(
     file: ClusterFile, watched: Sequence[Watched], problem_of: Callable[[ClusterFile], Problem]
 ) -> ClusterFile:
-    """The file with what real steps say of its tasks, its transfers, and of whole steps.
+    """Return the file with what real steps tell about its tasks, its transfers, and whole steps.
 
     problem_of: the step that ran, on such a cluster.
     """
@@ -168,13 +168,13 @@ def with_steps(
 
 
 def with_transfers(file: ClusterFile, found: Fits) -> ClusterFile:
-    """The file with what steps say of its links."""
+    """Return the file with what real steps tell about its links."""
     links = (_link_in_steps(link, found.of(_kind(link.collective, link.lane))) for link in file.links)
     return replace(file, links=tuple(links), transfers_beside_compute=found.usual.beside)
 
 
 class Fits:
-    """Factors by kind of task. What a kind cannot tell, all of its side do."""
+    """Factors by kind of task. A kind whose factors cannot be fitted has those of its whole side."""
 
     def __init__(self, side: str, seen: Mapping[Kind, Sequence[Sighting]]) -> None:
         everything = [each for kind in seen.values() for each in kind]
@@ -187,7 +187,7 @@ class Fits:
         }
 
     def of(self, kind: Kind) -> Company:
-        """Those of a kind that never ran are those of all."""
+        """Return the factors of a kind; those of all kinds for one that never ran."""
         return self._found.get(kind, self.usual)
 
     def _trusted(self, what: str, found: Company | None) -> Company | None:
@@ -198,7 +198,7 @@ class Fits:
 
 
 def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
-    """Of every compute task its seconds beside those without a network, on the typical rank."""
+    """Return sightings of compute tasks, against steps without a network, as medians over ranks."""
     found: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
         quiet_KT = np.median(each.quiet_KRT, axis=1)
@@ -219,9 +219,9 @@ def _computed(watched: Sequence[Watched]) -> dict[Kind, list[Sighting]]:
 def transferred(
     watched: Sequence[Watched], cost_of: Callable[[Watched], RankCost], work: Workload
 ) -> dict[Kind, list[Sighting]]:
-    """Of every transfer its seconds on the rank that came last, beside those of its line.
+    """Compare every transfer on the rank that came last with its line.
 
-    The others wait for that one, and see more than the transfer. cost_of: seconds of the tasks that ran,
+    The other ranks wait for that one, and see more than the transfer. cost_of: seconds of the tasks that ran,
     without company. work: of the steps, for what their tasks are.
     """
     found: dict[Kind, list[Sighting]] = defaultdict(list)
@@ -249,7 +249,7 @@ def _numbered(plan: StepPlan, *, computes: bool) -> Iterator[tuple[int, Task]]:
 
 
 def _kind(collective: str, lane: str) -> Kind:
-    """Legs of dispatches, and an uneven exchange, are all-to-alls."""
+    """Return a transfer's kind: legs of dispatches, and an uneven exchange, are all-to-alls."""
     alike = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
     return "all_to_all" if alike else collective, lane
 
@@ -267,9 +267,9 @@ def _link_in_steps(link: LinkModel, found: Company) -> LinkModel:
 def with_whole_steps(
     file: ClusterFile, watched: Sequence[Watched], expected_s: Sequence[float]
 ) -> ClusterFile:
-    """The file with what whole steps say beyond their tasks, and nothing of what others said.
+    """Return the file with what whole steps tell beyond their tasks, replacing what earlier ones told.
 
-    expected_s: of every plan by such a file.
+    expected_s: predicted by such a file, for every plan.
     """
     pairs = zip(watched, expected_s, strict=True)
     steps = fit_steps([[float(seconds) / one_s for seconds in each.iterations_R] for each, one_s in pairs])
@@ -278,7 +278,7 @@ def with_whole_steps(
 
 
 def _no_use(steps: StepFit) -> str:
-    """Why whole steps do not correct predictions; "" if they do."""
+    """Return why whole steps do not correct predictions; "" if they do."""
     if not ALONE[0] <= steps.ratio <= ALONE[1]:
         return f"real steps took {steps.ratio:.2f} times as long as predicted, too far off to correct it"
     if steps.high / steps.ratio - 1 > 2 * MOST_SCATTER:

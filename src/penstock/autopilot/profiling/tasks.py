@@ -1,7 +1,7 @@
-"""Compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
+"""Measures compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
 
-Two layers run without a network (see `penstock.runtime.transport.silent`), cut in several ways, so that
-every kind of task is seen at several sizes. What one layer costs, any other of its kind does.
+Two layers run without a network (see `penstock.runtime.transport.silent`), cut in several ways, so that every
+kind of task is seen at several sizes. All layers of a kind are assumed to cost the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.train.config import RunConfig
 LEAST_ROUNDS, MOST_ROUNDS = 2, 12
 PIECES = (1, 2, 4)
 ALIKE = 1.05
-"""Ranks that differ by no more than this are taken to be equally fast."""
+"""Ranks whose times differ by no more than this factor are taken to be equally fast."""
 
 Kind = tuple[str, Phase]
 Seconds = npt.NDArray[np.float64]
@@ -54,11 +54,11 @@ def measure_tasks(
     say: Callable[[str], None] = ignore,
     asked: Asked = never,
 ) -> ClusterFile:
-    """The file with its compute tasks measured: lines over the work by its rates, of ranks of slowness 1; and
-    what real steps say of them and of the links that it has.
+    """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
-    The same on all ranks, which must call this together. schedules: how steps are cut; none = in several
-    ways, so that the lines hold for any. say: told what is measured now; asked: as of `Budget`.
+    Tasks are lines over the work by the file's rates, of ranks of slowness 1. The result is the same on all
+    ranks, which must call this together. schedules: how steps are cut; none = in several ways, so that the
+    lines hold for any. say: told what is measured now; asked: as of `Budget`.
     """
     budget = Budget(machinery.control, budget_s, asked)
     sample = sample_of(config)
@@ -84,13 +84,13 @@ def measure_tasks(
 
 
 def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterConfig:
-    """The overhead of a task that was not measured: the least of one that was."""
+    """Return the rates with the least overhead of a measured task, for tasks that were not measured."""
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
     return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
 
 
 def sample_of(config: RunConfig) -> RunConfig:
-    """The run with two layers, one of each kind that it has, and at least two samples to cut.
+    """Return the run with two layers, one of each kind that it has, and at least two samples to cut.
 
     Routing that depends on the data cannot be imitated without a network, so tokens are then dealt evenly
     into as many slots as there are choices, and neither samples nor experts move.
@@ -107,7 +107,7 @@ def sample_of(config: RunConfig) -> RunConfig:
 
 
 def two_layers(model: ModelConfig) -> ModelConfig:
-    """The model with two layers, one of each kind that it has."""
+    """Return the model with two layers, one of each kind that it has."""
     dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
     return replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None)
 
@@ -120,7 +120,7 @@ def _imitable(moe: MoEConfig) -> MoEConfig:
 
 
 def cuts(config: RunConfig) -> list[ScheduleConfig]:
-    """Ways to cut a step: whole experts in several sizes, and experts whose weight gradients are apart."""
+    """Return ways to cut a step: whole experts in several sizes, and with separate weight gradients."""
     pieces = [number for number in PIECES if number <= config.data.batch_per_device]
     usual = replace(
         config.schedule, chunks=None, backward_chunks=None, priority="critical_path", microbatches=1
@@ -134,7 +134,7 @@ def cuts(config: RunConfig) -> list[ScheduleConfig]:
 
 
 class _Runs:
-    """Steps of one stack by several plans, and the durations of their compute tasks."""
+    """Runs steps of one stack by several plans, and notes the durations of their compute tasks."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Runs:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
         gradients = stack.gradients.sizes_bytes
-        plans: dict[tuple[Task, ...], tuple[StepPlan, Decision]] = {}  # those that compute alike are run once
+        plans: dict[tuple[Task, ...], tuple[StepPlan, Decision]] = {}  # equal computations are run once
         for cut in schedules:
             plan = first_plan(replace(config, schedule=cut), machinery.layout, stack.base_shape, gradients)
             choice = cut.decision("flat", config.placement)
@@ -159,7 +159,7 @@ class _Runs:
         self.real = self._real_steps([choice for _, choice in plans.values()])
 
     def step(self, plan: StepPlan, stack: PipelinedStack) -> tuple[float, list[TaskRecord]]:
-        """All ranks start together. Gradients are dropped."""
+        """Run a step, which all ranks start together; return seconds and records. Gradients are dropped."""
         stack.plan = plan
         self.control.barrier(PURPOSE)
         start_s = time.perf_counter()
@@ -169,7 +169,7 @@ class _Runs:
         return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int, budget: Budget, say: Callable[[str], None]) -> list[Seconds]:
-        """For every plan the seconds of its compute tasks without a network, [rank, round, task].
+        """Return, for every plan, seconds of its compute tasks without a network, [rank, round, task].
 
         Real steps run in the same rounds, so that a machine that gets slower does not mislead. Few rounds are
         enough where the budget is used up, or measuring is stopped.
@@ -189,7 +189,7 @@ class _Runs:
         return [np.stack(found) for found in zip(*everyone, strict=True)]
 
     def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
-        """Steps over the network; None where nothing is sent, or on GPUs, whose lanes do not share cores."""
+        """Return steps over the network; None if nothing is sent, or on GPUs: their lanes share no cores."""
         if self.machinery.layout.world_size == 1 or self.machinery.device.type != "cpu":
             return None
         stack = build_stack(self.config, self.machinery)
@@ -201,7 +201,7 @@ class _Runs:
 
 
 def _rounds(runs: _Runs, budget: Budget) -> int:
-    """How many fit. The first steps allocate and are not measured, only how long they took."""
+    """Return how many rounds fit, from the first steps, which allocate and are not measured otherwise."""
     runs.step(runs.plans[0], runs.stack)
     start_s = time.perf_counter()
     for plan in runs.plans:
@@ -248,7 +248,7 @@ def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterable
 def _alike(
     tasks: Sequence[Task], cost: StepCost, rates: ClusterConfig
 ) -> Mapping[tuple[int, str, Phase, float], tuple[list[int], float]]:
-    """Numbers of the tasks of one layer, op, phase and size, and their work in seconds by the rates."""
+    """Return numbers of tasks by layer, op, phase and size, with their work in seconds by the rates."""
     found: dict[tuple[int, str, Phase, float], tuple[list[int], float]] = {}
     for number, task in enumerate(tasks):
         nominal_s = rates.nominal_s(*cost.forward_work(task))
@@ -258,9 +258,10 @@ def _alike(
 
 
 def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:
-    """By rank how many times longer it computes than the median rank, and all times without that.
+    """Return every rank's slowness relative to the median rank, and all times without that factor.
 
-    Empty where ranks are alike; of an even number of ranks the faster of the middle two is the median.
+    The factors are empty where ranks are alike; of an even number of ranks the faster of the middle two is
+    the median.
     """
     per_rank = np.sum([np.median(seconds, axis=1).sum(axis=1) for seconds in times], axis=0)
     if per_rank.max() <= ALIKE * per_rank.min():
@@ -270,6 +271,6 @@ def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:
 
 
 def _jitter(times: list[Seconds]) -> float:
-    """Median over tasks."""
+    """Return the relative scatter of times over ranks and rounds, as the median over tasks."""
     scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in times]
     return float(np.median(np.concatenate(scatter)))

@@ -1,4 +1,4 @@
-"""Cluster files that come with Penstock: the clusters of five papers, for planning without having them."""
+"""Cluster files that come with Penstock: the clusters of five papers, for planning without access to them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ WRITTEN_BY = (
 )
 
 UNNAMED = "this cluster"
-"""What a file calls the cluster on which it was measured, if nobody names it."""
+"""The name of a cluster that a run measures for itself."""
 
 
 def names() -> tuple[str, ...]:
-    """Names of the shipped clusters, in alphabetical order."""
+    """Return the names of the shipped clusters, in alphabetical order."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def find_cluster(name_or_path: str) -> ClusterFile:
-    """A shipped cluster by its name, or the file at a path.
+    """Return a shipped cluster by its name, or the file at a path.
 
-    Raises ConfigError for a name that nothing has, naming the nearest; and for a file that cannot be used.
+    Raises ConfigError for an unknown name, naming the nearest one, and for a file that cannot be used.
     """
     if name_or_path in names():
         return ClusterFile.read(FOLDER / f"{name_or_path}.json")

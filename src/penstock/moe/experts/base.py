@@ -1,4 +1,4 @@
-"""What every set of experts is: the local experts of one rank, run over rows that are sorted by expert."""
+"""Base classes of experts: the local experts of one rank, run over rows that are sorted by expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.sharding import Shard
 
 
 class ExpertShard(Shard):
-    """Which of `size` ranks this is that share every expert, each a part of its hidden width."""
+    """This rank's place among `size` ranks that share every expert, each a part of its hidden width."""
 
     axes = Group.SHARDS
 
@@ -31,9 +31,9 @@ class Experts(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
-        """Outputs for rows_RM [R, M]: the first sizes[0] rows meet expert 0, and so on. Returns [R, M].
+        """Return the experts' outputs for rows_RM, [R, M]: the first sizes[0] rows meet expert 0, and so on.
 
-        product: how rows and weights are multiplied; it decides when weight gradients are made. Experts
+        product: how rows and weights are multiplied; it decides when weight gradients are computed. Experts
         that do not use it get theirs together with the input gradients.
         """
 
@@ -45,10 +45,10 @@ class Experts(nn.Module, ABC):
         """
 
     def guests(self, slots: int) -> Experts:
-        """Experts of the same kind for `slots` of other ranks' experts, whose parameters are to be brought.
+        """Return experts of this kind for `slots` of other ranks' experts, whose parameters will be brought.
 
-        Their parameters are new ones, of the same types and trained where these are. Raises ValueError if
-        this kind of experts does not know how.
+        The parameters are new, of the same types, and trained where this rank's are. Raises ValueError if
+        this kind of experts cannot host guests.
         """
         raise ValueError(
             f"{type(self).__name__} has no method `guests`, which makes room for {slots} experts of other "
@@ -72,6 +72,6 @@ class StackedExperts(Experts):
         for found in self.parameters():
             room = found.new_zeros(slots, *found.shape[1:])
             made[id(found)] = nn.Parameter(room, requires_grad=found.requires_grad)
-        twin = copy.deepcopy(self, made)  # with those in place of its parameters
+        twin = copy.deepcopy(self, made)  # with the new parameters in place of its own
         twin.num_local_experts = slots
         return twin

@@ -18,7 +18,7 @@ INITIAL_STD = 0.02
 
 
 class FeedForwardExperts(StackedExperts):
-    """Experts with matrices into a hidden width and one back; of several shards each has a part of it.
+    """Experts with matrices into a hidden width and one back; each shard has a part of that width.
 
     The outputs of a shard are partial sums. ffn_hidden_size: of whole experts.
     """
@@ -67,6 +67,6 @@ class SwiGLUExperts(FeedForwardExperts):
 
 
 def weight(experts: int, rows: int, columns: int) -> nn.Parameter:
-    """Stacked matrices [experts, rows, columns], drawn as small as GPT's weights."""
+    """Return stacked matrices [experts, rows, columns], drawn as small as GPT's weights."""
     made = nn.Parameter(torch.empty(experts, rows, columns))
     return made if made.is_meta else nn.Parameter(nn.init.normal_(made.data, std=INITIAL_STD))

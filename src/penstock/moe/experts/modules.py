@@ -19,9 +19,9 @@ NUMBERED = re.compile(r"(?P<before>(?:^|.*?\.)expert_modules\.)(?P<number>\d+)\.
 
 
 class ModuleExperts(Experts):
-    """Experts that `make` returns, one after the other, each a module that takes [n, M] to [n, M], n > 0.
+    """Experts that `make` returns one by one, each a module that maps [n, M] to [n, M], n > 0.
 
-    They multiply as they like: their weight gradients come with the input gradients and cannot be put off.
+    They multiply as they like: their weight gradients come with the input gradients and cannot be deferred.
     An expert without rows is not called, and its parameters get no gradient; inside a stack they get zeros.
     Raises ValueError if `make` returns a module twice.
     """

@@ -1,8 +1,8 @@
-"""One matrix product, by whichever of PyTorch's libraries is the fastest at it.
+"""One matrix product, by whichever of PyTorch's libraries is the fastest for it.
 
-On processors of AMD, MKL multiplies float32 numbers eight at a time where oneDNN takes sixteen: on an EPYC
-of the fifth generation that makes oneDNN 2.2 times as fast. On others the two are alike, and MKL does not
-have to generate code for shapes that it has not met.
+On AMD processors MKL multiplies eight float32 numbers at a time where oneDNN takes sixteen: on a
+fifth-generation EPYC that makes oneDNN 2.2 times as fast. On other processors the two are alike, and MKL
+does not have to generate code for shapes that it has not met.
 Shapes: n rows, K and H widths of a matrix.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 26
-"""Multiplications that take oneDNN less time than MKL even if it generates code first: it does so for every
-new number of rows, hence in every step of dropless routing."""
+"""Number of multiplications from which oneDNN takes less time than MKL although it generates code first: it
+does so for every new number of rows, hence in every step of dropless routing."""
 
 
 def multiply(left_nK: Tensor, right_KH: Tensor, out_nH: Tensor, *, add: bool = False) -> None:
-    """left times right, written into `out` or added to it. `out` may be of a wider type than the factors."""
+    """Write left times right into `out`, or add it. `out` may be of a wider type than the factors."""
     by_onednn = is_for_onednn(left_nK.shape[0], right_KH)
     if by_onednn or out_nH.dtype != left_nK.dtype:
         put(_by_onednn(left_nK, right_KH) if by_onednn else torch.mm(left_nK, right_KH), out_nH, add=add)
@@ -31,7 +31,7 @@ def multiply(left_nK: Tensor, right_KH: Tensor, out_nH: Tensor, *, add: bool = F
 
 
 def put(made: Tensor, out: Tensor, *, add: bool) -> None:
-    """`made` into `out`, or added to it."""
+    """Copy `made` into `out`, or add it to `out`."""
     if add:
         out.add_(made)
     else:
@@ -39,14 +39,14 @@ def put(made: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def is_for_onednn(rows: int, right_KH: Tensor) -> bool:
-    """Whether oneDNN is the faster one for a product of this number of rows with a matrix."""
+    """Return whether oneDNN is the faster library for a product of this number of rows with a matrix."""
     large = rows * right_KH.shape[-2] * right_KH.shape[-1] >= LARGE
     return large and right_KH.dtype == torch.float32 and right_KH.device.type == "cpu" and onednn_is_faster()
 
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether this machine is one of those where oneDNN makes the better float32 code."""
+    """Return whether oneDNN generates the faster float32 code on this machine."""
     processor = Path("/proc/cpuinfo")
     return (
         torch.backends.mkl.is_available()

@@ -16,22 +16,22 @@ from torch.autograd.function import once_differentiable
 from penstock.moe.experts.multiply import is_for_onednn, multiply, put
 
 Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-"""rows [R, M], weights [E, M, H], rows per expert -> [R, H]."""
+"""Multiplies rows [R, M] by weights [E, M, H], given the rows per expert; returns [R, H]."""
 
 ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHED = 1 << 24
-"""Weights that still fit into a processor's cache after they have been cast to another type."""
+"""Number of weights that still fit into a processor's cache after they have been cast to another type."""
 
 
 def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-    """rows of expert e times weight e, for all experts at once. sizes: rows per expert. Returns [R, H].
+    """Multiply the rows of every expert by its weight matrix. sizes: rows per expert. Returns [R, H].
 
-    Equal sizes become one batched product, uneven ones PyTorch's grouped product; only what that does not
-    take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert. On a CPU large
-    products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
-    The result has the type of the rows, under autocast autocast's. To `torch.compile` all of that is one
-    operator, for any number of rows.
+    Equal sizes become one batched product, uneven ones PyTorch's grouped product; what the grouped product
+    does not take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert. On a CPU
+    large products go expert by expert, too: each by the fastest library, and with a weight cast while in the
+    cache. The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole
+    product is one operator, for any number of rows.
     """
     rows_RM = autocast(rows_RM)
     if torch.compiler.is_compiling():
@@ -58,7 +58,7 @@ def _multiplied(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Te
 
 
 def autocast(rows_RM: Tensor) -> Tensor:
-    """The rows as autocast wants them for a matrix product: PyTorch's own does not know grouped ones."""
+    """Cast rows as autocast does for a matrix product: PyTorch's autocast does not know grouped products."""
     kind = rows_RM.device.type
     if rows_RM.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return rows_RM
@@ -68,12 +68,12 @@ def autocast(rows_RM: Tensor) -> Tensor:
 def weight_gradient(
     rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int], total_EMH: Tensor, *, add: bool
 ) -> None:
-    """rows_e^T grad_e of every expert, written into `total` or added to it in place."""
+    """Write rows_e^T grad_e of every expert into `total`, or add it in place."""
     if len(set(sizes)) == 1 and not _expert_by_expert(rows_RM, total_EMH, sizes):
         shape = (len(sizes), sizes[0])
         rows_EMR, grad_ERH = rows_RM.unflatten(0, shape).transpose(1, 2), grad_RH.unflatten(0, shape)
         if total_EMH.dtype == rows_RM.dtype:
-            total_EMH.baddbmm_(rows_EMR, grad_ERH, beta=int(add))  # with 0 what was there is not even read
+            total_EMH.baddbmm_(rows_EMR, grad_ERH, beta=int(add))  # with beta 0 `total` is not even read
         else:
             put(torch.bmm(rows_EMR, grad_ERH), total_EMH, add=add)
         return
@@ -86,7 +86,7 @@ def weight_gradient(
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """Every product goes straight to its place in the result; no parts are put together afterwards."""
+    """Products that each go straight to their place in the result; no parts are concatenated afterwards."""
 
     @staticmethod
     def forward(ctx: Any, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -112,7 +112,7 @@ class _ExpertByExpert(torch.autograd.Function):
         return grad_rows, grad_weight, None
 
 
-# What the compiler sees: it knows neither grouped products of float32 nor which library is the fastest here.
+# The compiler sees operators: it knows neither grouped products of float32 nor the fastest library here.
 
 
 @torch.library.custom_op(

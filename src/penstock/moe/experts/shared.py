@@ -10,7 +10,7 @@ from penstock.moe.experts.base import Experts
 class SharedExpert(nn.Module):
     """One expert of any kind over all tokens. Several shared experts are one network of their summed width.
 
-    It waits for no transfer: in a stack it is a task of its own that runs while rows are under way.
+    It waits for no transfer: in a stack it is a task of its own that runs while rows are in transit.
     """
 
     def __init__(self, expert: Experts) -> None:

@@ -1,9 +1,9 @@
-"""Experts' weight gradients: made together with the input gradients, or put off and made later.
+"""Experts' weight gradients: computed together with the input gradients, or deferred.
 
-Nothing but the update of an expert needs its weight gradient, so a schedule may use it to fill a gap. Either
-way it is added to `weight.grad` in place: a gradient of its own would be written and read once more.
-Only a weight that is a parameter without hooks, or one with its matrices transposed, is treated so; any other
-gets its gradient from autograd, also one that has got a hook since forward.
+Nothing but the update of an expert needs its weight gradient, so a schedule may use it to fill a bubble. In
+either case it is added to `weight.grad` in place: a separate gradient would be written and read once more.
+Only a weight that is a parameter without hooks, or such a parameter with its matrices transposed, is treated
+so; any other gets its gradient from autograd, as does one that has received a hook since forward.
 Shapes: R rows, M and H widths of a weight matrix, E local experts.
 """
 
@@ -20,7 +20,7 @@ from penstock.moe.experts.product import CACHED, autocast, grouped_product, weig
 
 
 class AutogradWeights:
-    """Weight gradients come with the input gradients."""
+    """Weight gradients that come with the input gradients."""
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
         if autograd_is_faster(rows_RM, weight_EMH):
@@ -28,15 +28,15 @@ class AutogradWeights:
         return _product(rows_RM, weight_EMH, sizes, self)
 
     def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
-        """What a weight gradient is made of, in backward."""
+        """Add the weight gradient of these rows and output gradients to `weight.grad`, in backward."""
         _accumulate(rows_RM, grad_RH, weight_EMH, sizes)
 
     def compute(self) -> None:
-        """Nothing has been put off."""
+        """Do nothing: no gradient has been deferred."""
 
 
 class WeightGradients:
-    """Remembers what weight gradients are made of until `compute` is called.
+    """Weight gradients that are deferred: their factors are kept until `compute` is called.
 
     at_once: ids of weights that cannot wait, since their gradients are reduced before this layer's.
     """
@@ -49,20 +49,20 @@ class WeightGradients:
         return _product(rows_RM, weight_EMH, sizes, self)
 
     def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
-        """What a weight gradient is made of, in backward."""
+        """Keep the factors of a weight gradient, in backward; those of `at_once` are used immediately."""
         if id(weight_EMH) in self._at_once:
             _accumulate(rows_RM, grad_RH, weight_EMH, sizes)
         else:
             self._pending.append((rows_RM, grad_RH, weight_EMH, sizes))
 
     def compute(self) -> None:
-        """Add all that was put off to the weights' gradients."""
+        """Add all deferred gradients to the weights' gradients."""
         while self._pending:
             _accumulate(*self._pending.pop(0))
 
 
 class _WeightApart(torch.autograd.Function):
-    """A grouped product whose backward makes the gradient of the rows only.
+    """A grouped product whose backward computes the gradient of the rows only.
 
     parameter: whose gradient is left to `store`: the weight itself, or its matrices transposed (turned).
     """
@@ -86,7 +86,7 @@ class _WeightApart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows_RM,), grad_RH = ctx.saved_tensors, grads[0].contiguous()
-        if ctx.parameter._version != ctx.version:  # what autograd checks of tensors that it saves
+        if ctx.parameter._version != ctx.version:  # autograd checks the tensors that it saves in this way
             raise RuntimeError(
                 f"experts' weights {list(ctx.weight_EMH.shape)} were changed in place between forward and "
                 "backward, so gradients would be those of neither: update them after backward, or compute "
@@ -104,7 +104,10 @@ class _WeightApart(torch.autograd.Function):
 
 
 def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
-    """Where a small weight is cast, autograd keeps the copy for backward. On a GPU nothing was measured."""
+    """Return whether autograd is faster: on a GPU (not measured), on a CPU for small weights that are cast.
+
+    Where a small weight is cast, autograd keeps the copy for backward.
+    """
     is_cast = autocast(rows_RM).dtype != weight_EMH.dtype
     return rows_RM.device.type != "cpu" or (is_cast and weight_EMH.numel() <= CACHED)
 
@@ -126,7 +129,7 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 
 def _parameter_of(weight_EMH: Tensor) -> Tensor:
-    """The parameter whose matrices these are, as they are or transposed; else the weight itself."""
+    """Return the parameter whose matrices these are, as they are or transposed; else the weight itself."""
     base = weight_EMH._base
     if base is None or base.dim() != 3 or base.numel() != weight_EMH.numel():
         return weight_EMH
@@ -137,7 +140,7 @@ def _parameter_of(weight_EMH: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
-    """weight.grad[e] += rows_e^T grad_e for every expert; nothing if it has been frozen since forward."""
+    """Add rows_e^T grad_e to weight.grad[e] of every expert, unless the weight was frozen after forward."""
     if not weight_EMH.requires_grad:
         return
     first = weight_EMH.grad is None

@@ -1,4 +1,4 @@
-"""What every gate is. A new one is a class with `logits` (tokens choose) or with `choose` (anything else).
+"""Base classes of gates. A new gate defines `logits` (where tokens choose) or `choose` (anything else).
 
 Shapes: T tokens, M hidden size, E experts (total), k choices per token.
 """
@@ -35,17 +35,17 @@ class Gate(nn.Module, ABC):
         self.bias: ExpertBias | None = None
 
     def forward(self, x_TM: Tensor, tokens: Tokens) -> Choice:
-        """x_TM: hidden states in any precision, [T, M]."""
+        """Return the choice for x_TM: hidden states in any precision, [T, M]."""
         with torch.autocast(x_TM.device.type, enabled=False):
             return self.choose(x_TM.to(torch.promote_types(x_TM.dtype, torch.float32)), tokens)
 
     @abstractmethod
     def choose(self, x_TM: Tensor, tokens: Tokens) -> Choice:
-        """The decision for x_TM, [T, M] in float32 or float64."""
+        """Return the choice for x_TM, [T, M] in float32 or float64."""
 
 
 class TokenGate(Gate):
-    """Tokens choose: the k experts with the largest scores. A subclass says what the logits are.
+    """A gate where tokens choose the k experts with the largest scores. A subclass defines the logits.
 
     top_k: experts per token. renormalise: scale the chosen weights to sum to one. scale: multiplies them
     after that (DeepSeek's routed_scaling_factor). groups: choose inside few groups of experts only.
@@ -74,14 +74,14 @@ class TokenGate(Gate):
 
     @abstractmethod
     def logits(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
-        """What the scores are made of, [T, E]."""
+        """Return the logits from which scores are computed, [T, E]."""
 
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Weights of all experts before the choice, not negative, [T, E]."""
+        """Return the weights of all experts before the choice, not negative, [T, E]."""
         return logits_TE.softmax(dim=-1)
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """What the balance loss takes as gate probabilities: sums to one over experts, [T, E]."""
+        """Return the gate probabilities for the balance loss, which sum to one over experts, [T, E]."""
         return scores_TE
 
     def choose(self, x_TM: Tensor, tokens: Tokens) -> TokenChoice:
@@ -104,7 +104,7 @@ class TokenGate(Gate):
         return TokenChoice(experts_Tk, weights_Tk, sums, masked=tokens.valid_T is not None)
 
     def _select(self, scores_TE: Tensor) -> Tensor:
-        """The chosen experts, best first, [T, k]."""
+        """Return the chosen experts, best first, [T, k]."""
         if self.bias is not None:
             scores_TE = scores_TE + self.bias.value_E.to(scores_TE.dtype)
         if self.groups is not None:
@@ -113,7 +113,7 @@ class TokenGate(Gate):
 
 
 def linear_weight(rows: int, columns: int) -> nn.Parameter:
-    """A gate's matrix, [rows, columns], drawn as small as GPT's weights."""
+    """Return a gate's matrix, [rows, columns], drawn as small as GPT's weights."""
     weight = nn.Parameter(torch.empty(rows, columns))
     nn.init.normal_(weight, std=min(INITIAL_STD, 1 / math.sqrt(columns)))
     return weight

@@ -1,7 +1,7 @@
 """The cosine gate: X-MoE, "On the representation collapse of sparse mixture of experts" (arXiv 2204.09179).
 
-logits = cos(W x, e) / temperature in a space of few dimensions, so that the length of a hidden state says
-nothing and hidden states are not drawn towards the experts' vectors.
+logits = cos(W x, e) / temperature in a space of few dimensions, so that the length of a hidden state has no
+effect and hidden states are not drawn towards the experts' vectors.
 Shapes: T tokens, M hidden size, P size of the projection, E experts.
 """
 
@@ -25,7 +25,7 @@ SHORTEST = 1e-4
 class CosineGate(TokenGate):
     """Softmax over cosines between projected tokens and expert vectors; the temperature is learnt.
 
-    hidden_size: M. proj_size: P. The rest as in TokenGate.
+    hidden_size: M. proj_size: P. The other parameters are those of TokenGate.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Balance without a loss (DeepSeek-V3): a bias per expert that steers the choice and not the weights.
 
-After every optimiser step the bias of an expert that got less than its share rises by `rate`, that of one
-that got more falls. What is counted is what was trained on: a forward pass counts when its backward has run,
-once, so evaluation and recomputation do not count and gradient accumulation adds up.
+After every optimiser step the bias of an expert that got less than its share rises by `rate`, that of an
+expert that got more falls by it. Only what was trained on is counted: a forward pass counts once, when its
+backward has run, so evaluation and recomputation do not count and gradient accumulation adds up.
 Shapes: E experts.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 class ExpertBias(nn.Module):
     """The bias of one layer's experts and the choices counted since its last update.
 
-    Neither follows a model that is cast to bfloat16: steps of 0.001 and counts would be lost there.
+    Neither is cast with a model that is cast to bfloat16: steps of 0.001 and counts would be lost there.
     """
 
     value_E: Tensor
@@ -31,21 +31,24 @@ class ExpertBias(nn.Module):
         self.register_buffer("counted_E", torch.zeros(num_experts, dtype=torch.int64))
 
     def count(self, chosen_E: Tensor) -> None:
-        """Add what a step whose backward has run chose."""
+        """Add the choices of a pass whose backward has run."""
         self.counted_E += chosen_E.to(self.counted_E.dtype)
 
     def forget(self) -> None:
-        """Drop what has been counted since the last update: the step was not applied."""
+        """Drop what has been counted since the last update, because the step was not applied."""
         self.counted_E.zero_()
 
     def when_trained(self, weights: Tensor, chosen_E: Tensor) -> Tensor:
-        """`weights` itself; `chosen_E` counts when its gradient comes back."""
+        """Return `weights` unchanged; `chosen_E` is counted when their gradient comes back."""
         counted: Tensor = _CountInBackward.apply(weights, chosen_E, self)
         return counted
 
     @torch.no_grad()
     def update(self, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Move the bias once, after an optimiser step. sum_over_ranks: if what was counted is one rank's."""
+        """Move the bias once, after an optimiser step.
+
+        sum_over_ranks: sums counts over ranks, where the counts here are those of one rank.
+        """
         counted_E = self.counted_E.double()
         if sum_over_ranks is not None:
             counted_E = sum_over_ranks(counted_E)

@@ -20,8 +20,8 @@ from penstock.moe.tokens import Tokens
 class ExpertChoiceGate(Gate):
     """Softmax over experts; each expert takes its S tokens of largest probability, which is their weight.
 
-    S = ceil(capacity_factor * top_k * T / E), at least min_capacity, at most T: the same on all ranks that
-    have equally many tokens, padding included. scale: multiplies the weights.
+    S = ceil(capacity_factor * top_k * T / E), at least min_capacity, at most T: equal on all ranks that have
+    the same number of tokens, padding included. scale: multiplies the weights.
     """
 
     kind = "expert"
@@ -46,7 +46,7 @@ class ExpertChoiceGate(Gate):
         probability_ET = logits_TE.softmax(dim=-1).t()
         tokens_ES = self._select(probability_ET.detach(), tokens)
         weights_ES = probability_ET.gather(1, tokens_ES) * self.scale
-        weights_ES[:, x_TM.shape[0] :] = 0.0  # named again, for want of more tokens
+        weights_ES[:, x_TM.shape[0] :] = 0.0  # tokens taken again, as there are no more
         if tokens.valid_T is not None:
             weights_ES = weights_ES.masked_fill(~tokens.valid_T[tokens_ES], 0.0)
         taken_TE = torch.zeros_like(logits_TE, dtype=torch.int64).scatter_(0, tokens_ES.t(), 1)
@@ -58,9 +58,10 @@ class ExpertChoiceGate(Gate):
         return ExpertChoice(tokens_ES, weights_ES, sums, tokens=x_TM.shape[0])
 
     def _select(self, probability_ET: Tensor, tokens: Tokens) -> Tensor:
-        """The tokens that each expert takes, best first, [E, S]; padding only where nothing else is left.
+        """Return the tokens that each expert takes, best first, [E, S]; padding only if nothing else is left.
 
-        Where a rank has fewer tokens than slots, since another has more, it names all, and then the first.
+        On a rank with fewer tokens than slots, since another rank has more, an expert takes all tokens, and
+        then the first one again.
         """
         if tokens.valid_T is not None:
             probability_ET = probability_ET.masked_fill(~tokens.valid_T, -1.0)

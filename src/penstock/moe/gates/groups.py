@@ -13,9 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertGroups:
-    """Experts stand in `groups` equal groups; a token may use `limit_to` of them.
+    """Experts in `groups` equal groups, of which a token may use `limit_to`.
 
-    A group is worth the sum of its `best` largest scores: 2 in DeepSeek-V3, 1 (the maximum) in DeepSeek-V2.
+    The worth of a group is the sum of its `best` largest scores: 2 in DeepSeek-V3, 1 (the maximum) in
+    DeepSeek-V2.
     """
 
     groups: int
@@ -37,7 +38,7 @@ class ExpertGroups:
             )
 
     def limit(self, scores_TE: Tensor) -> Tensor:
-        """The scores, minus infinity outside each token's best groups."""
+        """Return the scores with minus infinity outside each token's best groups."""
         size = scores_TE.shape[1] // self.groups
         by_group_TGN = scores_TE.view(scores_TE.shape[0], self.groups, size)  # no -1: there may be no token
         best = min(self.best, by_group_TGN.shape[2])

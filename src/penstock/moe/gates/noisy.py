@@ -25,7 +25,7 @@ class NoisyGate(SoftmaxGate):
     """The softmax gate with learnt noise on its logits.
 
     place: unique among the model's noisy gates, the layer's number for example. With `Tokens.keys` the noise
-    of a token depends on run, place, sample and position only, so neither on microbatches nor on ranks.
+    of a token depends on run, place, sample and position only, hence neither on microbatches nor on ranks.
     """
 
     def __init__(

@@ -14,12 +14,12 @@ from penstock.moe.gates.softmax import SoftmaxGate
 
 
 class SigmoidGate(SoftmaxGate):
-    """Scores are sigmoids of the logits, each expert by itself. Parameters and options as in SoftmaxGate."""
+    """A gate whose scores are sigmoids of the logits, each expert by itself. Parameters as in SoftmaxGate."""
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.sigmoid()
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """Scores as shares of their sum (DeepSeek-V3's balance loss)."""
+        """Return scores as shares of their sum (DeepSeek-V3's balance loss)."""
         tiny = torch.finfo(scores_TE.dtype).tiny  # sigmoids of very negative logits are all zero
         return scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + tiny)

@@ -1,8 +1,8 @@
 """SoftMoE: Puigcerver et al. 2024, "From sparse to soft mixtures of experts" (arXiv 2308.00951).
 
 Nothing is chosen: a slot is a mix of all tokens of its sample, a token's output a mix of all slots. Tokens
-and slot vectors are normalised and a learnt scale put back (section 2.3 of the paper), as otherwise wide
-models send every softmax to a single one.
+and slot vectors are normalised, and a learnt scale is applied (section 2.3 of the paper), as otherwise every
+softmax of a wide model would collapse to a single token or slot.
 Shapes: T tokens, B samples of L tokens, M hidden size, E experts, S slots per expert and sample.
 """
 
@@ -21,9 +21,10 @@ SHORTEST = 1e-4
 
 
 class SoftGate(Gate):
-    """Slots and outputs are mixes. slots_per_expert: S, of each sample; every slot has a learnt vector.
+    """A gate where slots and outputs are mixes.
 
-    The paper's choice is E * S near L: then the experts compute as much as with one expert per token.
+    slots_per_expert: S, per sample; every slot has a learnt vector.
+    The paper chooses E * S close to L: then the experts compute as much as with one expert per token.
     """
 
     kind = "soft"
@@ -55,11 +56,11 @@ class SoftGate(Gate):
 
 
 def _mix(logits_TN: Tensor, tokens: Tokens) -> Tensor:
-    """Softmax over each sample's valid tokens, 0 for padding, [B, L, E * S]."""
+    """Return the softmax over each sample's valid tokens, 0 for padding, [B, L, E * S]."""
     logits_BLN = tokens.by_sample(logits_TN)
     if tokens.valid_T is None:
         return logits_BLN.softmax(dim=1)
     padding_BL1 = ~tokens.by_sample(tokens.valid_T).unsqueeze(2)
-    # Not minus infinity, of which a sample of nothing but padding would make NaN.
+    # Not minus infinity, which would give NaN for a sample of nothing but padding.
     low_BLN = logits_BLN.masked_fill(padding_BL1, torch.finfo(logits_BLN.dtype).min)
     return low_BLN.softmax(dim=1).masked_fill(padding_BL1, 0.0)

@@ -1,4 +1,4 @@
-"""The softmax gate: GShard, Switch, Mixtral (renormalised), Qwen3-MoE, OLMoE (as they are)."""
+"""The softmax gate: GShard, Switch, Mixtral (weights renormalised), Qwen3-MoE, OLMoE (weights unchanged)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.moe.tokens import Tokens
 class SoftmaxGate(TokenGate):
     """Probabilities over all experts from one matrix; a token's choices are the k largest.
 
-    hidden_size: M. The rest as in TokenGate.
+    hidden_size: M. The other parameters are those of TokenGate.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, **options: Any) -> None:

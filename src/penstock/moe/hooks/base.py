@@ -1,4 +1,4 @@
-"""Hooks: functions of the rows, called at six places of the layer. Autograd makes their backward.
+"""Hooks: functions of the rows, called at six places of the layer. Autograd derives their backward.
 
     x ─[before_moe_start]─ gate, order ─[before_dispatch]─ dispatch ─[after_dispatch]─ experts
     ─[before_combine]─ combine ─[after_combine]─ un-order ─[before_moe_end]─ out
@@ -25,44 +25,44 @@ Moment = Literal[
 
 
 class Hook(nn.Module):
-    """Does nothing at any of the six places; a subclass overrides those that it wants.
+    """A hook that does nothing at any of the six places; a subclass overrides the methods that it needs.
 
-    Whatever is done between `before_dispatch` and `after_dispatch` (or `before_combine` and `after_combine`)
-    to the width or the type of rows has to be undone there: rows meet experts and weights as [R, M].
-    encodes_rows: says that this hook does so.
+    A change to the width or the type of rows between `before_dispatch` and `after_dispatch` (or
+    `before_combine` and `after_combine`) has to be undone there: rows meet experts and weights as [R, M].
+    encodes_rows: whether this hook makes such a change.
     """
 
     encodes_rows: bool = False
 
     def before_moe_start(self, x_TM: Tensor) -> Tensor:
-        """Tokens before the gate sees them, at home."""
+        """Return the tokens for the gate, at home."""
         return x_TM
 
     def before_dispatch(self, rows_RM: Tensor) -> Tensor:
-        """Rows in expert order, about to leave."""
+        """Return the rows to send, in expert order."""
         return rows_RM
 
     def after_dispatch(self, rows_RM: Tensor) -> Tensor:
-        """Rows that have come to this rank's experts, sorted by source rank."""
+        """Return the rows that have come to this rank's experts, sorted by source rank."""
         return rows_RM
 
     def before_combine(self, rows_RM: Tensor) -> Tensor:
-        """Outputs of this rank's experts, about to leave."""
+        """Return the outputs of this rank's experts that are about to leave."""
         return rows_RM
 
     def after_combine(self, rows_RM: Tensor) -> Tensor:
-        """Outputs for this rank's tokens, in expert order."""
+        """Return the outputs for this rank's tokens, in expert order."""
         return rows_RM
 
     def before_moe_end(self, out_TM: Tensor) -> Tensor:
-        """The layer's output, back in token order."""
+        """Return the layer's output, back in token order."""
         return out_TM
 
     def scaled(self, rows: Tensor, by: float) -> Tensor:
-        """Gradients under way, in the form that this hook gives rows, times a number.
+        """Multiply gradients in transit, encoded as this hook encodes rows, by a number.
 
-        Asked for by expert form `baseline` only. Raises ValueError for a hook that encodes rows and does not
-        say how.
+        Called by expert form `baseline` only. Raises ValueError for a hook that encodes rows and does not
+        override this method.
         """
         if self.encodes_rows:
             raise ValueError(
@@ -84,16 +84,16 @@ class Hooks(nn.Module):
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
+        """Whether the layer has hooks."""
         return len(self.hooks) > 0
 
     def scaled(self, rows: Tensor, by: float) -> Tensor:
-        """Gradients under way times a number."""
+        """Multiply gradients in transit by a number."""
         encoding = next((hook for hook in self if hook.encodes_rows), None)
         return rows * by if encoding is None else encoding.scaled(rows, by)
 
     def run(self, moment: Moment, tensor: Tensor) -> Tensor:
-        """`tensor` after all hooks of this moment."""
+        """Return `tensor` after all hooks of this moment."""
         hooks = list(self)
         for hook in reversed(hooks) if moment.startswith("after") else hooks:
             tensor = getattr(hook, moment)(tensor)
@@ -103,7 +103,7 @@ class Hooks(nn.Module):
 def two_way(
     tensor: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """`forward(tensor)`, whose gradient is what `backward` makes of the gradient that comes back."""
+    """Return `forward(tensor)`, whose gradient is `backward` of the gradient that comes back."""
     out: Tensor = _TwoWay.apply(tensor, forward, backward)
     return out
 

@@ -1,7 +1,7 @@
-"""Compression of rows under way: encoded before a transfer, decoded after it; gradients the same way.
+"""Compression of rows in transit: encoded before a transfer, decoded after it; gradients likewise.
 
 A gradient travels back in the form of the rows: what encodes rows in forward decodes gradients in backward.
-Hooks keep nothing between calls, so any number of microbatches may be under way, and evaluation between them.
+Hooks keep no state between calls, so several microbatches may be in transit, and evaluation between them.
 Shapes: R rows, M hidden size, W words (see `int8`).
 """
 
@@ -20,7 +20,7 @@ HALF_BYTES = 2
 
 
 class EncodedRows(Hook):
-    """Encodes what leaves and decodes what arrives.
+    """Rows that are encoded before they leave and decoded when they arrive.
 
     Decoded rows have autocast's type under autocast, otherwise that of the layer (`layer.to(dtype)`).
     """
@@ -30,15 +30,15 @@ class EncodedRows(Hook):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("like", torch.empty(0), persistent=False)  # has the type of everything around it
+        self.register_buffer("like", torch.empty(0), persistent=False)  # is cast with the layer
 
     @abstractmethod
     def leave(self, rows_RM: Tensor) -> Tensor:
-        """Rows as they travel; backward decodes."""
+        """Encode rows for the transfer; backward decodes."""
 
     @abstractmethod
     def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [R, M] of the given type; backward encodes."""
+        """Decode rows [R, M] to the given type; backward encodes."""
 
     def before_dispatch(self, rows_RM: Tensor) -> Tensor:
         return self.leave(rows_RM)
@@ -57,13 +57,13 @@ class EncodedRows(Hook):
 
 
 class Bfloat16Rows(EncodedRows):
-    """Two bytes per number. Rows that have no more already travel as they are.
+    """Two bytes per number. Rows of two bytes per number or fewer are not encoded.
 
-    A number changes by no more than 2^-8 of itself each way: it is rounded to 8 binary digits.
+    A number changes by no more than 2^-8 of its value each way: it is rounded to 8 binary digits.
     """
 
     def leave(self, rows_RM: Tensor) -> Tensor:
-        # The backward of a cast is the cast back: just what is wanted here and below.
+        # The backward of a cast is the cast back, as is needed here and below.
         return rows_RM if rows_RM.element_size() <= HALF_BYTES else rows_RM.to(torch.bfloat16)
 
     def arrive(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
@@ -76,8 +76,8 @@ class Bfloat16Rows(EncodedRows):
 class Int8Rows(EncodedRows):
     """One byte per number and a float32 scale per row: `int8_row_bytes(hidden_size)` bytes.
 
-    A number changes by no more than half a step each way, max |row| / 254 (and what float32 itself rounds).
-    A row with an infinite number or NaN arrives with no finite number. Rows under way look like float32
+    A number changes by no more than half a step each way, max |row| / 254 (besides float32's own rounding).
+    A row with an infinite number or NaN arrives with no finite number. Rows in transit look like float32
     numbers but are not: `torch.autograd.detect_anomaly` may find NaN among them.
     """
 

@@ -1,4 +1,4 @@
-"""What every order is: from a gate's choice to rows sorted by chunk, rank and expert, and back.
+"""Base classes of orders: from a gate's choice to rows sorted by chunk, rank and expert, and back.
 
 Shapes: T tokens, M hidden size, C chunks, E experts (total), R rows.
 """
@@ -24,11 +24,11 @@ from penstock.moe.routes import ChunkRoute
 
 @dataclass(frozen=True)
 class OrderPlan:
-    """Where every row of one microbatch goes: integers, no gradient.
+    """Places of all rows of one microbatch: integers, no gradient.
 
     tokens: T. chunk_rows: rows of every chunk. counts_CN: what other ranks must know before they can
     receive, int64, N = columns per rank * ranks; only if sizes depend on the routing.
-    slots: rows per expert in every chunk; only if they do not. rows: whatever the order needs to know.
+    slots: rows per expert in every chunk; only if sizes do not depend on it. rows: the order's own data.
     """
 
     tokens: int
@@ -41,9 +41,9 @@ class OrderPlan:
 class Order(ABC):
     """Brings tokens into rows and outputs back. Deterministic: no sum depends on the order of threads.
 
-    name: what a configuration calls it. kinds: whose choices it can take. dynamic: sizes depend on the
-    routing and must be exchanged first. row_counts: whether one row may serve several experts of a rank or
-    a node, so that counts per expert do not say how many rows there are.
+    name: what a configuration calls it. kinds: the kinds of choices that it takes. dynamic: whether sizes
+    depend on the routing and must be exchanged first. row_counts: whether one row may serve several experts
+    of a rank or a node, so that counts per expert do not give the number of rows.
     """
 
     name: ClassVar[str]
@@ -53,35 +53,41 @@ class Order(ABC):
 
     @property
     def counts_slots(self) -> bool:
-        """Whether an expert takes so many tokens of a rank at most, and so of a batch of one size."""
+        """Whether an expert takes a limited number of a rank's tokens, hence of a batch of one size."""
         return not self.dynamic
 
     @abstractmethod
     def plan(self, choice: Choice, chunks: int) -> OrderPlan:
-        """Decide which row everything takes; a chunk is a range of tokens or of slots."""
+        """Assign rows to the choices; a chunk is a range of tokens or of slots."""
 
     @abstractmethod
     def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
-        """Rows of all chunks one after the other, sorted by rank and expert, [R, M]."""
+        """Return the rows of all chunks one after the other, sorted by rank and expert, [R, M]."""
 
     @abstractmethod
     def unorder(self, rows_RM: Tensor, weights: Tensor, plan: OrderPlan) -> Tensor:
-        """The transpose: every token's outputs, weighted and summed, [T, M]. weights: `self.weights`."""
+        """Return every token's outputs, weighted and summed, [T, M]; the transpose of `order`.
+
+        weights: `self.weights`.
+        """
 
     def weights(self, choice: Choice) -> Tensor:
-        """What `unorder` will multiply with. It stays at home, so it may have any shape."""
+        """Return the weights for `unorder`. They stay at home, so they may have any shape."""
         return choice.weights
 
     def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
-        """At the experts' rank: rows sorted by (source rank, expert) through the experts, same order."""
+        """Run rows sorted by (source rank, expert) through the experts, at their rank.
+
+        Returns the same order.
+        """
         sizes = route.rows_per_expert
         out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
         return by_source(out_RM, route.received)
 
     def seated(self, ranks: int, slots: int) -> Order:
-        """The same order for positions of `ranks` with `slots` each, of own experts and of guests.
+        """Return this order for positions of `ranks` with `slots` each, of own experts and of guests.
 
-        Raises ValueError if hosting guests makes no sense with it.
+        Raises ValueError if hosting guests makes no sense with this order.
         """
         del ranks, slots
         raise ValueError(
@@ -91,7 +97,7 @@ class Order(ABC):
         )
 
     def refused(self, choice: Choice) -> TypeError:
-        """What `plan` raises for a choice of another kind."""
+        """Return the error that `plan` raises for a choice of another kind."""
         kinds = " or ".join(self.kinds)
         return TypeError(
             f"{type(self).__name__} takes choices of kind {kinds}, not a {type(choice).__name__}"
@@ -99,7 +105,7 @@ class Order(ABC):
 
 
 class RowOrder(Order):
-    """An order in which every row is one token: its plan's `rows` are a `RowPlan`."""
+    """An order in which every row is one token: the `rows` of its plan are a `RowPlan`."""
 
     def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
         del choice
@@ -112,5 +118,5 @@ class RowOrder(Order):
 
 
 def chunk_starts(sizes: Sequence[int]) -> list[int]:
-    """Where each piece begins, first one (0) left out."""
+    """Return where each piece but the first (which begins at 0) begins."""
     return list(accumulate(sizes[:-1]))

@@ -1,4 +1,4 @@
-"""Blocks of rows in another sequence: at the experts' side, and between the legs of a dispatch."""
+"""Reordering of blocks of rows: at the experts' side, and between the legs of a dispatch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-    """Rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
+    """Reorder rows sorted by (source rank, expert) to rows sorted by (expert, source rank). One copy."""
     return _transpose_blocks(rows_RM, received)
 
 
 def by_source(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
-    """The inverse of `by_expert`."""
+    """Undo `by_expert`: rows sorted by (source rank, expert) again."""
     return _transpose_blocks(rows_RM, list(zip(*received, strict=True)))
 
 

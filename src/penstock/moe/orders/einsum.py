@@ -1,10 +1,10 @@
 """The einsum order (GShard, Lepikhin et al. 2021): dispatch and combine are products with masks.
 
-A mask has one number for every token and slot, T * E * S of them, and every product costs M times as many
-multiplications, nearly all with zero: this is what GShard costs, and why there are the other orders. It is
-the only one for SoftMoE, whose masks have no zeros (there S slots are of one sample and a mask L * E * S).
+A mask has one number for every token and slot, T * E * S in all, and every product needs M times that number
+of multiplications, nearly all with zero: this is GShard's cost, and the reason for the other orders. It is
+the only order for SoftMoE, whose masks have no zeros (there S slots are of one sample and a mask L * E * S).
 Shapes: T tokens = B samples of L tokens, M hidden size, k choices, E experts (total), S slots per expert
-(and sample), C chunks, R rows. Where nothing belongs to a sample, B = 1.
+(and sample), C chunks, R rows. Where slots do not belong to samples, B = 1.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from penstock.moe.orders.masks import ExpertMasks, Masks, SoftMasks, TokenMasks
 
 
 class EinsumOrder(Order):
-    """Rows are mask^T x, outputs are (mask * weights) rows; autograd does the rest.
+    """Rows are mask^T x, outputs are (mask * weights) rows; autograd derives backward.
 
     Where tokens choose, slots are filled as in `IndexOrder`, and the same choices are dropped. A chunk is a
     range of an expert's slots; with samples, they are the slots of sample 0, then those of sample 1, ...
-
     num_experts, capacity_factor, min_capacity: as in `IndexOrder`.
     """
 

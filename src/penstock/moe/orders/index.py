@@ -16,16 +16,15 @@ from penstock.moe.orders.rows import RowPlan
 
 
 class IndexOrder(RowOrder):
-    """Slots are filled in turn; who comes later than the last slot is dropped.
+    """Slots are filled in turn; choices that come after the last slot is filled are dropped.
 
     First choices take slots before second choices, earlier tokens before later ones (GShard). A chunk is
     a range of slots, so which tokens are dropped does not depend on the number of chunks. Sizes are fixed:
     nothing is exchanged, the host never waits, and padding costs its share of traffic and computation.
     Where experts choose, they have filled their slots themselves and nothing is dropped; a token then has
     any number of rows.
-
-    num_experts: E. capacity_factor f, min_capacity: an expert has ceil(f k T / E) slots, or
-    min_capacity if that is more, where tokens choose.
+    num_experts: E. capacity_factor f, min_capacity: where tokens choose, an expert has ceil(f k T / E)
+    slots, or min_capacity if that is more.
     """
 
     name, kinds, dynamic = "index", ("token", "expert"), False
@@ -63,12 +62,12 @@ class IndexOrder(RowOrder):
 
 
 def chunk_rows(sizes: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    """Rows of every chunk, from the slots of one expert in it."""
+    """Return the rows of every chunk, from the slots of one expert in it."""
     return tuple(size * num_experts for size in sizes)
 
 
 def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
-    """The place of every choice in the queue of its expert, [T, k]; meaningless for padding."""
+    """Return the place of every choice in the queue of its expert, [T, k]; meaningless for padding."""
     flat = experts_Tk.t().reshape(-1)
     flat = torch.where(flat < 0, num_experts, flat)
     counts = histogram(flat, num_experts + 1)
@@ -80,10 +79,10 @@ def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
 
 
 def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:
-    """Row of each slot: chunk by chunk, inside a chunk expert by expert, inside an expert slot by slot.
+    """Return the row of each slot: by chunk, inside a chunk by expert, inside an expert by slot.
 
-    experts, place: of one shape, as the result; -1 where the place is beyond the last slot or the expert is
-    -1. sizes: slots of one expert in every chunk.
+    experts, place: of one shape, which is that of the result; the result is -1 where the place is beyond the
+    last slot or the expert is -1. sizes: slots of one expert in every chunk.
     """
     row = torch.full_like(experts, -1)
     first_slot = first_row = 0

@@ -1,7 +1,7 @@
 """The masks of the einsum order: which token is in which slot, as zeros and ones or as a mix.
 
 Shapes: T tokens = B samples of L tokens, k choices, E experts (total), S slots per expert (and sample).
-Where nothing belongs to a sample, B = 1.
+Where slots do not belong to samples, B = 1.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
 
 @dataclass(frozen=True)
 class Masks(ABC):
-    """tokens: T. slots: of one expert, for all samples together (B * S)."""
+    """Masks of one microbatch. tokens: T. slots: of one expert, for all samples together (B * S)."""
 
     tokens: int
     slots: int
 
     @abstractmethod
     def dispatch(self, choice: Choice, dtype: torch.dtype) -> Tensor:
-        """How much of each token is in each slot, [B, L, E, S]."""
+        """Return how much of each token is in each slot, [B, L, E, S]."""
 
     @abstractmethod
     def combine(self, weights: Tensor) -> Tensor:
-        """How much of each slot is in each token's output, [B, L, E, S], differentiable."""
+        """Return how much of each slot is in each token's output, [B, L, E, S], differentiable."""
 
 
 @dataclass(frozen=True)
 class TokenMasks(Masks):
-    """Tokens choose. Kept as factors, T * k * (E + S) booleans; the mask itself lives in one product."""
+    """Masks where tokens choose, kept as T * k * (E + S) booleans: a full mask exists in one product only."""
 
     expert_TkE: Tensor
     slot_TkS: Tensor
 
     @staticmethod
     def of(choice: TokenChoice, num_experts: int, slots: int) -> TokenMasks:
-        """First choices take slots before second choices, earlier tokens before later ones."""
+        """Fill slots: first choices before second choices, earlier tokens before later ones."""
         expert_TkE = one_hot(choice.experts_Tk, num_experts)
         chosen_kTE = expert_TkE.transpose(0, 1)
         queue_kTE = chosen_kTE.flatten(0, 1).cumsum(0).view(chosen_kTE.shape)
-        place_Tk = (queue_kTE * chosen_kTE).sum(dim=2).t() - 1  # -1 for padding: in no slot, as if too late
+        place_Tk = (queue_kTE * chosen_kTE).sum(dim=2).t() - 1  # -1 for padding: it is in no slot
         return TokenMasks(len(place_Tk), slots, expert_TkE, one_hot(place_Tk, slots))
 
     def dispatch(self, choice: Choice, dtype: torch.dtype) -> Tensor:
@@ -58,7 +58,7 @@ class TokenMasks(Masks):
 
 @dataclass(frozen=True)
 class ExpertMasks(Masks):
-    """Experts choose."""
+    """Masks where experts choose."""
 
     token_EST: Tensor
 
@@ -77,7 +77,7 @@ class ExpertMasks(Masks):
 
 @dataclass(frozen=True)
 class SoftMasks(Masks):
-    """Nobody chooses: the gate has made both masks."""
+    """Masks where nobody chooses: the gate has made both."""
 
     @staticmethod
     def of(choice: SoftChoice) -> SoftMasks:
@@ -93,5 +93,8 @@ class SoftMasks(Masks):
 
 
 def one_hot(values: Tensor, size: int) -> Tensor:
-    """True at each value along a new last dimension; nowhere for what is outside 0 ... size - 1."""
+    """Return True at each value along a new last dimension, False throughout for values outside 0 ...
+
+    size - 1.
+    """
     return values.unsqueeze(-1) == torch.arange(size, device=values.device)

@@ -1,10 +1,9 @@
-"""One copy per rank, or per node: a token that goes to several experts there travels there once, and comes
-back as one partial sum (DeepSeek-V3 dispatches once per node).
+"""One copy per rank, or per node: a token with several experts there travels once, and one sum returns.
 
-A row on its way out is M columns of the token, k columns with the number of each choice among the experts of
-the destination (else -1), and k columns with the weights of those choices (else 0); all in the token's
-precision. On its way back it has M columns. A destination that is a node has several ranks, and inside it a
-row goes to those that have one of its experts.
+DeepSeek-V3 dispatches once per node. A row on its way out is M columns of the token, k columns with the
+number of each choice among the experts of the destination (else -1), and k columns with the weights of those
+choices (else 0); all in the token's precision. On its way back it has M columns. A destination that is a node
+has several ranks, and inside the node a row goes to those that have one of its experts.
 Shapes: T tokens, M hidden size, k choices, P ranks, E experts (total), L experts per rank, C chunks, R rows,
 N destinations of G ranks, S sets of places in one (see `penstock.dispatch.node_once`).
 """
@@ -31,12 +30,12 @@ from penstock.moe.routes import ChunkRoute
 from penstock.placement import ExpertPlacement
 
 MOST_EXPERTS_THERE = 256
-"""Numbers up to here are exact in bfloat16, whose significand has eight bits."""
+"""Whole numbers up to this one are exact in bfloat16, whose significand has eight bits."""
 
 
 @dataclass(frozen=True)
 class MergedRows:
-    """Which token stands in which row, and the experts that will see it: -1 for padding and drops."""
+    """The token of every row, and the experts that will see it: -1 for padding and drops."""
 
     rows: RowPlan
     experts_Tk: Tensor
@@ -47,10 +46,9 @@ class MergedOrder(Order):
 
     A chunk is a range of tokens. Weights are rounded to the rows' precision, as in every other order; sums
     over the experts of a destination are made there, so outputs differ from the sort order's by rounding.
-
-    num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this one's place among
+    num_experts: E. top_k: k. ep_size: P. node_size: G, 1 = one copy per rank. rank: this rank's place among
     P. capacity_factor, min_capacity: which choices are dropped, as in `IndexOrder`; none without a factor.
-    Rows are never padded: only what is left travels.
+    Rows are never padded: only the choices that were kept travel.
     """
 
     name, kinds, dynamic, row_counts = "sort", ("token",), True, True
@@ -89,7 +87,7 @@ class MergedOrder(Order):
         rows_CX = histogram(bin_TN.flatten(), chunks * parts + 1)[:-1].view(chunks, parts)
         bin_Tk = bins(experts_Tk, sizes, self.num_experts)
         inputs_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1]
-        chunk_rows = tuple(rows_CX.sum(dim=1).tolist())  # device-to-host sync: who shares a node is data
+        chunk_rows = tuple(rows_CX.sum(dim=1).tolist())  # device-to-host sync: the rows depend on the data
         rows = sorted_rows(bin_TN, chunks * parts, sum(chunk_rows))
         counts_CN = self._counts(inputs_CE.view(chunks, -1), rows_CX)
         return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
@@ -100,7 +98,7 @@ class MergedOrder(Order):
         return MergedOrder(ranks * slots, self.choices, ranks, node_size=self.node_size, rank=self.rank)
 
     def weights(self, choice: Choice) -> Tensor:
-        """None: they travel in the rows."""
+        """Return an empty tensor: the weights travel in the rows."""
         return choice.weights.new_empty(0).detach()
 
     def order(self, x_TM: Tensor, choice: Choice, plan: OrderPlan) -> Tensor:
@@ -119,7 +117,7 @@ class MergedOrder(Order):
         return found.rows.give(rows_RM, None)
 
     def run_experts(self, rows_RM: Tensor, route: ChunkRoute, experts: Experts, product: Product) -> Tensor:
-        """Rows in any order, with all columns, through the experts named in them; partial sums [R, M]."""
+        """Run rows in any order, with all columns, through the experts named in them; returns sums [R, M]."""
         columns = [rows_RM.shape[1] - 2 * self.choices, self.choices, self.choices]
         x_RM, there_Rk, weights_Rk = rows_RM.split(columns, dim=1)
         sizes = route.rows_per_expert
@@ -128,11 +126,11 @@ class MergedOrder(Order):
         local_Rk = local_Rk.masked_fill_(local_Rk >= self.local_experts, -1).clamp_(min=-1)
         bin_Rk = bins(local_Rk, (len(rows_RM),), self.local_experts)
         inputs = sorted_rows(bin_Rk, self.local_experts, sum(sizes))  # counts say how many there are: no sync
-        weights_Rk = weights_Rk.contiguous()  # or what is kept for backward would be all columns
+        weights_Rk = weights_Rk.contiguous()  # otherwise all columns would be kept for backward
         return inputs.give(experts(inputs.take(x_RM), sizes, product), weights_Rk)
 
     def _kept(self, choice: TokenChoice) -> Tensor:
-        """The choices, [T, k], without those that come after the last slot of their expert."""
+        """Return the choices, [T, k], with -1 for those that come after the last slot of their expert."""
         if self.capacity_factor is None:
             return choice.experts_Tk
         slots = capacity_slots(
@@ -142,7 +140,7 @@ class MergedOrder(Order):
         return choice.experts_Tk.masked_fill(late_Tk, -1)
 
     def _sets_used(self, experts_Tk: Tensor) -> Tensor:
-        """[T, N]: the number of the pair (node, places in it that token t goes to), -1 where to none."""
+        """Return the number of the pair (node, places in it where token t goes), [T, N]; -1 for none."""
         tokens, device = len(experts_Tk), experts_Tk.device
         rank_Tk = torch.where(
             experts_Tk < 0, self.ranks, experts_Tk.div(self.local_experts, rounding_mode="floor")
@@ -155,7 +153,7 @@ class MergedOrder(Order):
         return torch.where(set_TN < 0, -1, set_TN + first_N)
 
     def _counts(self, inputs_CE: Tensor, rows_CX: Tensor) -> Tensor:
-        """For every rank the inputs of its experts and the rows for its node by set, [C, P * (L + S)]."""
+        """Return the inputs of every rank's experts and the rows for its node by set, [C, P * (L + S)]."""
         inputs_CPL = inputs_CE.unflatten(1, (self.ranks, self.local_experts))
         rows_CNS = rows_CX.unflatten(1, (self.nodes, self.row_kinds))
         return torch.cat([inputs_CPL, rows_CNS.repeat_interleave(self.node_size, dim=1)], dim=2).flatten(1)

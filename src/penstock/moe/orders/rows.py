@@ -1,7 +1,7 @@
 """Moving rows between token order and expert order, found by index (Tutel, MegaBlocks).
 
 Both directions are sums over bags, and each is the transpose of the other: a token is the bag of its rows; a
-row is a bag of one token, or of none where it is padding. So backward scatters as little as forward does.
+row is a bag of one token, or of none where it is padding. So backward scatters no more than forward.
 Shapes: T tokens, M hidden size, R rows (all chunks one after the other), N weights: [T, k] where tokens
 choose, [E, S] where experts do; numbered as if flat.
 """
@@ -22,7 +22,7 @@ from penstock.moe.orders.bags import Bags, fill_bags
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which token stands in which row, and which weight its output will have there.
+    """The token of every row, and the weight that its output will have there.
 
     token_of_row_R, weight_of_row_R: -1 in a row that is padding. row_of_weight: in the shape of the weights,
     -1 if dropped. padded: whether any row can be padding. to_rows, to_tokens: the two directions.
@@ -41,11 +41,14 @@ class RowPlan:
 
     @staticmethod
     def make(row_of_weight: Tensor, token_N: Tensor, tokens: int, rows: int, *, padded: bool) -> RowPlan:
-        """From the row and the token of every weight. Without padding each row has a weight. Never waits."""
+        """Make a plan from the row and the token of every weight. Never waits for a GPU.
+
+        padded: whether rows can be padding; without it each row has a weight.
+        """
         row_N = row_of_weight.reshape(-1)
         weight_of_row_R = _inverse(row_N, rows)
         token_of_row_R = take_rows(token_N, weight_of_row_R, padded, nothing=-1)
-        # By token, and inside a token by weight: the number of chunks does not change the order of a sum.
+        # Entries are sorted by token, then by weight: chunks do not change the order of a sum.
         bag_N = torch.where(row_N < 0, tokens, token_N)
         to_tokens, weight_of_entry_N = fill_bags(bag_N, row_N, tokens, None if padded else rows)
         row_R = torch.arange(rows, device=row_N.device)
@@ -66,7 +69,7 @@ class RowPlan:
 
     @staticmethod
     def of_choices(row_Tk: Tensor, weight_of_row_R: Tensor) -> RowPlan:
-        """Where tokens choose and every row has a weight: what `make` finds by sorting is known."""
+        """Make a plan where tokens choose and every row has a weight, without the sorting of `make`."""
         tokens, choices = row_Tk.shape
         rows = len(weight_of_row_R)
         if rows < row_Tk.numel():
@@ -87,11 +90,11 @@ class RowPlan:
         )
 
     def take(self, x_TM: Tensor) -> Tensor:
-        """Order: the token of every row, zeros in padding. Returns [R, M]."""
+        """Order rows: return the token of every row, zeros in padding, [R, M]."""
         return _Take.apply(x_TM, self)  # type: ignore[no-any-return]  # apply is untyped in torch
 
     def give(self, rows_RM: Tensor, weights: Tensor | None) -> Tensor:
-        """Un-order: every token's rows, weighted and summed; padding is never read. Returns [T, M].
+        """Un-order rows: return every token's rows, weighted and summed, [T, M]; padding is never read.
 
         weights: None means 1 for all.
         """
@@ -145,8 +148,8 @@ def _is_for_pairs(rows_RM: Tensor) -> bool:
 
 
 def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:
-    """Of every weight its row times its token's gradient, summed over M [N]. On a CPU."""
-    # Token by token, since row by row gradients would be read in leaps; and not by MKL's dot, which is slow.
+    """Return the product of each weight's row and its token's gradient, summed over M, [N]. On a CPU."""
+    # Row by row, gradients would be read out of order, so this goes token by token; MKL's dot would be slow.
     bags = plan.to_tokens
     kept = int(bags.starts_B[-1]) if bags.spare else len(bags.index_N)
     ends_B = bags.starts_B if bags.spare else F.pad(bags.starts_B, (0, 1), value=kept)
@@ -160,18 +163,18 @@ def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:
 
 @cache
 def _pass_over_warning() -> None:
-    """torch says once per process that sparse tensors are in beta state."""
+    """Suppress torch's warning, given once per process, that sparse tensors are in beta state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
 
 
 def _spread(grad_TM: Tensor, weights_R: Tensor, rows_RM: Tensor, to_rows: Bags) -> tuple[Tensor, Tensor]:
-    """Every row's weight times its token's gradient [R, M]; row times that gradient, summed over M [R]."""
+    """Return weight times token gradient of every row [R, M], and row times gradient, summed over M [R]."""
     if 0 in grad_TM.shape or 0 in rows_RM.shape:
         return torch.zeros_like(rows_RM), torch.zeros_like(weights_R)
-    # The second is the derivative of the first by the weights, towards the rows. Asking autograd for it costs
-    # one pass over the rows; to multiply and to sum would write and read all products in between.
+    # The second result is the derivative of the first by the weights, in the direction of the rows. For it
+    # autograd needs one pass over the rows; to multiply and to sum would write and read all products.
     with torch.enable_grad():
         grad_RM = to_rows.sum(grad_TM, weights_R.requires_grad_())
     (product_R,) = torch.autograd.grad(grad_RM, weights_R, rows_RM)
@@ -179,7 +182,7 @@ def _spread(grad_TM: Tensor, weights_R: Tensor, rows_RM: Tensor, to_rows: Bags) 
 
 
 def take_rows(source: Tensor, index: Tensor, padded: bool, nothing: int = 0) -> Tensor:
-    """source[index] along dimension 0; `nothing` where index is -1."""
+    """Return source[index] along dimension 0, with `nothing` where index is -1."""
     if not padded:
         return source.index_select(0, index)
     if source.shape[0] == 0:
@@ -190,8 +193,8 @@ def take_rows(source: Tensor, index: Tensor, padded: bool, nothing: int = 0) -> 
 
 
 def _inverse(row_N: Tensor, rows: int) -> Tensor:
-    """The weight of every row, -1 if none has it."""
+    """Return the weight of every row, -1 for a row without a weight."""
     weight_of_row = torch.full((rows + 1,), -1, dtype=torch.int64, device=row_N.device)
-    # Row `rows` takes all that was dropped and is cut off again: no size depends on data.
+    # Row `rows` takes everything that was dropped and is cut off again: no size depends on data.
     weight_of_row[torch.where(row_N < 0, rows, row_N)] = torch.arange(len(row_N), device=row_N.device)
     return weight_of_row[:rows]

@@ -15,9 +15,9 @@ from penstock.moe.orders.rows import RowPlan
 
 
 class SortOrder(RowOrder):
-    """Every choice is a row. A chunk is a range of tokens; how many rows an expert gets depends on the data.
+    """An order in which every choice is a row. A chunk is a range of tokens.
 
-    num_experts: E.
+    The number of rows that an expert gets depends on the data. num_experts: E.
     """
 
     name, kinds, dynamic = "sort", ("token",), True
@@ -32,7 +32,7 @@ class SortOrder(RowOrder):
         return self.arrange(choice.experts_Tk, sizes, masked=choice.masked)
 
     def arrange(self, positions_Tk: Tensor, sizes: tuple[int, ...], *, masked: bool) -> OrderPlan:
-        """The same from the positions alone. sizes: tokens of every chunk. masked: whether any is -1."""
+        """Make the plan from the positions alone. sizes: tokens of every chunk. masked: whether any is -1."""
         tokens, choices = positions_Tk.shape
         chunks = len(sizes)
         bin_Tk = bins(positions_Tk, sizes, self.num_experts)
@@ -48,13 +48,13 @@ class SortOrder(RowOrder):
 
 
 def bins(parts_Tk: Tensor, sizes: tuple[int, ...], parts: int) -> Tensor:
-    """Number of the pair (chunk, part) among C * parts, C * parts for -1. sizes: tokens of every chunk."""
+    """Return the number of the pair (chunk, part), C * parts for part -1. sizes: tokens of every chunk."""
     chunk_T1 = chunk_of_token(sizes, parts_Tk.device).unsqueeze(1)
     return torch.where(parts_Tk < 0, len(sizes) * parts, chunk_T1 * parts + parts_Tk)
 
 
 def sorted_rows(bin_Tk: Tensor, parts: int, rows: int) -> RowPlan:
-    """One row for each of the `rows` choices of smallest bin, sorted by bin, then token, then choice.
+    """Make one row for each of the `rows` choices of smallest bin, sorted by bin, then token, then choice.
 
     parts: the largest bin, which is that of padding.
     """
@@ -65,7 +65,7 @@ def sorted_rows(bin_Tk: Tensor, parts: int, rows: int) -> RowPlan:
 
 
 def chunk_of_token(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The chunk of every token, [T], computed on the device."""
+    """Return the chunk of every token, [T], computed on the device."""
     token_T = torch.arange(sum(sizes), device=device)
     starts = chunk_starts(sizes)
     return torch.stack([token_T >= start for start in starts]).sum(0) if starts else token_T * 0

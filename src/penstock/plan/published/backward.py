@@ -18,10 +18,10 @@ class Made:
 
 @dataclass(frozen=True, kw_only=True)
 class GapLayer:
-    """An MoE layer with all that follows it on the way back, up to the next one ("generalised layer").
+    """An MoE layer with all that follows it in the backward pass, up to the next one ("generalised layer").
 
     layer: of its MoE part. part: backward. dense_s: computation after the MoE part, during which the network
-    between nodes rests. made: gradients that are there when the next such layer begins.
+    between nodes is idle. made: gradients that exist when the next such layer begins.
     """
 
     layer: int
@@ -32,7 +32,7 @@ class GapLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class Backward:
-    """The backward pass, as a partition sees it. above: gradients of blocks above the first MoE layer."""
+    """The backward pass for a partition. above: gradients of blocks above the first MoE layer."""
 
     num_layers: int
     gaps: tuple[GapLayer, ...]
@@ -44,5 +44,5 @@ class Backward:
         return exact(gap.part, reduce_s, self.degrees)
 
     def tail_s(self, left_bytes: float) -> float:
-        """What is left is exposed after everything."""
+        """Return the seconds of reducing what is left, exposed after everything else."""
         return self.all_reduce.seconds(left_bytes)

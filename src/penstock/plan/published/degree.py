@@ -1,4 +1,4 @@
-"""How many chunks the MoE part of a layer is cut into, by an exact formula.
+"""The number of chunks into which the MoE part of a layer is cut, by an exact formula.
 
 The MoE part of FSMoE (ASPLOS 2025), in R chunks on three lanes, with gradients reduced in between:
 
@@ -16,20 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 DEGREES = tuple(range(1, 17))
-"""What is tried unless a caller knows better."""
+"""The degrees that are tried unless a caller gives others."""
 
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A whole buffer moved or computed in chunks: a start-up for each, and what all of them share."""
+    """A whole buffer moved or computed in chunks: a start-up per chunk, and a time that all chunks share."""
 
     alpha_s: float = 0.0
     linear_s: float = 0.0
 
     def chunk_s(self, degree: float) -> float:
-        """Seconds of one of `degree` equal chunks."""
+        """Return the seconds of one of `degree` equal chunks."""
         return self.alpha_s + self.linear_s / degree
 
     def times(self, factor: float) -> Linear:
@@ -38,7 +38,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEPart:
-    """What the MoE part of one layer takes in one direction.
+    """Times of the MoE part of one layer in one direction.
 
     a2a: between nodes, each of the two. ag, rs: inside the node, before and after the experts.
     """
@@ -50,7 +50,7 @@ class MoEPart:
 
     @property
     def backward(self) -> MoEPart:
-        """The way back, if experts take twice as long: of both terms, not of the size in one of them too."""
+        """The backward part if experts take twice as long, in the start-up as well as in the linear term."""
         return replace(self, experts=self.experts.times(2))
 
     def chunk(self, degree: float) -> Chunk:
@@ -76,14 +76,14 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
-    """A degree and the seconds of the MoE part that its planner expects of it."""
+    """A degree, and the seconds of the MoE part that its planner expects with it."""
 
     chunks: int
     seconds: float
 
 
 def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
-    """Seconds of the MoE part in `degree` chunks with `reduce_s` of reductions between its all-to-alls.
+    """Return the MoE part's seconds in `degree` chunks with `reduce_s` of reductions between all-to-alls.
 
     The longest path through the three lanes, hence exact: the busy network between nodes, the two slower of
     three neighbours in a row, or the slowest of all.
@@ -99,12 +99,12 @@ def makespan_s(part: MoEPart, degree: int, reduce_s: float = 0.0) -> float:
 
 
 def idle_s(part: MoEPart, degree: int) -> float:
-    """Seconds for which the network between nodes rests inside the MoE part: reductions there are free."""
+    """Return the idle seconds of the network between nodes inside the MoE part: reductions there are free."""
     return makespan_s(part, degree) - 2 * degree * part.a2a.chunk_s(degree)
 
 
 def exact(part: MoEPart, reduce_s: float = 0.0, degrees: Sequence[int] = DEGREES) -> Degree:
-    """The best of `degrees` by the exact formula; the smallest of equally good ones."""
+    """Return the best of `degrees` by the exact formula; the smallest of equally good ones."""
     return smallest_best(degrees, lambda degree: makespan_s(part, degree, reduce_s))
 
 
@@ -113,17 +113,17 @@ Loaded = Sequence[tuple[MoEPart, float]]
 
 
 def total_s(parts: Loaded, degree: int) -> float:
-    """Seconds of all parts with one degree."""
+    """Return the seconds of all parts with one degree."""
     return sum(makespan_s(part, degree, reduce_s) for part, reduce_s in parts)
 
 
 def common_degree(parts: Loaded, degrees: Sequence[int] = DEGREES) -> Degree:
-    """The best degree that all parts can share; seconds: of all."""
+    """Return the best degree that all parts can share; its seconds are those of all parts."""
     return smallest_best(degrees, lambda degree: total_s(parts, degree))
 
 
 def smallest_best(degrees: Sequence[int], seconds_of: Callable[[int], float]) -> Degree:
-    """The first of the best; rounding does not count, or a tie could end in more chunks for nothing."""
+    """Return the first of the best degrees; ignore rounding, or a tie could give more chunks for nothing."""
     seconds = [seconds_of(degree) for degree in degrees]
     at_most_s = min(seconds) * (1 + ROUNDING)
     place = next(i for i, each in enumerate(seconds) if each <= at_most_s)

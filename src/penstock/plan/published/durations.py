@@ -1,4 +1,4 @@
-"""What the formulas of published planners need, read off the costs of a problem."""
+"""Inputs for the formulas of published planners, derived from the costs of a problem."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Durations:
 
     @property
     def choice(self) -> Decision:
-        """Published planners choose no dispatch."""
+        """A plain decision with the problem's dispatch: published planners choose none."""
         return Decision(dispatch=self.problem.workload.dispatch)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """From the highest to the lowest, as the way back takes them."""
+        """MoE layers from the highest to the lowest, as in the backward pass."""
         layers = enumerate(self.problem.shape.moe_layers)
         return tuple(layer for layer, is_moe in layers if is_moe)[::-1]
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """No more chunks than a rank has tokens."""
+        """The degrees to try: no more chunks than a rank has tokens."""
         tokens = self.problem.workload.tokens(0, 1)
         return tuple(degree for degree in DEGREES if degree <= max(1, tokens))
 
     def part(self, layer: int, phase: Phase) -> MoEPart:
-        """The MoE part of a layer in one direction.
+        """Return the MoE part of a layer in one direction.
 
-        The first all-to-all stands for both. Where rows gather inside a node before they leave it, too, that
+        The first all-to-all stands for both. Where rows also gather inside a node before they leave it, that
         time counts with the leg on arrival, and the formulas are an estimate.
         """
         once, twice = self._shape(1), self._shape(2)
@@ -69,7 +69,7 @@ class Durations:
         )
 
     def _transfers(self, layer: int, phase: Phase) -> tuple[list[Where], list[Where]]:
-        """What moves rows before and after a layer's experts."""
+        """Return the ops that move rows before and after a layer's experts."""
         mine = (layer, phase, 0, 0)
         ops = [
             (task.op, task.lane)
@@ -80,10 +80,10 @@ class Durations:
         return ops[:experts], ops[experts + 1 :]
 
     def backward(self) -> Backward:
-        """The backward pass for a partition.
+        """Return the backward pass for a partition.
 
-        Only gradients that are whole on every rank are partitioned. The partial ones, norms and gates mostly,
-        are reduced in one piece, for which the formulas have no term.
+        Only gradients that are whole on every rank are partitioned. The partial ones, mostly of norms and
+        gates, are reduced in one piece, for which the formulas have no term.
         """
         problem, layers = self.problem, self.moe_layers
         sizes = problem.workload.all_reduce_bytes
@@ -110,9 +110,9 @@ class Durations:
         )
 
     def _dense_s(self, layer: int, end: int) -> float:
-        """From the MoE part of `layer` to that of `end`, the next below (-1: the start).
+        """Return the seconds from the MoE part of `layer` to that of `end`, the next below (-1: the start).
 
-        Computation, and what ranks that share attention exchange inside nodes.
+        They include computation, and exchanges inside nodes between ranks that share attention.
         """
         cost = self._costs[1]
         between = [task for task in self._graphs[1].tasks if _is_between(task, layer, end)]
@@ -120,17 +120,17 @@ class Durations:
 
     @property
     def _reduced_over(self) -> Axes:
-        """The ranks that sum the gradients which a partition is about."""
+        """The ranks that sum the gradients that a partition places."""
         return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.mp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:
-        """By the number of chunks. Layers that are alike are worked out once."""
+        """Costs by the number of chunks. Layers that are alike are computed once."""
         return {chunks: self.problem.cost(self.choice, self._shape(chunks)) for chunks in (1, 2)}
 
     @cached_property
     def _graphs(self) -> dict[int, Graph]:
-        """The same for the tasks."""
+        """Graphs of tasks by the number of chunks."""
         return {chunks: build_graph(self._shape(chunks)) for chunks in (1, 2)}
 
     def _seconds(self, layer: int, op: str, phase: Phase, shape: StepShape) -> float:
@@ -143,12 +143,12 @@ class Durations:
 
 
 def _is_between(task: Task, layer: int, end: int) -> bool:
-    """Whether a backward task lies on the way from the MoE part of `layer` to that of `end`."""
-    whole = task.chunk is None and task.piece is None  # neither rows on their way nor a reduction
+    """Return whether a backward task lies between the MoE parts of `layer` and of `end`."""
+    whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
     match place_of(task.op):
         case _ if task.phase is not Phase.BACKWARD or not whole:
             return False
-        case "after":  # as forward sees it: on the way back it comes before the MoE part of its layer
+        case "after":  # in the forward order: backward it comes before the MoE part of its layer
             return task.layer == end
         case "input" | "block":
             return end < task.layer <= layer

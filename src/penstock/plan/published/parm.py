@@ -18,12 +18,12 @@ from penstock.mesh import Group
 from penstock.plan.problem import Problem
 
 SLICES = (1, 2, 4, 8)
-"""Of the simultaneous pair, as far as they are tried."""
+"""The numbers of slices of the simultaneous pair that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParmModels:
-    """The lines that the algorithm needs.
+    """The fitted lines that the algorithm needs.
 
     all_to_all: over experts and their shards. gather: of tokens or rows among ranks that share attention.
     pair: SAA as one operation, by the size of its all-to-all.
@@ -39,7 +39,7 @@ class ParmSizes:
     """Bytes of one layer in one direction.
 
     gathered_bytes: the tokens that S1 gathers; converted_bytes: those that S2 gathers where blocks have split
-    ones.
+    tokens.
     """
 
     y_bytes: float
@@ -48,28 +48,28 @@ class ParmSizes:
 
 
 def s1_s(models: ParmModels, sizes: ParmSizes) -> float:
-    """Formula 13: seconds of the communication of S1."""
+    """Return the seconds of the communication of S1 (Formula 13)."""
     return 2 * models.all_to_all.seconds(sizes.y_bytes) + models.gather.seconds(sizes.gathered_bytes)
 
 
 def s2_s(models: ParmModels, sizes: ParmSizes) -> float:
-    """Formula 14: seconds of the communication of S2."""
+    """Return the seconds of the communication of S2 (Formula 14)."""
     pair_s = models.pair.seconds(sizes.y_bytes)
     return models.all_to_all.seconds(sizes.y_bytes) + pair_s + models.gather.seconds(sizes.converted_bytes)
 
 
 def algorithm_1(models: ParmModels, sizes: ParmSizes) -> Literal["s1", "s2"]:
-    """The schedule of a layer."""
+    """Return the schedule of a layer."""
     return "s1" if s1_s(models, sizes) < s2_s(models, sizes) else "s2"
 
 
 def overlapped_s(all_to_all_s: float, gather_s: float, slices: int) -> float:
-    """Seconds of both in slices of these durations: one is gathered while the next is sent."""
+    """Return the seconds of both in slices of these durations: one is gathered while the next is sent."""
     return all_to_all_s + (slices - 1) * max(all_to_all_s, gather_s) + gather_s
 
 
 def _pair_s(lines: tuple[AlphaBeta, AlphaBeta], etm_over_y: float, y_bytes: float, slices: int) -> float:
-    """Seconds of an all-to-all of `y_bytes` and the gather that follows it, in slices. lines: of the two."""
+    """Return the seconds of an all-to-all of `y_bytes` and the gather after it, in slices, by both lines."""
     sent, gathered = lines
     each = sent.seconds(y_bytes / slices), gathered.seconds(y_bytes * etm_over_y / slices)
     return overlapped_s(*each, slices)
@@ -85,13 +85,13 @@ def derived_pair(all_to_all: AlphaBeta, gather: AlphaBeta, etm_over_y: float, y_
 
 
 def best_slices(problem: Problem) -> int:
-    """How many slices of the pair are the quickest by its two lines."""
+    """Return the fastest number of slices of the pair by its two lines."""
     y_bytes, lines, ratio = parm_sizes(problem).y_bytes, _lines(problem), _etm_over_y(problem)
     return min(SLICES, key=lambda count: _pair_s(lines, ratio, y_bytes, count))
 
 
 def parm_models(problem: Problem) -> ParmModels:
-    """The lines of a problem's cluster: as measured, or by its rates; the pair's else from the other two."""
+    """Return a cluster's lines, measured or by its rates; an unknown pair is derived from the other two."""
     span = problem.workload.span(Group.EXPERT_SHARDS)
     sent, gathered = _lines(problem)
     y_bytes = parm_sizes(problem).y_bytes
@@ -100,10 +100,10 @@ def parm_models(problem: Problem) -> ParmModels:
 
 
 def parm_sizes(problem: Problem) -> ParmSizes:
-    """The sizes of an MoE layer of a problem.
+    """Return the sizes of an MoE layer of a problem.
 
-    Where blocks have split tokens, S1 gathers none; S2 does once, since the sums of attention then go to all
-    ranks. What its gate needs beside them attention has gathered before.
+    Where blocks have split tokens, S1 gathers none; S2 gathers once, since the sums of attention then go to
+    all ranks. Attention has gathered before what the gate of S2 needs besides these sums.
     """
     work, sharing = problem.workload, problem.shape.sharing
     rows = work.rows(0, 1, 0, 1, work.mp_size)
@@ -117,10 +117,10 @@ def parm_sizes(problem: Problem) -> ParmSizes:
 
 
 def parm_choice(problem: Problem) -> Decision:
-    """The schedule that Algorithm 1 takes: every MoE layer of a step has the same sizes, and so the same one.
+    """Return the schedule that Algorithm 1 takes: one for all MoE layers of a step, which have equal sizes.
 
-    They are the same where every rank has attention of its own. Without sharing there is neither, and the
-    choice is plain expert parallelism.
+    S1 and S2 are the same where every rank has attention of its own. Without sharing there is neither, and
+    the choice is plain expert parallelism.
     """
     if not shares_experts(problem):
         return Decision(dispatch=problem.workload.dispatch)
@@ -132,7 +132,7 @@ def parm_choice(problem: Problem) -> Decision:
 
 
 def shares_experts(problem: Problem) -> bool:
-    """Whether there is anything to choose: ranks that share attention or experts, and a flat dispatch."""
+    """Return whether there is a choice: ranks that share attention or experts, and a flat dispatch."""
     shape = problem.shape
     return any(shape.moe_layers) and not shape.sharing.is_none and "flat" in problem.dispatches
 

@@ -1,7 +1,7 @@
-"""Which gradients are reduced in which gap of the backward pass: FSMoE's adaptive partition.
+"""The gap of the backward pass in which each gradient is reduced: FSMoE's adaptive partition.
 
 Everything here is in backward order: the highest layer comes first. A gap takes gradients of layers that come
-before its own. `T(R, G)` is `makespan_s`; Section 4 of FSMoE (ASPLOS 2025), recurrences as they must be.
+before its own. `T(R, G)` is `makespan_s`; Section 4 of FSMoE (ASPLOS 2025), with corrected recurrences.
 
 A reduction of several layers' gradients is one task for each of them, with a start-up each, since an executor
 reduces the buffer of one layer at a time.
@@ -18,11 +18,11 @@ from penstock.plan.published.degree import MoEPart, idle_s
 from penstock.plan.published.spread import Rest, evolved
 
 ELEMENT_BYTES = 4
-"""Gradients are cut between elements."""
+"""Bytes of an element; gradients are cut between elements."""
 
 
 class Filling:
-    """Gradients on their way into gaps, first made, first reduced."""
+    """Gradients on their way into gaps: those made first are reduced first."""
 
     def __init__(self, backward: Backward) -> None:
         self._all_reduce = backward.all_reduce
@@ -37,9 +37,9 @@ class Filling:
         self._queue += [[made.layer, made.size_bytes] for made in gradients]
 
     def fill(self, slot: Slot, spare_s: float, unit_bytes: int = ELEMENT_BYTES) -> float:
-        """Put in as much as `spare_s` is enough for; returns the seconds that are left of it.
+        """Put in as much as fits into `spare_s`; return the seconds that are left.
 
-        unit_bytes: only whole units of a layer's gradients, or the rest of them.
+        unit_bytes: only whole units of a layer's gradients, or the rest of the layer's.
         """
         while self._queue:
             size = self._fitting(spare_s, unit_bytes)
@@ -50,7 +50,7 @@ class Filling:
         return spare_s
 
     def take(self, slot: Slot, size_bytes: int) -> None:
-        """The next `size_bytes` go into `slot`, if that many are left."""
+        """Put the next `size_bytes` into `slot`, or as many as are left."""
         while size_bytes > 0 and self._queue:
             layer, rest = self._queue[0]
             size = min(rest, size_bytes)
@@ -61,12 +61,12 @@ class Filling:
                 self._queue.pop(0)
 
     def partition(self) -> Partition:
-        """What is still pending is reduced at the tail."""
+        """Return the partition; what is still pending is reduced at the tail."""
         self.take(TAIL, self.pending_bytes)
         return Partition(tuple(map(tuple, self._portions)))
 
     def _fitting(self, spare_s: float, unit_bytes: int) -> int:
-        """Bytes of the next layer's gradients that `spare_s` is enough for; a start-up may be too long."""
+        """Return the bytes of the next layer that fit into `spare_s`; 0 if the start-up alone does not."""
         model, rest = self._all_reduce, self._queue[0][1]
         if model.seconds(rest) <= spare_s:
             return rest
@@ -77,7 +77,7 @@ class Filling:
         return size if model.seconds(size) <= spare_s else size - unit_bytes
 
     def _put(self, layer: int, portion: Portion) -> None:
-        """Two pieces of one layer in one gap are one."""
+        """Add a portion; two portions of one layer in one gap become one."""
         portions = self._portions[layer]
         if portions and portions[-1].slot == portion.slot:
             portion = Portion(size_bytes=portions.pop().size_bytes + portion.size_bytes, slot=portion.slot)
@@ -92,10 +92,10 @@ PARTS: tuple[Part, ...] = ("moe", "dense")
 def fill_idle(
     backward: Backward, parts: Sequence[Part] = PARTS, unit_bytes: int = ELEMENT_BYTES
 ) -> tuple[Filling, list[float], list[int]]:
-    """Step 1: into every gap as much as it hides; no layer gets longer (Eq. 3 and 4, g_inv never negative).
+    """Fill every gap with as much as it hides (step 1; Eq. 3 and 4, g_inv never negative).
 
-    Also returns by gap the seconds of reductions in its MoE part, and the bytes that would have been there
-    to put in, on top of what fitted: what is left when the gap is over.
+    No layer gets longer. Also return, by gap, the seconds of reductions in its MoE part, and the bytes that
+    could have been added there beyond those that fitted: what is left when the gap is over.
     """
     filling, reduce_s, left = Filling(backward), [], []
     for gap in backward.gaps:
@@ -109,17 +109,17 @@ def fill_idle(
 
 
 def idle_only(backward: Backward) -> Partition:
-    """Step 1 alone: what does not fit is reduced at the tail."""
+    """Return the partition of step 1 alone: what does not fit is reduced at the tail."""
     return fill_idle(backward)[0].partition()
 
 
 def adaptive(backward: Backward) -> Partition:
-    """FSMoE: step 1, then the rest spread over MoE parts by differential evolution (step 2)."""
+    """Return FSMoE's partition: step 1, then the rest in MoE parts by differential evolution (step 2)."""
     return spread_rest(backward, evolved)
 
 
 def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) -> Partition:
-    """Step 2. x_q more bytes in the MoE part of layer q, never more than are there and left by then."""
+    """Return step 2's partition: x_q more bytes in the MoE part of layer q, at most what is left by then."""
     _, reduce_s, left = fill_idle(backward)
     extra = [0.0] * len(left)
     if any(left):
@@ -128,7 +128,7 @@ def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) ->
 
 
 def _placed(backward: Backward, reduce_s: Sequence[float], extra: Sequence[float]) -> Partition:
-    """Fill every gap as step 1 did, and `extra` bytes more into MoE parts."""
+    """Fill every gap as step 1 did, and put `extra` more bytes into MoE parts."""
     filling = Filling(backward)
     for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
         filling.fill(_slot(gap, "moe"), spare_s)
@@ -146,13 +146,13 @@ PartitionPlanner = Callable[[Backward], Partition]
 
 
 def loaded_parts(backward: Backward, partition: Partition) -> list[tuple[MoEPart, float]]:
-    """Every MoE part with the seconds of reductions in it, in backward order."""
+    """Return every MoE part with the seconds of reductions in it, in backward order."""
     seconds = seconds_by_slot(backward, partition)
     return [(gap.part, seconds.get(_slot(gap, "moe"), 0.0)) for gap in backward.gaps]
 
 
 def seconds_by_slot(backward: Backward, partition: Partition) -> dict[Slot, float]:
-    """Seconds of all reductions in every gap that has any."""
+    """Return the seconds of all reductions in every gap that has any."""
     seconds: dict[Slot, float] = {}
     for portion in (portion for portions in partition.portions for portion in portions):
         added_s = backward.all_reduce.seconds(portion.size_bytes)

@@ -1,8 +1,8 @@
 """FSMoE's step 2: gradients that fit into no gap are spread over MoE parts, which get longer.
 
 For a fixed degree, reductions beyond the idle time lengthen an MoE part second for second, exactly as they
-would the tail. So there is something to gain only where a smaller degree, with fewer start-ups, becomes the
-better one.
+would the tail. Therefore step 2 gains only where a smaller degree, with fewer start-ups, becomes the better
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = npt.NDArray[np.float64]
 
 SEED = 20250330
 GENERATIONS, MEMBERS, MOST_MEMBERS = 60, 8, 160
-"""Of the differential evolution: members for every layer, and the most in all."""
+"""Limits of the differential evolution: generations, members for every layer, and the most members in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Rest:
     """Step 2 as numbers. L gaps in backward order, R degrees.
 
     busy_s: [L, R] the network's own time in the MoE part; floor_s: [L, R] the part's time without reductions.
-    filled_s: [L] reductions of step 1 in the MoE part. left_bytes: [L] what is there when the gap is over and
+    filled_s: [L] reductions of step 1 in the MoE part. left_bytes: [L] what exists when the gap is over and
     fits into no later gap either. made_last_bytes: made after the last gap.
     """
 
@@ -55,7 +55,7 @@ class Rest:
         )
 
     def seconds(self, extra: Array) -> Array:
-        """All MoE parts, each with its best degree, and the tail. extra: [..., L] bytes in MoE parts."""
+        """Return the seconds of MoE parts, at their best degrees, and the tail. extra: [..., L] bytes."""
         reduce_s = self.filled_s + self._reduction_s(extra)
         parts_s = np.maximum(self.busy_s + reduce_s[..., None], self.floor_s).min(axis=-1)
         tail = self.left_bytes[-1] - extra.sum(axis=-1) + self.made_last_bytes
@@ -63,10 +63,10 @@ class Rest:
         return total_s
 
     def causal(self, shares: Array) -> Array:
-        """Bytes for each gap, of shares of what is there and left: [..., L] -> [..., L].
+        """Return bytes for each gap from shares of what exists and is left: [..., L] -> [..., L].
 
-        All vectors that put nothing in before it is made are reached: sums of x up to a gap are at most what
-        was left there (in prefix sums, as the published code has it).
+        All vectors that put nothing in before it is made can be reached: sums of x up to a gap are at most
+        what was left there (in prefix sums, as in the published code).
         """
         extra, taken = np.zeros_like(shares), np.zeros(shares.shape[:-1])
         for gap in range(shares.shape[-1]):
@@ -80,14 +80,14 @@ class Rest:
 
 
 def evolved(rest: Rest) -> list[float]:
-    """Differential evolution with a fixed seed: the same problem gives the same answer.
+    """Return the result of differential evolution with a fixed seed: the same problem gives the same answer.
 
-    Nothing at all in MoE parts is tried, too, so the answer is never worse than the tail.
+    No bytes in MoE parts are tried, too, so the answer is never worse than the tail.
     """
     from scipy.optimize import differential_evolution
 
     gaps, rng = len(rest.left_bytes), np.random.default_rng(SEED)
-    # scipy has `popsize` members for every gap, so a model of many layers brings fewer of its own
+    # scipy takes `popsize` members for every gap, so a model of many layers brings fewer of its own
     few = "latinhypercube" if gaps <= MOST_MEMBERS else rng.random((MOST_MEMBERS, gaps))
     result = differential_evolution(
         lambda shares: rest.seconds(rest.causal(shares.T)),

@@ -1,4 +1,4 @@
-"""What each published system would run: from a problem to a choice. None of them chooses a dispatch."""
+"""The choice that each published system would run for a problem. None of them chooses a dispatch."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from penstock.schedule.freeze import slowest
 from penstock.simulate import iteration_s
 
 LINA_BYTES = 30 << 20
-"""A fixed chunk: so much at once, whatever the gaps are like."""
+"""A fixed size of chunks, whatever the gaps are like."""
 
 FLOWMOE_MICROBATCHES = 2
-"""In all of its published runs."""
+"""The number of microbatches in all published runs of FlowMoE."""
 
 FLOWMOE_CUTS = (1, 2, 4, 8, 16)
 """Numbers of all-reduce chunks of a block's gradients: the grid over S_p."""
 
 TUNED_LAYERS = 4
-"""FlowMoE is tuned on this number of the lowest layers of a long model."""
+"""The number of a long model's lowest layers on which FlowMoE is tuned."""
 
 
 def sequential_choice(problem: Problem) -> Decision:
-    """Plain expert parallelism, as DeepSpeed-MoE runs it."""
+    """Return plain expert parallelism, as DeepSpeed-MoE runs it."""
     return Decision(dispatch=problem.workload.dispatch)
 
 
 def pipemoe_choice(problem: Problem) -> Decision:
-    """MoE-only pipelining with the best degree that forward and backward share (PipeMoE)."""
+    """Return MoE-only pipelining with the best degree that forward and backward share (PipeMoE)."""
     return _cut("moe_pipeline", problem)
 
 
 def lina_choice(problem: Problem) -> Decision:
-    """The same with all-reduces in chunks of a fixed size, whenever no all-to-all is ready (Lina)."""
+    """Return PipeMoE's choice with all-reduces in fixed chunks, whenever no all-to-all is ready (Lina)."""
     size = max(LINA_BYTES, problem.least_chunk_bytes)  # larger only where a step has a terabyte of gradients
     return replace(_cut("lina", problem), all_reduce_chunk_bytes=size)
 
 
 def dense_overlap_choice(problem: Problem) -> Decision:
-    """The same with all-reduces under attention and dense blocks (FSMoE calls it Tutel-Improved)."""
+    """Return PipeMoE's choice with all-reduces under dense parts (FSMoE calls it Tutel-Improved)."""
     return _cut("dense_overlap", problem)
 
 
 def fsmoe_choice(problem: Problem, partition: PartitionPlanner = adaptive) -> Decision:
-    """Degrees for forward and backward apart, gradients partitioned into gaps.
+    """Return separate degrees for forward and backward, with gradients partitioned into gaps.
 
-    A step has one degree in each direction, so layers that would like others share the best.
+    A step has one degree in each direction, so layers with different best degrees share the best common one.
     """
     durations = Durations(problem)
     if not durations.moe_layers:
@@ -73,7 +73,7 @@ def fsmoe_choice(problem: Problem, partition: PartitionPlanner = adaptive) -> De
 
 
 def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Decision:
-    """The best by simulation of a grid over S_p and, unless it is given, over R in {2, 4, ...}.
+    """Return the best choice by simulation of a grid over S_p and, unless R is given, R in {2, 4, ...}.
 
     R is a divisor of the batch; a batch of one sample is not cut at all. A model of many layers is tuned on
     the lowest of them.
@@ -85,7 +85,7 @@ def flowmoe_choice(problem: Problem, microbatches: int | None = None) -> Decisio
 
 
 def flowmoe_published_choice(problem: Problem) -> Decision:
-    """R = 2 as in all published runs, and the best S_p."""
+    """Return R = 2, as in all published runs, and the best S_p."""
     return flowmoe_choice(problem, FLOWMOE_MICROBATCHES if problem.workload.batch % 2 == 0 else 1)
 
 
@@ -106,7 +106,7 @@ def _flowmoe_grid(problem: Problem, microbatches: int | None) -> Iterator[Decisi
 
 
 def _cut(schedule: str, problem: Problem) -> Decision:
-    """A schedule of chunks in MoE layers with one degree for both directions, by the exact formula."""
+    """Return a schedule of chunks in MoE layers with one degree for both directions, by the exact formula."""
     durations = Durations(problem)
     parts = [
         (durations.part(layer, phase), 0.0)
@@ -120,9 +120,9 @@ def _cut(schedule: str, problem: Problem) -> Decision:
 
 
 def apart(forward: Loaded, backward: Loaded, degrees: tuple[int, ...]) -> tuple[int, int]:
-    """A degree for each direction: the best pair.
+    """Return the best pair of degrees, one for each direction.
 
-    Two degrees with few common factors cut what both share into crumbs, which ScheduleConfig refuses, so such
+    Two degrees with few common factors cut shared tensors into crumbs, which ScheduleConfig refuses, so such
     pairs do not count.
     """
     pairs = [pair for pair in product(degrees, degrees) if _whole(pair)]
@@ -137,7 +137,7 @@ def _whole(pair: tuple[int, int]) -> bool:
 
 
 def _slowest_s(problem: Problem, choice: Decision) -> float:
-    """Seconds of a step in which every rank is as slow as the slowest, which costs as little as one rank."""
+    """Return the seconds of a step of ranks all as slow as the slowest, as quick to simulate as one rank."""
     plan = problem.plan(choice)
     cost = problem.cost(choice, plan.shape)
     return iteration_s(plan.schedule, plan.graph, lambda task: slowest(cost(task)))
@@ -153,9 +153,9 @@ PUBLISHED: dict[str, Planner] = {
     "fsmoe": fsmoe_choice,
     "flowmoe": flowmoe_choice,
 }
-"""Those that know every rank as one of its own."""
+"""Planners that know no sharing: every rank has attention and experts of its own."""
 
 
 def planners(problem: Problem) -> dict[str, Planner]:
-    """The published planners that have something to say about a problem."""
+    """Return the published planners that apply to a problem."""
     return {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED

@@ -1,4 +1,4 @@
-"""Figures over the steps of a run: losses, speed, the network, what single layers say, loads of experts."""
+"""Figures over the steps of a run: losses, speed, the network, figures by layer, loads of experts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from penstock.report.page.finished import ByLayer, Course, Values
 from penstock.report.page.style import FAINT, LINE, SECOND, SERIES, TEXT, Figure, axis, layout
 
 MOST_POINTS = 2000
-"""Of a curve: a screen has no more columns."""
+"""The most points of a curve: a screen has no more columns."""
 MOST_CELLS = 120_000
-"""Of all heat maps by step."""
+"""The most cells of all heat maps by step."""
 MOST_LAYERS = 8
-"""Layers with a curve of their own, from the first to the last."""
+"""The most layers with a curve of their own, from the first to the last."""
 FIGURE_HEIGHT = 300
 SHORT = 10
-"""Runs of fewer steps have a label at each."""
+"""Runs of fewer steps have a label at each step."""
 
 
 def loss_figure(course: Course) -> Figure:
-    """Loss of training, and of held-out text with its uncertainty."""
+    """Return the figure of the training loss, and of held-out text with its uncertainty."""
     at = _chosen(course)
     held = [place for place, loss in enumerate(course.eval_loss) if loss is not None]
     data: list[Figure] = [_line(course, course.loss, at, "training", LINE)]
@@ -52,13 +52,13 @@ def loss_figure(course: Course) -> Figure:
 
 
 def speed_figure(course: Course) -> Figure:
-    """Tokens per second."""
+    """Return the figure of tokens per second."""
     data = [_line(course, course.tokens_per_s, _chosen(course), "tokens/s", LINE, digits=",.0f")]
     return {"data": data, "layout": _over_steps(course, "tokens/s", showlegend=False)}
 
 
 def network_figure(course: Course) -> Figure | None:
-    """Communication per step, hidden under computation and exposed; None where there was none."""
+    """Return the figure of communication per step, hidden and exposed; None where there was none."""
     if not any(course.communication_s):
         return None
     at = _chosen(course)
@@ -77,7 +77,7 @@ def network_figure(course: Course) -> Figure | None:
 
 
 def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], title: str) -> Figure | None:
-    """A number of every MoE layer over the steps; None where no step has it. layers: their numbers."""
+    """Return a figure of one quantity by MoE layer; None where no step has it. layers: their numbers."""
     known = next((values for values in by_layer if values), None)
     if known is None:
         return None
@@ -94,7 +94,7 @@ def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], titl
 
 
 def layer_loads_figure(course: LoadCourse) -> Figure:
-    """Layers x experts, over the whole run."""
+    """Return the heat map of layers x experts, over the whole run."""
     heat = over_mean(course.loads_SYE.sum(axis=0))
     names = [f"L{layer}" for layer in course.layers]
     data = _heat(heat, list(range(heat.shape[1])), list(range(len(names))), "expert %{x} of %{customdata[1]}")
@@ -118,7 +118,7 @@ def layer_loads_figure(course: LoadCourse) -> Figure:
 
 
 def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
-    """Experts x steps of one MoE layer; place: which of the course's."""
+    """Return the heat map of experts x steps of one MoE layer; place: the layer's index in the course."""
     kept = _thinned(course)
     heat = over_mean(course.loads_SYE[kept, place]).T
     steps = [course.steps[index] for index in kept]
@@ -135,14 +135,14 @@ def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
 
 
 def shown_layers(course: LoadCourse) -> list[int]:
-    """Which of the course's layers have a heat map over time: all, or as many as a file can hold."""
+    """Return the layers with a heat map over time, by index: all, or as many as a file can hold."""
     experts = course.loads_SYE.shape[2]
     most = max(1, MOST_CELLS // max(1, experts * min(len(course.steps), 64)))
     return _spread(len(course.layers), most)
 
 
 def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], where: str) -> Figure:
-    """Blue below the mean, nearly white at it, orange above; at four times it the scale ends."""
+    """Return a heat map: blue below the mean, nearly white at it, orange above, to four times the mean."""
     clipped = np.log2(np.clip(heat, 1 / BRIGHTEST, BRIGHTEST))
     stops = [f"rgb{colour}" for colour in (COLD, EVEN, HOT)]
     end = math.log2(BRIGHTEST)
@@ -168,7 +168,7 @@ def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], whe
 
 
 def _thinned(course: LoadCourse) -> list[int]:
-    """Which steps are drawn, so that all heat maps together have few enough cells."""
+    """Return the steps that are drawn, so that all heat maps together have few enough cells."""
     _, layers, experts = course.loads_SYE.shape
     most = max(2, MOST_CELLS // max(1, experts * len(_spread(layers, max(1, MOST_CELLS // (64 * experts))))))
     return _spread(len(course.steps), most)
@@ -190,7 +190,7 @@ def _line(
 
 
 def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more: object) -> Figure:
-    """The layout of a figure over steps, with a line where another plan began."""
+    """Return the layout of a figure over steps, with a line where another plan began."""
     changes = [
         number
         for number, (before, now) in zip(course.steps[1:], pairwise(course.plans), strict=True)
@@ -215,19 +215,19 @@ def _chosen(course: Course) -> list[int]:
 
 
 def _spread(number: int, most: int = MOST_LAYERS) -> list[int]:
-    """Places from the first to the last, `most` of them."""
+    """Return places from the first to the last, `most` of them."""
     if number <= most:
         return list(range(number))
     return sorted({round(place * (number - 1) / max(1, most - 1)) for place in range(most)})
 
 
 def _step_ticks(steps: Sequence[int]) -> Figure:
-    """No halves of a step."""
+    """Return ticks of an axis without halves of a step."""
     return {"dtick": 1} if steps[-1] - steps[0] < SHORT else {"tickformat": "d"}
 
 
 def _tick(number: int) -> int:
-    """Between two labels of an axis."""
+    """Return the distance between two labels of an axis."""
     return 1 << max(0, math.ceil(math.log2(max(1, number / 16))))
 
 

@@ -1,4 +1,4 @@
-"""What a measured step says: which kinds of task were predicted wrongly, and what the step was as long as."""
+"""Findings from a measured step: which kinds of task were predicted wrongly, and what the step waited for."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ PHASES: Final = {
     Phase.WEIGHT: "backward, gradients of weights",
 }
 MOSTLY: Final = 0.6
-"""A side with a larger share of the critical path is said to limit the step."""
+"""A side with a larger share of the critical path than this limits the step."""
 LEAST_SHARE: Final = 0.005
-"""Smaller shares are not told."""
+"""Smaller shares are not mentioned."""
 
 
 def title_of(op: str) -> str:
-    """What an op does; its name if it is registered nowhere, as those of other programs are."""
+    """Return what an op does; its name if it is not registered, as with ops of other programs."""
     return OPS[op].title if op in OPS else op
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindOfTask:
-    """Tasks that differ in layer, microbatch and piece only. Seconds are sums over all of them in a step."""
+    """Tasks that differ only in layer, microbatch and piece. Seconds are sums over all of them in a step."""
 
     op: str
     phase: Phase
@@ -47,17 +47,17 @@ class KindOfTask:
 
     @property
     def difference_s(self) -> float:
-        """Measured less predicted."""
+        """Measured less predicted seconds."""
         return self.measured_s - self.predicted_s
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where nothing was predicted."""
+        """Measured over predicted seconds; None where nothing was predicted."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
 
 def kinds_of(step: StepFile) -> list[KindOfTask]:
-    """Every kind of task, that with the largest difference first."""
+    """Return every kind of task, the one with the largest difference first."""
     places: dict[tuple[str, Phase, str], list[int]] = defaultdict(list)
     for place, (task, lane) in enumerate(zip(step.tasks, step.lanes, strict=True)):
         name = Name.parse(task)
@@ -78,8 +78,8 @@ def kinds_of(step: StepFile) -> list[KindOfTask]:
 
 @dataclass(frozen=True, kw_only=True)
 class Binding:
-    """What a step was as long as. Seconds of its critical path: shares by family of computation and of
-    transfers; gaps_s: when nothing on it ran. length_s: all of it. ranks: of the run."""
+    """What determined the length of a step. Seconds of its critical path: shares by family of computation and
+    of transfers; gaps_s: when nothing on the path ran. length_s: the whole path. ranks: of the run."""
 
     computed_s: Mapping[Family, float]
     moved_s: Mapping[Family, float]
@@ -92,7 +92,7 @@ class Binding:
 
     @property
     def families(self) -> list[Family]:
-        """Those that are on the path, in the order of legends."""
+        """The families on the path, in the order of legends."""
         return [family for family in Family if family in self.computed_s or family in self.moved_s]
 
     @property
@@ -108,7 +108,7 @@ class Binding:
         return self.gaps_s / self.length_s
 
     def sentences(self) -> list[str]:
-        """In plain words: what the step was as long as, and what would have shortened it."""
+        """Return in words what determined the step's length, and what would have shortened the step."""
         sides = [
             (self.compute_share, "computation", self.computed_s),
             (self.network_share, "transfers between ranks", self.moved_s),
@@ -151,7 +151,7 @@ class Binding:
         return ", ".join(f"{family} {percent(share)}" for family, share in ordered if share >= LEAST_SHARE)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "critical_path_s": self.length_s,
             "computation_s": {str(family): seconds for family, seconds in self.computed_s.items()},
@@ -161,11 +161,11 @@ class Binding:
 
 
 def binding_of(step: StepFile) -> Binding | None:
-    """None where no path is known."""
+    """Return what determined the length of a step; None where no path is known."""
     path = step.path
     computed, moved = _by_family(path, network=False), _by_family(path, network=True)
     gaps_s = sum(link.gap_s for link in path)
-    if step.ranks == 1:  # nothing is sent: what stands on the network's lanes is issued and done at once
+    if step.ranks == 1:  # nothing is sent: tasks on the network's lanes are issued and done at once
         gaps_s, moved = gaps_s + sum(moved.values()), {}
     found = Binding(computed_s=computed, moved_s=moved, gaps_s=gaps_s, ranks=step.ranks)
     return found if path and found.length_s > 0 else None

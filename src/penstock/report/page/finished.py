@@ -1,4 +1,4 @@
-"""What a report is made of: everything that a run has left, as far as it is there."""
+"""The input of a report: everything that a run has left, as far as it exists."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """name: of its folder. settings: the text of its configuration. failures: what ranks said before they
-    ended. missing: what is not there, and why that may be, in sentences.
-    """
+    """What a run has left. name: of its folder. settings: the text of its configuration. failures: messages
+    of ranks before they ended. missing: what does not exist, and why that may be, in sentences."""
 
     name: str
     course: Course

@@ -7,7 +7,7 @@ from typing import Any, Final
 from penstock.ops.families import Family
 
 Figure = dict[str, Any]
-"""What Plotly draws: `data` and `layout`."""
+"""A figure for Plotly: `data` and `layout`."""
 
 TEXT, QUIET, FAINT, GRID, LINE = "#1B1F23", "#5B646E", "#8C959F", "#E4E7EB", "#0B6E99"
 SECOND, PAUSE = "#B45F06", "#E4E7EB"
@@ -23,15 +23,15 @@ COLOURS: Final = {
     Family.EXCHANGES: "#F0D264",
     Family.HOST: "#009E73",
 }
-"""After Okabe and Ito, which people with any kind of colour vision can tell apart: blue computes, orange
-moves."""
+"""Colours after Okabe and Ito, which people with any kind of colour vision can distinguish: blue computes,
+orange moves."""
 DARK: Final = (Family.EXPERTS, Family.GRADIENTS)
 """Colours on which white is easier to read than black."""
 SERIES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F8790", "#8C510A")
 
 
 def layout(height: int, **more: Any) -> Figure:
-    """What figures have in common."""
+    """Return the layout that all figures share."""
     base = {
         "height": height,
         "margin": {"l": 62, "r": 16, "t": 34, "b": 44},  # above: where the library shows its tools
@@ -47,7 +47,7 @@ def layout(height: int, **more: Any) -> Figure:
 
 
 def axis(title: str = "", **more: Any) -> Figure:
-    """An axis with a quiet grid."""
+    """Return an axis with an unobtrusive grid."""
     base: Figure = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
     if title:
         base["title"] = {"text": title, "standoff": 8, "font": {"size": 12}}

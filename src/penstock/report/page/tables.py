@@ -18,7 +18,7 @@ Cells = Sequence[str]
 
 
 def kinds_table(kinds: Sequence[KindOfTask]) -> str:
-    """Predicted and measured by kind of task, the largest difference first; sums by lane below."""
+    """Return predicted and measured times by kind, the largest difference first; sums by lane below."""
     widest = max([abs(kind.difference_s) for kind in kinds], default=0.0) or 1.0
     head = ("kind of task", "lane", "tasks", "predicted", "measured", "difference", "", "")
     rows = [_kind_row(kind, widest) for kind in kinds[:MOST_KINDS]]
@@ -32,7 +32,7 @@ def kinds_table(kinds: Sequence[KindOfTask]) -> str:
 
 
 def plans_table(plan: PlanFile) -> str:
-    """The plan that ran and the next best ones."""
+    """Return the plan that ran and the next best ones."""
     tried = any(other.measured_s is not None for other in plan.others) or plan.trial_s is not None
     head = ("plan", "predicted", "against the chosen one", *(("tried: a step took",) if tried else ()))
     chosen = [f"<b>{escape(plan.choice.words)}</b> (chosen)", milliseconds(plan.predicted_s), ""]
@@ -80,22 +80,22 @@ def _total_row(lane: str, nodes: bool, kinds: Sequence[KindOfTask]) -> str:
 
 
 def relative(ratio: float) -> str:
-    """Measured over predicted: `+3.2 %`, and from ten times on `12 times`."""
+    """Return measured over predicted as text: `+3.2 %`, and from ten times on `12 times`."""
     return signed_change(ratio, 1.0) if ratio < MANY_TIMES else f"{ratio:,.0f} times"
 
 
 def signed_change(seconds: float, base_s: float) -> str:
-    """`change` with a minus as people write it."""
+    """Return `change` with a typographic minus."""
     return change(seconds, base_s).replace("-", MINUS)
 
 
 def signed(seconds: float) -> str:
-    """A difference with its sign."""
+    """Return a difference with its sign."""
     return f"{'+' if seconds >= 0 else MINUS}{milliseconds(abs(seconds))}"
 
 
 def _track(share: float) -> str:
-    """A bar to the right for what took longer than predicted, to the left for what took less."""
+    """Return a bar, to the right for what took longer than predicted, to the left for what took less."""
     width = 50 * min(1.0, abs(share))
     left, colour = (50.0, SECOND) if share >= 0 else (50.0 - width, LINE)
     style = f"left: {left:.1f}%; width: {width:.1f}%; background: {colour}"
@@ -108,6 +108,6 @@ def _table(head: Cells, rows: Sequence[str]) -> str:
 
 
 def _row(cells: Cells, last: str = "", kind: str = "") -> str:
-    """cells: of HTML."""
+    """Return a row of a table. cells: in HTML."""
     opening = f'<tr class="{kind}">' if kind else "<tr>"
     return f"{opening}{''.join(f'<td>{cell}</td>' for cell in cells)}{last}</tr>"

@@ -1,4 +1,4 @@
-"""What every page has: the shell of HTML, its style, and the few lines of script that draw figures."""
+"""Parts that every page has: the shell of HTML, its style, and the short script that draws figures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ for (const choice of document.querySelectorAll("select[data-place]"))
 
 
 def page(title: str, body: str, figures: Mapping[str, Figure]) -> str:
-    """HTML with everything in it, plotly.js included. figures: by the names that `body` has for them.
+    """Return HTML with everything in it, plotly.js included. figures: by the names that `body` uses for them.
 
     Raises ConfigError if the package plotly, from which plotly.js is taken, is not installed.
     """
@@ -106,17 +106,17 @@ def page(title: str, body: str, figures: Mapping[str, Figure]) -> str:
 
 
 def inside_script(plain: Any) -> str:
-    """JSON that cannot end the script element that holds it."""
+    """Return JSON that cannot end the script element that holds it."""
     return json.dumps(plain, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def figure(name: str, label: str) -> str:
-    """Where a figure is drawn. label: for those who do not see it."""
+    """Return the place of a figure. label: for those who do not see the figure."""
     return f'<div id="{name}" data-figure="{name}" role="img" aria-label="{escape(label)}"></div>'
 
 
 def choice(place: str, word: str, options: Mapping[str, str]) -> str:
-    """A menu that draws another figure in the same place; nothing where there is one only."""
+    """Return a menu that draws another figure in the same place; empty where there is only one."""
     if len(options) < 2:
         return ""
     items = "".join(f'<option value="{name}">{escape(text)}</option>' for name, text in options.items())
@@ -124,7 +124,7 @@ def choice(place: str, word: str, options: Mapping[str, str]) -> str:
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """What colours mean, in lines as long as the screen is wide."""
+    """Return the meaning of colours, in lines as long as the screen is wide."""
     items = (
         f'<span><i class="dot" style="background: {colour}"></i>{escape(name)}</span>'
         for name, colour in colours.items()
@@ -133,12 +133,12 @@ def legend(colours: Mapping[str, str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A box with a heading."""
+    """Return a box with a heading."""
     return f"<section><h2>{escape(title)}</h2>{''.join(parts)}</section>"
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph of text; kind: of its style."""
+    """Return a paragraph of text; kind: of its style."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
 
 

@@ -1,4 +1,4 @@
-"""The step as bars: what was predicted above what was measured, on one axis of time."""
+"""The step as bars: predicted above measured, on one axis of time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.trace.step_file import Spans, StepFile
 from penstock.words import milliseconds, percent
 
 ROW, GAP = 1.0, 1.15
-"""Heights of a lane, and of what is between the two runs, in units of the axis."""
+"""Heights of a lane, and of the gap between the two runs, in units of the axis."""
 PIXELS = 34
-"""Of a unit."""
+"""Pixels of a unit."""
 THICK = 0.78
 EDGE = "#1B1F23"
 
@@ -44,7 +44,7 @@ class _Bar:
 
     @property
     def hover(self) -> str:
-        """All that is known of it."""
+        """All that is known of the task."""
         duration_s = self.end_s - self.start_s
         lines = [
             f"<b>{self.name}</b>",
@@ -56,7 +56,7 @@ class _Bar:
 
 
 def timeline_figure(step: StepFile, place: int) -> Figure:
-    """Both runs of one rank; place: which of those that are shown."""
+    """Return both runs of one rank; place: the index of the rank among those shown."""
     lanes = [lane for lane in Lane if str(lane) in step.lanes]
     rank = step.shown[place]
     measured_top = len(lanes) * ROW + GAP
@@ -101,13 +101,13 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
 
 
 def families_of(step: StepFile) -> list[Family]:
-    """Those that the step has, in the order of legends."""
+    """Return the families in the step, in the order of legends."""
     found = {family_of(Name.parse(task).op) for task in step.tasks}
     return [family for family in Family if family in found]
 
 
 def path_figure(binding: Binding) -> Figure:
-    """The critical path as one bar: what it consists of."""
+    """Return the critical path as one bar, divided into its parts."""
     parts = [(str(family), COLOURS[family], s) for family, s in binding.computed_s.items()]
     parts += [(str(family), COLOURS[family], s) for family, s in binding.moved_s.items()]
     order = {str(family): place for place, family in enumerate(Family)}
@@ -155,7 +155,7 @@ def _bars(
     rows: dict[tuple[str, Lane], float],
     critical: frozenset[str],
 ) -> list[_Bar]:
-    """The tasks that took any time."""
+    """Return the tasks that took any time."""
     columns = zip(step.tasks, step.lanes, spans.start_s[place], spans.end_s[place], strict=True)
     return [
         _Bar(
@@ -206,7 +206,7 @@ def _end_s(bars: Sequence[_Bar], run: str) -> float:
 
 
 def _heading(text: str, row: float) -> Figure:
-    """Above the lanes of a run."""
+    """Return a heading above the lanes of a run."""
     return {
         "text": text,
         "x": 0,
@@ -220,7 +220,7 @@ def _heading(text: str, row: float) -> Figure:
 
 
 def _end_line(at_s: float) -> Figure:
-    """Where the predicted step ends, through both runs."""
+    """Return a line where the predicted step ends, through both runs."""
     line = {"color": FAINT, "width": 1.2, "dash": "dot"}
     return {
         "type": "line",

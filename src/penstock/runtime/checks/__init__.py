@@ -1,1 +1,1 @@
-"""What is checked before a step runs: equal plans, equal parameters, an unchanged model, no misuse."""
+"""Checks before a step runs: equal plans, equal parameters, an unchanged model, no misuse."""

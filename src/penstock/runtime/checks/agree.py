@@ -1,4 +1,4 @@
-"""Before their first use, all ranks compare layout and plan. Different orders or tasks would deadlock."""
+"""Comparison of layout and plan by all ranks before first use. Different orders or tasks would deadlock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.topology import Control, Layout
 def check_agreement(plan: StepPlan, control: Control) -> None:
     """Raise ScheduleMismatchError, on every rank, naming the first task that differs from rank 0's plan.
 
-    Compared are the order and what every task is: its lane, axes and inputs. Costs one exchange of 64 bytes
+    The order is compared, and what every task is: its lane, axes and inputs. Costs one exchange of 64 bytes
     when all agree.
     """
     digests = control.gather(plan.digest, "comparing schedules")
@@ -33,7 +33,7 @@ def check_agreement(plan: StepPlan, control: Control) -> None:
 def check_layouts(layout: Layout, samples: int, control: Control) -> None:
     """Raise ScheduleMismatchError, on every rank, unless all have the same layout and samples per rank.
 
-    Groups of other ranks would wait for each other. Costs one exchange of a few bytes.
+    Ranks with different groups would wait for each other. Costs one exchange of a few bytes.
     """
     mine = asdict(replace(layout, rank=0)) | {"samples": samples}
     everyone = control.gather(mine, "comparing layouts")
@@ -47,7 +47,7 @@ def check_layouts(layout: Layout, samples: int, control: Control) -> None:
 
 
 def first_difference(ours: tuple[str, str], theirs: tuple[str, str], rank: int) -> str:
-    """Where two plans part, in words. Each is the text of its schedule and the facts of its graph."""
+    """Return where two plans differ first, in words. Each is its schedule's text and its graph's facts."""
     (name, mine), (other_name, other) = parse_orders(ours[0]), parse_orders(theirs[0])
     for lane in {**mine, **other}:
         left, right = list(map(str, mine.get(lane, ()))), list(map(str, other.get(lane, ())))

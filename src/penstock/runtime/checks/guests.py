@@ -1,4 +1,4 @@
-"""Whether ranks can host experts of others in a stack, and whether they agree on who hosts whom."""
+"""Checks that ranks can host experts of others in a stack, and agree on who hosts whom."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_guests(layers: Layers, shape: StepShape, machinery: Machinery) -> None
 
 
 def check_can_host(layers: Layers, shape: StepShape, layout: Layout) -> None:
-    """Raise ValueError that says why experts of these layers cannot be hosted under a plan of this shape."""
+    """Raise ValueError, saying why, if a plan of this shape cannot host experts of these layers."""
     if not shape.guest_slots:
         return
     _check_form(shape, layout)
@@ -57,7 +57,7 @@ def check_can_host(layers: Layers, shape: StepShape, layout: Layout) -> None:
 def check_hostings(
     hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape, layout: Layout, control: Control
 ) -> tuple[Hosting | None, ...]:
-    """Return `hostings`, which fit and which all ranks of an expert group have; else raise PlacementError."""
+    """Return `hostings` if they fit and are alike in an expert group; else raise PlacementError."""
     everyone = control.gather(
         (_misfit(hostings, layers, shape), [None if h is None else h.digest for h in hostings]),
         "comparing which experts are guests",
@@ -77,7 +77,7 @@ def check_hostings(
 
 
 def _misfit(hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape) -> str:
-    """What does not fit, in words; "" if all does."""
+    """Return what does not fit, in words; "" if everything does."""
     if not shape.guest_slots:
         return "the plan has no guest slots: use a plan with placement.guest_slots of at least 1"
     if len(hostings) != len(layers):
@@ -108,7 +108,7 @@ def _check_form(shape: StepShape, layout: Layout) -> None:
 
 
 def _check_experts(experts: Experts) -> None:
-    """What a host would not have, or would have otherwise than the owner."""
+    """Raise ValueError for parts of experts that a host would lack, or have otherwise than the owner."""
     if any(True for _ in experts.buffers()):
         raise ValueError(
             f"{type(experts).__name__} has buffers, which are not brought to ranks that host an expert: rows "
@@ -139,7 +139,7 @@ def check_no_hooks(experts: Experts) -> None:
 
 
 def _check_apart(layers: Sequence[MoELayer]) -> None:
-    """Gradients of guests come home layer by layer, while lower layers compute."""
+    """Raise ValueError if layers share a parameter: gradients come home to one while others compute."""
     seen: set[int] = set()
     for layer in layers:
         mine = {id(parameter) for parameter in layer.experts.parameters()}

@@ -1,4 +1,4 @@
-"""What the layers of a model say about the tasks of its step."""
+"""Checks of a model's layers, and the shape of the step that they lead to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.topology import Control, Layout
 
 
 def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layout) -> None:
-    """Layers that a user built must be what the configuration and the layout say."""
+    """Raise ValueError unless layers that a user built match the configuration and the layout."""
     for number, layer in enumerate(layers):
         if layer is None:
             continue
@@ -38,9 +38,9 @@ def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layo
 
 
 def check_shards(model: nn.Module, parts: ModelParts, layout: Layout) -> None:
-    """Raise ValueError unless the model's parts are those of this rank, and there are some where needed.
+    """Raise ValueError unless the model's parts are those of this rank, and exist where they are needed.
 
-    A whole model on ranks that share attention would add as much on each of them, without a word.
+    Ranks that share attention and each had a whole model would silently add it several times.
     """
     shardings = shardings_of(model)
     mesh, rank = layout.mesh, layout.rank
@@ -65,18 +65,18 @@ def check_shards(model: nn.Module, parts: ModelParts, layout: Layout) -> None:
 
 
 Placements = tuple[str | None, ...]
-"""For every layer a digest of where its experts are; None for a dense one."""
+"""For every layer a digest of where its experts are; None for a dense layer."""
 
 
 def placements_of(layers: Sequence[MoELayer | None]) -> Placements:
-    """Where the layers' experts are, to compare."""
+    """Return digests of where the layers' experts are, to compare."""
     return tuple(None if layer is None else layer.placement.digest for layer in layers)
 
 
 def check_placements(mine: Placements, control: Control) -> Placements:
-    """Return `mine`, which all ranks have; else raise PlacementError, on all of them.
+    """Return `mine` if all ranks have the same; else raise PlacementError, on all of them.
 
-    Rows would meet the wrong experts, and shapes would fit. Costs an exchange of 32 bytes per layer.
+    Rows would meet the wrong experts, although shapes would fit. Costs an exchange of 32 bytes per layer.
     """
     everyone = control.gather(mine, "comparing where experts are")
     for number, digests in enumerate(zip(*everyone, strict=True)):
@@ -100,7 +100,7 @@ def check_not_moved(now: Placements, before: Placements) -> None:
 
 
 def check_same(now: StepShape, before: StepShape) -> None:
-    """The tasks of a step are decided when a stack is built."""
+    """Raise ValueError if the layers now lead to another shape than when the stack was built."""
     for field in fields(StepShape):
         found, wanted = getattr(now, field.name), getattr(before, field.name)
         if found != wanted:
@@ -111,11 +111,11 @@ def check_same(now: StepShape, before: StepShape) -> None:
 
 
 MADE_OF: Final = ("moe_layers", "exchange_counts", "shared_experts", "sharing")
-"""What layers decide of a step's tasks, and no plan."""
+"""Fields of a step's shape that layers decide, and no plan."""
 
 
 def check_planned_for(planned: StepShape, own: StepShape) -> None:
-    """Refuse a plan for other layers: it would leave out tasks, or run some that do nothing."""
+    """Raise ValueError for a plan of other layers: it would leave out tasks, or run some that do nothing."""
     for name in MADE_OF:
         found, wanted = getattr(planned, name), getattr(own, name)
         if found != wanted:
@@ -149,7 +149,7 @@ def _why_not(layer: MoELayer) -> str:
 
 
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
-    """Who shares what. balance: over which tokens it is judged."""
+    """Return which ranks share what. balance: over which tokens balance is judged."""
     return Sharing(
         mp_size=layout.mp_size,
         esp_size=layout.esp_size,
@@ -165,7 +165,8 @@ def shape_of(
     gathers_loads: bool = False,
     updating: Updating | None = None,
 ) -> StepShape:
-    """The uncut shape of a step of these layers (None: a dense one); they need the same kinds of tasks.
+    """Return the uncut shape of a step of these layers (None: a dense one); they need the same kinds of
+    tasks.
 
     gathers_loads, updating: see StepShape.
     """

@@ -1,11 +1,11 @@
-"""Whether all ranks train the same parameters from the same values, found out without an exchange of its own.
+"""The check that all ranks train the same parameters from the same values, without an exchange of its own.
 
 Every rank adds seven numbers to the sums of the statistics task, weighted so that they cancel where ranks
 agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
 
 All ranks must have parameters of the same names and shapes; values are compared between ranks that hold the
-same: what is whole between all, a part of a larger parameter between those with the same part, an expert
-between its replicas.
+same ones: whole parameters between all ranks, a part of a larger parameter between those with the same part,
+an expert between its replicas.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from penstock.runtime.errors import ParameterMismatchError
 from penstock.topology import Control, Layout
 
 FIELDS = 7
-"""A one (to count ranks), then names with shapes, and values, of what is no expert's, and of experts; whether
-the rank wishes for another plan, see `checks.wishes`; and the samples of the step, see `checks.samples`."""
+"""A one (to count ranks); names with shapes, and values, of parameters outside experts, then of experts;
+whether the rank wishes for another plan, see `checks.wishes`; the step's samples, see `checks.samples`."""
 WISH = 5
-"""Which of them says so."""
+"""The index of the field that says whether the rank wishes for another plan."""
 PIECE = 1 << 20
 TOLERANCE = 1e-3
-"""Values drawn apart differ by about one; those of the same seed on different processors by rounding."""
+"""Values drawn independently differ by about one; those of one seed on different processors by rounding."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What all ranks must have alike of one parameter.
+    """The facts of one parameter that all ranks must have alike.
 
-    value: of its values when it was taken up. part: whether other ranks hold other parts of a larger one.
+    value: the mark of its values when it was taken up. part: whether other ranks hold other parts of a larger
+    parameter.
     """
 
     name: str
@@ -48,11 +49,11 @@ class Entry:
 
     @property
     def line(self) -> str:
-        """All but the values."""
+        """All facts but the values, on one line."""
         return f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"
 
     def differs(self, other: Entry) -> str | None:
-        """What is different, in words about self and other."""
+        """Return what is different, in words about self and other; None if nothing is."""
         if self.trained != other.trained:
             return f"is {_state(self.trained)} there and {_state(other.trained)} here"
         if (self.dtype, self.shape) != (other.dtype, other.shape):
@@ -66,13 +67,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Marks:
-    """The entries of one rank: of what is not an expert's, and of experts that have replicas."""
+    """The entries of one rank: those of parameters outside experts, and of experts that have replicas."""
 
     replicated: tuple[Entry, ...]
     experts: tuple[Entry, ...]
 
     def numbers(self, layout: Layout) -> list[float]:
-        """What this rank adds to the sums, [FIELDS]. What must cancel exactly is whole and below 2**53."""
+        """Return what this rank adds to the sums, [FIELDS]. Exact fields are whole and below 2**53."""
         world, replicas = weight_among(Group.WORLD, layout), weight_among(Group.EXPERT_REPLICAS, layout)
         of_parts = weight_among(Group.DATA, layout) * _values(self.parts)
         return [
@@ -87,17 +88,17 @@ class Marks:
 
     @property
     def whole(self) -> tuple[Entry, ...]:
-        """Of parameters whose values all ranks have alike."""
+        """The entries of parameters whose values all ranks have alike."""
         return tuple(entry for entry in self.replicated if not entry.part)
 
     @property
     def parts(self) -> tuple[Entry, ...]:
-        """Of parts of larger parameters: only ranks with other samples have the same values."""
+        """The entries of parts of larger parameters: only ranks with other samples have the same values."""
         return tuple(entry for entry in self.replicated if entry.part)
 
     @property
     def outlines(self) -> tuple[Entry, ...]:
-        """All that is not an expert's, without the values of parts."""
+        """All entries outside experts, without the values of parts."""
         return tuple(replace(entry, value=0.0) if entry.part else entry for entry in self.replicated)
 
 
@@ -106,19 +107,19 @@ COMPARED: Mapping[str, Axes] = {
     "parts": Group.DATA,
     "experts": Group.EXPERT_REPLICAS,
 }
-"""Which of a rank's entries must be alike along which axes."""
+"""By property of `Marks`, the axes along which its entries must be alike."""
 
 
 def weight_among(axes: Axes, layout: Layout) -> int:
-    """With such weights equal numbers of a group add up to 0, and those of two groups do not make up for each
-    other."""
+    """Return this rank's weight: equal numbers of a group then add up to 0, and those of two groups do not
+    make up for each other."""
     mesh, rank = layout.mesh, layout.rank
     alike = 1 - mesh.size(axes) if mesh.place(rank, axes) == 0 else 1
     return alike * (2 * mesh.group(rank, axes) + 1)
 
 
 def agree(total: Sequence[float], layout: Layout) -> bool:
-    """Whether the sums over ranks say that all are alike. True where a transport sums nothing."""
+    """Return whether the sums over ranks say that all are alike. True where a transport sums nothing."""
     if total[0] != layout.world_size:
         return True
     _, layouts, values, expert_layouts, expert_values, *_ = total
@@ -126,7 +127,7 @@ def agree(total: Sequence[float], layout: Layout) -> bool:
 
 
 def value_marks(parameters: Sequence[nn.Parameter]) -> list[float]:
-    """For every parameter the sum of its values over their norm; one wait for the device."""
+    """Return for every parameter the sum of its values over their norm; one wait for the device."""
     if not parameters:
         return []
     with torch.no_grad():
@@ -148,7 +149,7 @@ def raise_mismatch(mine: Marks, layout: Layout, control: Control) -> None:
 
 
 def mismatch(what: str) -> ParameterMismatchError:
-    """The error with what to do."""
+    """Return the error, with what to do."""
     return ParameterMismatchError(
         f"ranks train different parameters: {what}. Freeze, thaw, replace and add parameters on all ranks "
         "before the same step, and give new ones equal values (the same seed on all ranks, or rank 0's "
@@ -173,7 +174,7 @@ def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | N
 def _value_mark(values: Tensor) -> Tensor:
     if values.is_complex():
         values = torch.view_as_real(values)
-    # In pieces, since each is converted to float64.
+    # Summed in pieces, since each is converted to float64.
     total = norm = torch.zeros((), dtype=torch.float64, device=values.device)
     for piece in values.reshape(-1).split(PIECE):
         exact = piece.double()
@@ -187,7 +188,7 @@ def _digest(entries: Iterable[Entry]) -> int:
 
 
 def _values(entries: Iterable[Entry]) -> float:
-    """Weighted by name, so that two parameters that have changed places are seen."""
+    """Return the sum of values weighted by name, so that two parameters that have changed places are seen."""
     return sum(entry.value * _weight(entry.name) for entry in entries)
 
 

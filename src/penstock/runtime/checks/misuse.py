@@ -1,4 +1,4 @@
-"""What cannot be done with a stack, and what to do instead."""
+"""Refusals of what cannot be done with a stack, with what to do instead."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def refuse_pickle() -> NoReturn:
-    """Raise TypeError: the threads and process groups of a stack are of this process."""
+    """Raise TypeError: the threads and process groups of a stack belong to this process."""
     raise TypeError(
         "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
         "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
@@ -53,7 +53,7 @@ def refuse_pickle() -> NoReturn:
 
 
 def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: what a hook put into `.grad` in mid-step was not synchronised."""
+    """Raise RuntimeError: a gradient that a hook put into `.grad` during a step was not synchronised."""
     raise RuntimeError(
         f"the gradient of {name} was replaced or removed while backward was running, before it was summed "
         "over ranks and microbatches: what has been updated from it is wrong. Update parameters after "
@@ -76,7 +76,7 @@ def check_no_checkpoint() -> None:
 
 
 def check_updates(updating: Updating | None, updates: Updates | None) -> None:
-    """Raise RuntimeError if a step updates by itself and nothing says how."""
+    """Raise RuntimeError if the steps update parameters and no optimizer is given for that."""
     if updating is not None and updates is None:
         raise RuntimeError(
             "the steps of this stack sum gradients in shares, for a sharded optimizer, and it has none: "
@@ -85,18 +85,18 @@ def check_updates(updating: Updating | None, updates: Updates | None) -> None:
 
 
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
-"""The stack that trains a model; a model itself knows nothing of it, so that it can be copied and pickled."""
+"""The stack that trains a model. The model itself has no reference to it, so it can be copied and pickled."""
 
 
 def watch_model(model: nn.Module, stack: Any) -> None:
-    """Refuse `model.state_dict()`, too, where it would have old values."""
+    """Make `model.state_dict()` raise, too, where it would have old values."""
     if model not in STACKS:
         model.register_state_dict_pre_hook(refuse_stale_model)
     STACKS[model] = ref(stack)
 
 
 def refuse_stale_model(model: nn.Module, *args: object) -> None:
-    """The same for the model of a stack."""
+    """Raise as `refuse_stale` does, for the stack that trains `model`."""
     stack = STACKS[model]() if model in STACKS else None
     if stack is not None:
         refuse_stale(stack, *args)
@@ -105,7 +105,7 @@ def refuse_stale_model(model: nn.Module, *args: object) -> None:
 def refuse_stale(stack: Any, *args: object) -> None:
     """Raise RuntimeError if parameters wait to be gathered, so that this rank has old values of some.
 
-    Also if a pass that failed has updated a part of them.
+    Also raise if a pass that failed has updated only a part of them.
     """
     del args
     if stack.updates is None:

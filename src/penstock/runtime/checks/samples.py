@@ -1,8 +1,8 @@
-"""Whether ranks that share attention work on the same samples, and where none share it, whether all ranks
-minimise the same loss, found out without an exchange of its own.
+"""The check that ranks sharing attention work on the same samples, and that, where none share it, all ranks
+minimise the same loss, without an exchange of its own.
 
-Their marks stand beside those of parameters (`checks.marks`) in the sums of the statistics task, weighted so
-that they cancel where the ranks of every group agree.
+The marks of samples stand beside those of parameters (`checks.marks`) in the sums of the statistics task,
+weighted so that they cancel where the ranks of every group agree.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
 def with_samples(marks: Tensor, batch: Batch, layout: Layout, terms: int) -> Tensor:
-    """`marks` with this rank's samples as the last of them; where no ranks share attention, with `terms`, a
-    whole number of what its loss is made of."""
+    """Return `marks` with this rank's samples as the last mark; where no ranks share attention, with `terms`,
+    a whole number of the terms of its loss."""
     if layout.mp_size == 1:
         of_terms = float(weight_among(Group.WORLD, layout) * terms)
         return torch.cat([marks[:-1], marks.new_full((1,), of_terms)])
@@ -36,7 +36,7 @@ def with_samples(marks: Tensor, batch: Batch, layout: Layout, terms: int) -> Ten
 def check_samples(total: Tensor, layout: Layout) -> None:
     """Raise ValueError, the same on all ranks, if the sums over ranks say that samples or losses differ.
 
-    Never where a transport sums nothing.
+    Never raises where a transport sums nothing.
     """
     if float(total[0]) == layout.world_size and float(total[-1]) != 0:
         if layout.mp_size == 1:
@@ -88,7 +88,7 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 
 
 def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelParts) -> Samples:
-    """The samples, with where their documents begin. Raises ValueError if the model would ignore that."""
+    """Return the samples with the starts of documents. Raises ValueError if the model would ignore these."""
     tokens_BL = samples.tokens_BL
     if documents_BL is not None and not getattr(parts, "separates_documents", False):
         raise ValueError(
@@ -111,7 +111,7 @@ def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelPa
 
 
 def _are_beginnings(documents_BL: Tensor) -> bool:
-    """Whether a document begins at the first place, and each later one says its own or what the last said."""
+    """Return whether every place says its own number or that of the place before, and the first says 0."""
     places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     begins_BL = documents_BL == places_L
     goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
@@ -119,7 +119,7 @@ def _are_beginnings(documents_BL: Tensor) -> bool:
 
 
 def _mark(batch: Batch) -> Tensor:
-    """A whole number below `PRIME`, of all that is known of the samples."""
+    """Return a whole number below `PRIME` that is a hash of all that is known of the samples."""
     found: Tensor = batch.tokens[0].new_zeros(())
     known = batch.passengers
     labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
@@ -131,7 +131,7 @@ def _mark(batch: Batch) -> Tensor:
 
 
 def _mark_of(pieces: Sequence[Tensor], zero: Tensor) -> Tensor:
-    """Weighted by place, so that samples that have changed places are seen."""
+    """Return a hash weighted by place, so that samples that have changed places are seen."""
     if not pieces:
         return zero
     numbers = torch.cat([piece.flatten() for piece in pieces]).long()

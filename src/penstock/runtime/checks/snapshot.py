@@ -1,4 +1,4 @@
-"""Whether a model is still what it was: the check that runs before every step."""
+"""The check, before every step, that a model is unchanged."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Snapshot:
         self._kinds = _kinds(self._tree)
 
     def holds(self) -> bool:
-        """Whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
+        """Return whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
         tree = _tree(self._models)
         same = len(tree) == len(self._tree) and all(map(is_, tree, self._tree))
         return same and _kinds(tree) == self._kinds
 
 
 def _tree(models: Sequence[nn.Module]) -> list[Any]:
-    """Modules and parameters in order; None after the last child of a module, so that levels show."""
+    """Return modules and parameters in order; None after the last child of a module, so that levels show."""
     found: list[Any] = []
     seen: set[int] = set()
 

@@ -1,7 +1,7 @@
-"""Whether all ranks wish for another plan before the same step, found out without an exchange of its own.
+"""The check that all ranks wish for another plan before the same step, without an exchange of its own.
 
-Only all together can plan again, and a rank that has changed something does not know whether the others have.
-So it runs a forward pass of the plan that there is, as they would, and its wish stands beside the marks of
+Only all ranks together can plan again, and a rank that has changed something does not know whether the others
+have. So it runs a forward pass of the present plan, as they would, and its wish stands beside the marks of
 parameters (`checks.marks`) in the sums of the statistics task.
 """
 
@@ -15,7 +15,7 @@ from penstock.topology import Control, Layout
 
 
 def with_wish(marks: Tensor, wish: str) -> Tensor:
-    """`marks`, with a one where this rank wishes for another plan."""
+    """Return `marks`, with a one where this rank wishes for another plan."""
     if wish:
         marks[WISH] = 1.0
     return marks
@@ -24,9 +24,9 @@ def with_wish(marks: Tensor, wish: str) -> Tensor:
 def check_wishes(total: Tensor, wish: str, layout: Layout, control: Control) -> None:
     """Raise ScheduleMismatchError, on every rank, if some wish for another plan and others do not.
 
-    total: the sums of the marks. wish: why this rank does, "" if it does not. Where reading the sums makes
-    the host wait, ranks read them that have a wish or have taken something up, and raise by themselves: one
-    without a wish cannot ask the others for theirs.
+    total: the sums of the marks. wish: why this rank wishes for one, "" if it does not. Where reading the
+    sums makes the host wait, only ranks that have a wish or have taken something up read them, and raise by
+    themselves: a rank without a wish cannot ask the others for theirs.
     """
     if int(total[WISH]) in (0, layout.world_size):
         return

@@ -1,7 +1,7 @@
-"""Whether what all ranks should hold alike is alike: it rides on a sum that every forward makes anyway.
+"""The check that parameters of all ranks are equal; it rides on a sum that every forward makes anyway.
 
-Ranks drift apart without a word where something scales or updates the parameters that they share differently:
-a norm of the gradients that a rank holds, averages that were left out. Losses look plausible for long.
+Ranks drift apart silently where something scales or updates the parameters that they share differently: a
+norm of the gradients that a rank holds, averages that were left out. Losses look plausible for long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 
 MODULUS = 262_139
-"""A prime below 2^18: sums of squares of what is left stay exact in float64 on up to 2^17 ranks."""
+"""A prime below 2^18: sums of squares of remainders stay exact in float64 on up to 2^17 ranks."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 DIFFERENT = (
@@ -29,7 +29,7 @@ DIFFERENT = (
 
 @torch.no_grad()
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """Of all bits, in whatever order they are added: a number below `MODULUS` and its square, float64 [2]."""
+    """Return a hash of all bits, below `MODULUS`, exact in any order of addition, and its square, [2]."""
     found = [p.detach() for p in parameters if not is_dtensor(p)]
     sums = [p.contiguous().view(BITS[p.element_size()]).sum(dtype=torch.int64) for p in found]
     if not sums:
@@ -39,12 +39,12 @@ def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def are_alike(total: Tensor, ranks: int) -> bool:
-    """Whether all ranks have the same number. total: the sum of it and of its square, float64 [2]."""
+    """Return whether all ranks have the same number. total: its sum and that of its square, float64 [2]."""
     mark, square = (int(number) for number in total.tolist())
     return mark**2 == square * ranks
 
 
 def require_alike(total: Tensor, ranks: int) -> None:
-    """total: the sum of the fingerprints of all ranks. Raises ValueError, on all of them, if they differ."""
+    """Raise ValueError, on all ranks, if their fingerprints differ. total: the sum of all fingerprints."""
     if not are_alike(total, ranks):
         raise ValueError(DIFFERENT)

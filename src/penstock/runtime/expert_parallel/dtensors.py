@@ -1,4 +1,4 @@
-"""Whether a tensor is a DTensor, without loading them: that takes a second, and most runs have none."""
+"""Recognition of DTensors without loading their module: loading takes a second, and most runs have none."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is spread over a mesh. There is none before its module has been loaded."""
+    """Return whether a tensor is spread over a mesh. No DTensor exists before its module has been loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -28,23 +28,23 @@ from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
 
 
 class ExpertParallel:
-    """Ranks of the default process group share experts: `ep_size` consecutive ones hold each of them once.
+    """Ranks of the default process group share experts: `ep_size` consecutive ranks hold each expert once.
 
     Gradients follow the convention of data-parallel loops (`DistributedDataParallel`): the loss of a rank is
-    a mean over its own tokens, and what is trained is the mean over ranks. What an expert gets is divided by
-    the number of ranks here, and summed over the replicas if there are any, so `backward` leaves finished
+    a mean over its own tokens, and the mean over ranks is trained. An expert's gradient is divided by the
+    number of ranks here, and summed over the replicas if there are any, so `backward` leaves finished
     gradients, zeros where an expert had no token. Expert parameters must be left out of the loop's own
     averaging: `DistributedDataParallel(ignore_experts(model))`. They also carry `allreduce = False`. A layer
-    whose experts DDP, FSDP or another tool takes for everybody's refuses to run.
+    whose experts DDP, FSDP or another tool manages as if all ranks shared them refuses to run.
 
     What a loop has to know: ranks draw their experts by their own random numbers, so seed them differently
-    before the layer is built, or expert 0 of every rank begins as the same; the norm of the gradients that a
-    rank holds is another one on every rank, so clip with `penstock.clip_grad_norm_`; experts must not use
-    `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
+    before the layer is built, or expert 0 of every rank begins with the same values; the norm of the
+    gradients that a rank holds differs between ranks, so clip with `penstock.clip_grad_norm_`; experts must
+    not use `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
 
     num_experts: of a layer, in total. ep_size: none = all ranks. ranks_per_node: for a hierarchical dispatch.
-    One instance serves all layers. Every rank must build it at the same point. Raises ConfigError for what
-    does not fit.
+    One instance serves all layers. Every rank must build it at the same point. Raises ConfigError for sizes
+    that do not fit.
     """
 
     def __init__(
@@ -123,7 +123,11 @@ class ExpertParallel:
         return total
 
     def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
-        """Compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most of it."""
+        """Return the sum of `tensor` over ranks, and compare layers and parameters in the same exchange.
+
+        Parameters are compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most
+        differences.
+        """
         guard, size, waits = self._guard_of(experts), len(tensor), self._device.type == "cuda"
         compared = [guard.marks]
         if not waits:  # a copy of the host's zeros would wait, too
@@ -135,18 +139,18 @@ class ExpertParallel:
         return total[:size]
 
     def finish_gradient(self, gradient: Tensor) -> Tensor:
-        """An expert's gradient, averaged as replicated parameters' are: summed over replicas, by ranks."""
+        """Return an expert's gradient, summed over its replicas and divided by the number of ranks."""
         finished = (gradient / self.layout.world_size).contiguous()
         self._transport.all_reduce(finished, Group.EXPERT_REPLICAS)
         return finished
 
     @torch.no_grad()
     def make_replicas_equal(self, experts: nn.Module) -> None:
-        """Parameters and buffers of the first replica of every expert for all of them. All ranks call it."""
+        """Copy parameters and buffers of every expert's first replica to all replicas. All ranks call it."""
         if self.layout.edp_size == 1:
             return
         for tensor in _state(experts).values():
-            # A sum with zeros: the transport has no broadcast, and this happens once.
+            # Copied by a sum with zeros: the transport has no broadcast, and this happens once.
             held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
             held = held.contiguous()
             if not self._ranks.is_first_replica:
@@ -160,7 +164,7 @@ class ExpertParallel:
         return self._guards[experts]
 
     def _require_equal_slots(self, slots: int) -> None:
-        """Fixed sizes are the same on all ranks only if these have equally many tokens.
+        """Raise ValueError unless ranks have equally many tokens, without which fixed sizes would differ.
 
         Gloo does not always notice if sizes differ. Checked where no device has to be waited for.
         """
@@ -177,18 +181,20 @@ class ExpertParallel:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
-        """Itself: a copied layer talks to the same ranks through the same groups."""
+        """Return this very object: a copied layer talks to the same ranks through the same groups."""
         del memo
         return self
 
 
 def ignore_experts(model: nn.Module) -> nn.Module:
-    """Make `model` ready for `DistributedDataParallel(ignore_experts(model))`; returns it.
+    """Make `model` ready for `DistributedDataParallel(ignore_experts(model))`, and return it.
 
     DDP averages gradients over all ranks and gives every rank rank 0's values at the start. Experts behind an
-    `ExpertParallel` finish their gradients themselves and differ by rank: all of theirs is put on DDP's list
-    of what to ignore, and their replicas, if any, get equal values here. The same for the choices a gate's
-    bias has counted, which are each rank's own. Every rank must call it at the same point, right before DDP.
+    `ExpertParallel` finish their gradients themselves and differ by rank: all their parameters and buffers
+    are put on DDP's list of what to ignore, and their replicas, if any, get equal values here. The list also
+    gets the choices that a gate's bias has counted, which are each rank's own. Every rank must call it at the
+    same point, right before DDP.
+
     FSDP keeps no list at the model: call this for the replicas, and give FSDP `expert_parameters(model)`.
     """
     mark_all(model)
@@ -204,19 +210,20 @@ def ignore_experts(model: nn.Module) -> nn.Module:
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters of which every rank has its own: what `fully_shard(ignored_params=...)` must leave alone.
+    """Return the parameters of which every rank has its own: what `fully_shard(ignored_params=...)` must
+    leave alone.
 
-    Also for an optimiser's groups.
+    They also serve as an optimiser's group.
     """
     mark_all(model)
     return {parameter for parameter in model.parameters() if ranks_of(parameter) is not None}
 
 
 class _Finish(torch.autograd.Function):
-    """Rows and expert parameters as they are; gradients of the parameters get finished, zeros if missing.
+    """Passes rows and expert parameters unchanged; finishes gradients of the parameters, zeros if missing.
 
-    One node for all: its place in backward is after the experts and before the rows' way back, on every
-    rank, whichever experts had rows there. So collectives meet in the same order everywhere.
+    One node for all: its place in backward is after the experts and before the rows' way back, on every rank,
+    whichever experts had rows there. So collectives meet in the same order everywhere.
     """
 
     @staticmethod
@@ -230,7 +237,7 @@ class _Finish(torch.autograd.Function):
 
 
 class _Call(nn.Module):
-    """A function that uses `experts`, as a module that has them."""
+    """A module that has `experts` and calls a function that uses them."""
 
     def __init__(self, experts: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -241,7 +248,7 @@ class _Call(nn.Module):
 
 
 class _Travel(torch.autograd.Function):
-    """Rows along all legs, one way or the other; gradients travel the opposite way."""
+    """Moves rows along all legs, outward or home; gradients travel the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: ChunkRoute, transport: Transport, outward: bool) -> Tensor:
@@ -261,5 +268,5 @@ def _travel(rows: Tensor, route: ChunkRoute, transport: Transport, *, outward: b
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
+    """Return parameters and buffers by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,8 +1,8 @@
-"""What would make a layer's experts wrong without a word, noticed before its rows leave.
+"""A guard against silent errors in a layer's experts, noticed before its rows leave.
 
-Experts differ by rank. Tools that take the parameters of all ranks for the same thing spread one rank's
-experts over all, or average them: DDP, FSDP, tensor parallelism, DataParallel. And ranks whose layers differ
-would read each other's rows as something else.
+Experts differ by rank. Tools that take the parameters of all ranks for the same spread one rank's experts
+over all, or average them: DDP, FSDP, tensor parallelism, DataParallel. And ranks whose layers differ would
+misread each other's rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DATA_PARALLEL = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """What ranks must have alike, in words, and as numbers for a sum."""
+    """The facts that ranks must have alike, in words, and as numbers for a sum."""
 
     words: tuple[str, ...]
     marks: Tensor
@@ -73,21 +73,22 @@ class ExpertGuard:
         self._now = self._agreed = _Layer((), torch.zeros(2, dtype=torch.float64))
 
     def adopt(self, experts: nn.Module) -> None:
-        """These parameters, of these names, are this rank's experts."""
+        """Take these parameters, of these names, as this rank's experts."""
         self._names = {name for name, _ in experts.named_parameters()}
         mark_experts((p for p in experts.parameters() if not is_dtensor(p)), self._ranks)
 
     @property
     def marks(self) -> Tensor:
-        """Of the layer as it was checked last: a number below `MODULUS` and its square, float64 [2]."""
+        """The layer as it was checked last: a number below `MODULUS` and its square, float64 [2]."""
         return self._now.marks
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
-        """Before a forward. x: the tokens. parts: what the layer is made of, in words separated by commas.
+        """Check the layer before a forward. x: the tokens. parts: the layer's parts, in words separated by
+        commas.
 
-        Raises ValueError if something else manages the experts. The first time ranks compare their layers,
-        too, in an exchange of 8 bytes per rank: nothing else is sure to be of one size. Later one of them may
-        have changed alone, so no exchange may depend on what this one sees: `judge` compares.
+        Raises ValueError if something else manages the experts. The first time ranks also compare their
+        layers, in an exchange of 8 bytes per rank: nothing else is sure to be of one size. Later a rank's
+        layer may have changed alone, so no exchange may depend on what this rank sees: `judge` compares.
         """
         self._refuse_owner(experts)
         _refuse_place(experts, x, self._ranks)
@@ -100,9 +101,9 @@ class ExpertGuard:
     def judge(self, total: Tensor, *, waits: bool) -> None:
         """Raise ValueError, on every rank, unless all have the same layer. total: the sum of all `marks`.
 
-        waits: whether to read it makes the host wait; then only a rank whose layer has changed does, alone.
-        A change is one against the forward before, so ranks that go back and forth (with and without
-        gradients, as reentrant checkpointing does) wait in every forward: to remember all that was ever
+        waits: whether reading the sum makes the host wait; then only a rank whose layer has changed reads it,
+        alone. A change is one against the forward before, so ranks that go back and forth (with and without
+        gradients, as reentrant checkpointing does) wait in every forward: remembering all that was ever
         agreed on would miss a rank that goes back alone.
         """
         changed = self._now.words != self._agreed.words
@@ -124,7 +125,7 @@ class ExpertGuard:
             raise ValueError(f"experts.{name}: {FSDP}")
 
     def _taken_by_ddp(self, experts: nn.Module) -> Iterator[str]:
-        """Names of parameters that the DDP around this forward manages; it lists them once, when built."""
+        """Yield names of parameters that the DDP around this forward manages, which it lists when built."""
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is None or (self._cleared is not None and self._cleared() is ddp):
             return
@@ -133,9 +134,10 @@ class ExpertGuard:
         self._cleared = weakref.ref(ddp)
 
     def _taken_by_fsdp(self, experts: nn.Module) -> Iterator[str]:
-        """Inside a forward FSDP shows whole parameters, and no DTensors: other objects than were adopted.
+        """Yield names of parameters that FSDP manages: inside a forward it shows whole ones, not those
+        adopted.
 
-        Where it manages a module it says so, for the compiler; `replicate` does not, but has a list.
+        FSDP says for the compiler which modules it manages; `replicate` does not, but has a list.
         """
         found = dict(experts.named_parameters())
         if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
@@ -146,7 +148,7 @@ class ExpertGuard:
             yield from (unknown[i] for i in gathered_by_composables() if i in unknown)
 
     def _look(self, experts: nn.Module, x: Tensor, parts: str) -> _Layer:
-        """Ranks must have the same kind of layer; what is trained matters to replicas, who sum it."""
+        """Return the layer's facts: its kind, alike on all ranks; and what is trained, which replicas sum."""
         trained = self._ranks.layout.edp_size > 1
         sharded = getattr(experts, "_is_fsdp_managed_module", False)
         key = (
@@ -192,7 +194,7 @@ def _refuse_place(experts: nn.Module, x: Tensor, ranks: ExpertRanks) -> None:
 
 
 def gathered_by_composables() -> Iterator[int]:
-    """Identities of the whole parameters that `fully_shard` and `replicate` show inside a forward."""
+    """Yield the ids of the whole parameters that `fully_shard` and `replicate` show inside a forward."""
     for reference in list(_module_state_mapping.values()):
         state = reference()
         single = [getattr(state, "_fsdp_param_group", None)]
@@ -202,7 +204,7 @@ def gathered_by_composables() -> Iterator[int]:
 
 
 def _is_in_old_fsdp(experts: nn.Module) -> bool:
-    """Both mark the modules that they manage; only the newer one lists those that it was called with."""
+    """Return whether the older FSDP manages the module: only the newer lists what it was called with."""
     return not any(experts is part for owner in list(_module_state_mapping) for part in owner.modules())
 
 
@@ -227,7 +229,7 @@ def _require_equal(words: Sequence[str], ranks: ExpertRanks) -> None:
 
 
 def _changed(now: Sequence[str], before: Sequence[str], rank: int) -> str:
-    """What a rank says that cannot ask the others what they have."""
+    """Return the message of a rank that cannot ask the others what they have."""
     return (
         f"ranks have different MoE layers: rank {rank} has {_only(now, before)} since its last forward, and "
         f"not all others have. {_ALIKE}"
@@ -235,7 +237,7 @@ def _changed(now: Sequence[str], before: Sequence[str], rank: int) -> str:
 
 
 def _marks(words: Sequence[str], device: torch.device) -> Tensor:
-    """On the device, where the sum is made, once for all."""
+    """Return the hash of the words and its square, made once on the device where the sum is made."""
     mark = _digest(", ".join(words)) % MODULUS
     return torch.tensor([mark, mark**2], dtype=torch.float64, device=device)
 
@@ -245,10 +247,10 @@ def _digest(text: str) -> int:
 
 
 def _size(shape: torch.Size) -> str:
-    """Without a comma, which separates words."""
+    """Return a shape in words, without a comma, which separates words."""
     return " x ".join(map(str, shape))
 
 
 def _only(mine: Sequence[str], others: Sequence[str]) -> str:
-    """What only one side has."""
+    """Return the words that only the first side has."""
     return ", ".join(word for word in mine if word not in others) or "no more than that"

@@ -1,7 +1,7 @@
-"""Which ranks hold an expert, or the other parts of a parameter: marks, for code that meets them alone.
+"""Marks on parameters that say which ranks hold an expert, or the other parts of a parameter.
 
-The mark stays with a parameter through `.to()` and in any list. A copy of a parameter or one put in its place
-has none until the layer's next forward.
+The mark stays with a parameter through `.to()` and in any list. A copy of a parameter, or a parameter put in
+its place, has none until the layer's next forward.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ class ExpertRanks:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's experts are the ones that count; other ranks may hold the same again."""
+        """Whether this rank's experts are the ones that count; other ranks may hold further replicas."""
         return self.layout.mesh.place(self.layout.rank, Group.EXPERT_REPLICAS) == 0
 
     def gather(self, row: Tensor) -> Tensor:
-        """`row` [N] of every rank, [ranks, N] on this rank's device; all ranks get the very same bits."""
+        """Return every rank's `row` [N], as [ranks, N] on this rank's device, bit by bit the same on all."""
         table = torch.zeros(self.layout.world_size, *row.shape, dtype=row.dtype, device=self.device)
         table[self.layout.rank] = row
         self.transport.all_reduce(table, Group.WORLD)
         return table
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
-        """Itself: a copy of a parameter lives on the same ranks."""
+        """Return this very object: a copy of a parameter lives on the same ranks."""
         del memo
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """In a file nothing is left of it but an empty mark, of a type that torch.load always accepts."""
+        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
         return OrderedDict, ()
 
 
 def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
-    """Say where these parameters' experts live; also in the word that Megatron and DeepSpeed use."""
+    """Mark these parameters with their experts' ranks, and with the tag that Megatron and DeepSpeed use."""
     for parameter in parameters:
         parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         setattr(parameter, MARK, ranks)
 
 
 def ranks_of(parameter: Tensor) -> ExpertRanks | None:
-    """Where an expert's parameter lives; None for a parameter that every rank holds.
+    """Return the ranks that hold an expert's parameter; None for a parameter that every rank holds.
 
     Raises ValueError for an expert whose ranks are not known.
     """
@@ -84,14 +84,14 @@ def ranks_of(parameter: Tensor) -> ExpertRanks | None:
 
 
 def mark_parts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
-    """Say of those that `penstock.sharding` has marked as parts with which ranks the others are."""
+    """Mark parameters that `penstock.sharding` has marked as parts with the ranks of the other parts."""
     for parameter in parameters:
         if sharding_of(parameter) is not None:
             setattr(parameter, PARTS_MARK, ranks)
 
 
 def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
-    """Where the other parts of a parameter are; None for a whole one.
+    """Return the ranks that hold the other parts of a parameter; None for a whole one.
 
     Raises ValueError for a part whose ranks are not known.
     """
@@ -107,5 +107,5 @@ def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
 
 
 def is_marked(parameter: Tensor) -> bool:
-    """Whether this very object has been said to be an expert's."""
+    """Return whether this very object has been marked as an expert's."""
     return isinstance(parameter, nn.Parameter) and isinstance(getattr(parameter, MARK, None), ExpertRanks)

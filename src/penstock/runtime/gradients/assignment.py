@@ -1,7 +1,7 @@
-"""Which layer's reduction a parameter's gradient belongs to: every parameter to exactly one.
+"""The layer with which a parameter's gradient is reduced: every parameter has exactly one.
 
 A parameter that several layers use belongs to the lowest of them. Backward comes there last, and the layer's
-reduction waits for it; any other would send a gradient to which a layer below has still to add.
+reduction waits for it; any other layer would send a gradient to which a layer below has still to add.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Layers = tuple[tuple[nn.Parameter, ...], ...]
 class Assignment:
     """Parameters by layer, each once. several: ids of expert parameters that several layers use.
 
-    partial: those to whose gradients every rank that shares attention adds a part. averaged: ids of those
-    whose part is all of it, so that the sum is divided.
+    partial: parameters to whose gradients every rank that shares attention adds a part. averaged: ids of
+    those partial parameters whose part is the whole gradient, so that the sum is divided.
     """
 
     replicated: Layers
@@ -36,12 +36,12 @@ class Assignment:
 
 
 def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) -> Assignment:
-    """Give every parameter of `parts` and of `model` to one layer, frozen ones too.
+    """Assign every parameter of `parts` and of `model` to one layer, frozen ones too.
 
-    shape: of the step that reduces them, which says which ranks share attention; None: none do. A parameter
-    that `parts` names in no layer goes to layer 0, whose reduction waits for all of backward. Raises
-    ValueError for a parameter that is an expert's and replicated, and for one that different experts share
-    although they are spread over ranks.
+    shape: that of the step that reduces them, which says which ranks share attention; None: none do. A
+    parameter that `parts` names in no layer goes to layer 0, whose reduction waits for the whole backward.
+    Raises ValueError for a parameter that is an expert's and replicated, and for one that different experts
+    share although they are spread over ranks.
     """
     layers = range(len(parts.parts))
     replicated = [parts.replicated_parameters(layer) for layer in layers]
@@ -65,8 +65,8 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
 
 
 def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], frozenset[int]]:
-    """Ids of parameters to whose gradients every rank that shares attention adds a part; and of those among
-    them whose part is all of it."""
+    """Return the ids of parameters to whose gradients every rank that shares attention adds a part, and the
+    ids of those whose part is the whole gradient."""
     if shape.sharing.mp_size == 1:
         return frozenset(), frozenset()
     parted: list[nn.Parameter] = []
@@ -81,9 +81,9 @@ def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], froze
 
 
 def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replicas: bool) -> GradientBytes:
-    """Bytes of every layer's trained gradients of each kind, for a plan of whatever expert form.
+    """Return the bytes of every layer's trained gradients of each kind, for a plan of any expert form.
 
-    replicas: whether experts have any, with which their gradients are reduced.
+    replicas: whether experts have replicas, with which their gradients are reduced.
     """
     assigned = assign(parts, model, shape)
     forms = FORM_TOKENS if shape.sharing.mp_size > 1 else ()
@@ -100,7 +100,7 @@ def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replic
 
 
 def _expert_bytes(parts: ModelParts) -> int:
-    """Of the largest expert's parameters here, on average over a layer."""
+    """Return the bytes of an expert, averaged over a layer; those of the layer with the largest experts."""
     layers = [part.moe.experts for part in parts.parts if part.moe is not None]
     sizes = (sum(p.nbytes for p in layer.parameters()) // layer.num_local_experts for layer in layers)
     return max(sizes, default=0)
@@ -111,7 +111,7 @@ def _trained_bytes(layers: Layers) -> tuple[int, ...]:
 
 
 def names_of(model: nn.Module, others: Iterable[nn.Parameter] = ()) -> dict[int, str]:
-    """The first name of every parameter, by id; `others` may be parameters that `model` does not have."""
+    """Return the first name of every parameter, by id; `others` may be parameters that `model` lacks."""
     found: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), name)
@@ -142,7 +142,7 @@ def _in_several(layers: Sequence[Sequence[nn.Parameter]]) -> frozenset[int]:
 def _check_one_kind(
     replicated: Sequence[Sequence[nn.Parameter]], experts: Sequence[Sequence[nn.Parameter]], model: nn.Module
 ) -> None:
-    """An expert is this rank's own and its gradient complete here; a replicated parameter is neither."""
+    """Raise ValueError for a parameter of an expert, held by one rank, that a part on all ranks uses, too."""
     of_experts = {id(p) for layer in experts for p in layer}
     for number, layer in enumerate(replicated):
         for parameter in layer:
@@ -156,7 +156,7 @@ def _check_one_kind(
 
 
 def _check_apart(moe: MoELayer, layer: int) -> None:
-    """Experts that share a parameter must be on one rank: elsewhere its copies would drift apart."""
+    """Raise ValueError if experts of several ranks share a parameter: its copies would drift apart."""
     if moe.ep_size == 1:
         return
     first_names: dict[int, str] = {}
@@ -171,5 +171,5 @@ def _check_apart(moe: MoELayer, layer: int) -> None:
 
 
 def _numbers(moe: MoELayer, name: str, parameter: nn.Parameter) -> set[int]:
-    """The experts that a parameter belongs to under this name."""
+    """Return the experts that a parameter belongs to under this name."""
     return {number for _, number, _ in moe.experts.split(name, parameter)}

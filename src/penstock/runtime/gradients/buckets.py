@@ -1,4 +1,4 @@
-"""Gradients of one layer in flat buffers, so that an all-reduce chunk is a view and copies nothing."""
+"""Gradients of one layer in flat buffers, so that a piece of an all-reduce is a view and copies nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.ops import Op
 class FlatGradients:
     """The gradients of parameters of one type and device, back to back in one buffer.
 
-    Between two backward passes the buffer belongs to the code that holds a gradient in it. If any does when
-    the next pass begins, that pass gets a new buffer; otherwise it uses the old one again, since memory
-    fresh from the system costs several times as much as clearing what is there. share: of the sum over ranks
-    that is the gradient.
+    Between two backward passes the buffer belongs to the code that holds a gradient in it. If any code does
+    when the next pass begins, that pass gets a new buffer; otherwise it reuses the old one, since memory
+    fresh from the system costs several times as much as clearing what is there. share: the fraction of the
+    sum over ranks that is the gradient.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], share: float = 1.0) -> None:
@@ -47,8 +47,8 @@ class FlatGradients:
     def check(self) -> None:
         """Raise RuntimeError for a parameter with which no pass can begin; nothing is changed.
 
-        That is one of another type, shape or device than when the bucket was made, which is when the forward
-        pass ran.
+        Such a parameter has another type, shape or device than when the bucket was made, which is when the
+        forward pass ran.
         """
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             if (parameter.dtype, parameter.shape, parameter.device) != kind:
@@ -59,7 +59,7 @@ class FlatGradients:
                 )
 
     def begin(self) -> None:
-        """Point every `param.grad` at its zeroed part of the buffer; put aside what was there."""
+        """Point every `param.grad` at its zeroed part of the buffer; put aside the gradients that existed."""
         self._clear()
         parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
         self._views = [part.view(p.shape) for part, p in parts]
@@ -76,9 +76,9 @@ class FlatGradients:
         self._idle = _holders(self._flat)
 
     def piece(self, index: int, parts: tuple[int, ...]) -> Tensor:
-        """Piece `index` of as many as `parts` has, of these relative sizes.
+        """Return piece `index` of the pieces whose relative sizes are `parts`.
 
-        A step asks for every piece with the same tuple, so where they begin is worked out once.
+        A step asks for every piece with the same tuple, so their starts are worked out once.
         """
         if parts is not self._parts:
             sizes = part_sizes(self.flat.numel(), parts)
@@ -88,10 +88,10 @@ class FlatGradients:
 
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
-        """Add the sums to what was there before; returns parameters whose gradient is not in the buffer.
+        """Add the sums to earlier gradients; return parameters whose gradient is not in the buffer.
 
-        As in PyTorch, a gradient that was there is added to in place, and a parameter that has been frozen
-        since the forward pass keeps what it had.
+        As in PyTorch, an earlier gradient is added to in place, and a parameter that has been frozen since
+        the forward pass keeps its earlier gradient.
         """
         replaced = []
         if self.share != 1.0 and self._views:
@@ -107,7 +107,7 @@ class FlatGradients:
         return replaced
 
     def abandon(self) -> None:
-        """A pass that began has failed, or one that did not: every parameter has what it had before."""
+        """Restore every parameter's earlier gradient after a failed pass, whether that had begun or not."""
         for parameter, before in zip(self.parameters, self._before, strict=False):
             parameter.grad = before
         self._views, self._before = [], []
@@ -116,12 +116,12 @@ class FlatGradients:
 class ScatteredGradients(FlatGradients):
     """Gradients of which every rank keeps the sum of its share alone, for an optimiser that owns the shares.
 
-    No parameter has a gradient after a backward pass: what lies in the buffer is the sum in places, and what
-    this rank has added in others.
+    No parameter has a gradient after a backward pass: some parts of the buffer hold the sum, others what this
+    rank has added.
     """
 
     def check(self) -> None:
-        """Raise RuntimeError for a gradient that is there, or a parameter frozen since forward, too."""
+        """Raise RuntimeError also for a parameter that has a gradient, or was frozen since forward."""
         super().check()
         for parameter in self.parameters:
             if parameter.grad is not None or not parameter.requires_grad:
@@ -133,7 +133,7 @@ class ScatteredGradients(FlatGradients):
                 )
 
     def finish(self) -> list[nn.Parameter]:
-        """Take the gradients away; returns parameters whose gradient is not in the buffer."""
+        """Take the gradients away; return parameters whose gradient is not in the buffer."""
         replaced = [p for p, view in zip(self.parameters, self._views, strict=True) if p.grad is not view]
         for parameter in self.parameters:
             parameter.grad = None
@@ -142,14 +142,14 @@ class ScatteredGradients(FlatGradients):
 
 
 class ReleasedGradients(ScatteredGradients):
-    """Gradients that are made while backward runs, and given up piece by piece once they are summed.
+    """Gradients that are made while backward runs, and freed piece by piece once they are summed.
 
-    There is no buffer of all of them: a parameter has a gradient from the first task that adds to it to the
+    There is no buffer of all gradients: a parameter has a gradient from the first task that adds to it to the
     sum of the last piece that it is in.
     """
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter with a hook that would look at its gradient, too."""
+        """Raise RuntimeError also for a parameter with a hook that would look at its gradient."""
         super().check()
         for parameter in self.parameters:
             if getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -160,16 +160,16 @@ class ReleasedGradients(ScatteredGradients):
                 )
 
     def begin(self) -> None:
-        """Nothing: autograd makes every gradient."""
+        """Do nothing: autograd makes every gradient."""
 
     def finish(self) -> list[nn.Parameter]:
-        """Take away what no sum has given up."""
+        """Free gradients that no sum has freed."""
         for parameter in self.parameters:
             parameter.grad = None
         return []
 
     def abandon(self) -> None:
-        """The same: before a pass there was nothing, or `check` would have refused it."""
+        """Free gradients as `finish` does: before a pass there were none, or `check` would have raised."""
         self.finish()
 
 
@@ -177,12 +177,13 @@ class GradientBucket:
     """The gradients of some parameters, in one flat buffer per type and device.
 
     `check` and `begin` before a backward pass, `chunk(c)` for the pieces to reduce, `finish` after the last
-    of them, or `abandon`.
-    Gradients that were there before (gradient accumulation) are kept aside and added to by `finish`, so that
+    piece, or `abandon`.
+
+    Gradients that existed before (gradient accumulation) are kept aside and added to by `finish`, so that
     they are not reduced twice.
 
-    shares: by id of a parameter the share of the sum that is its gradient, where that is not all of it.
-    flat: what a buffer does with its sums.
+    shares: by id of a parameter the fraction of the sum that is its gradient, where that is not the whole
+    sum. flat: the kind of buffer, which decides what is done with sums.
     """
 
     def __init__(
@@ -212,16 +213,16 @@ class GradientBucket:
             flat.begin()
 
     def chunk(self, index: int, parts: tuple[int, ...]) -> list[Tensor]:
-        """Piece `index` of as many as `parts` has, one tensor per buffer; empty ones are left out."""
+        """Return piece `index` of those of relative sizes `parts`, by buffer, without empty ones."""
         pieces = (flat.piece(index, parts) for flat in self.flats)
         return [piece for piece in pieces if piece.numel()]
 
     def finish(self) -> list[nn.Parameter]:
-        """Add to what was there before; returns parameters whose gradient was replaced in backward."""
+        """Add to earlier gradients; return parameters whose gradient was replaced in backward."""
         return [parameter for flat in self.flats for parameter in flat.finish()]
 
     def abandon(self) -> None:
-        """Instead of `finish`, if the backward pass has failed: bring back what was there before."""
+        """Restore earlier gradients, in place of `finish`, if the backward pass has failed."""
         for flat in self.flats:
             flat.abandon()
 
@@ -230,9 +231,9 @@ class GradientBucket:
 class Buckets:
     """Gradient buckets by layer. experts: empty buckets where no expert has a replica.
 
-    partial: of parameters to whose gradients every rank that shares attention adds a part. at_once: ids of
-    expert parameters whose weight gradients must not be put off, since they are reduced with a layer below
-    those that use them.
+    partial: those of parameters to whose gradients every rank that shares attention adds a part. at_once: ids
+    of expert parameters whose weight gradients must not be deferred, since they are reduced with a layer
+    below those that use them.
     """
 
     replicated: Sequence[GradientBucket]
@@ -245,7 +246,7 @@ class Buckets:
         return (*self.replicated, *self.partial, *self.experts)
 
     def of(self, op: str) -> Sequence[GradientBucket]:
-        """The buckets that an op reduces."""
+        """Return the buckets that an op reduces."""
         return self._by_op[op]
 
     @cached_property
@@ -258,7 +259,7 @@ class Buckets:
 
 
 def _holders(flat: Tensor) -> int:
-    """How many tensors, in Python or not, share the memory of `flat`."""
+    """Return how many tensors, in Python or not, share the memory of `flat`."""
     return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 

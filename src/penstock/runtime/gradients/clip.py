@@ -1,8 +1,8 @@
 """The gradient norm of a model whose experts are spread over ranks, and clipping by it.
 
-A rank has three kinds of gradients: of its experts, which count where they are the first of their replicas;
-of parameters that it shares with other ranks of a node, whose parts count once each; and of those that it
-holds whole, as all ranks do.
+A rank has three kinds of gradients: those of its experts, which count where they are the first of their
+replicas; those of parameters that it shares with other ranks of a node, whose parts count once each; and
+those of parameters that it holds whole, as all ranks do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.topology import Layout
 
 TINY = 1e-6
 EQUAL = 1e-5
-"""Relative difference up to which ranks have the same norm; gradients that were reduced are equal bits."""
+"""Relative difference up to which ranks have the same norm; reduced gradients are equal bit by bit."""
 
 
 @torch.no_grad()
@@ -37,19 +37,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before, float64 scalar.
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before, float64 scalar.
 
-    Like `torch.nn.utils.clip_grad_norm_`, and right where experts are spread over ranks: every expert counts
-    once, whatever the layout; so does a parameter that stands in the list twice, of which ranks have parts
-    (tensor parallelism), or that is sharded (DTensor). Every rank gets the same norm to the last bit, so what
-    ranks share stays equal.
+    Like `torch.nn.utils.clip_grad_norm_`, and correct where experts are spread over ranks: every expert
+    counts once, whatever the layout; so does a parameter that stands in the list twice, of which ranks have
+    parts (tensor parallelism), or that is sharded (DTensor). Every rank gets the same norm to the last bit,
+    so what ranks share stays equal.
 
     model_or_parameters: a module (a `PipelinedStack`, one in `DistributedDataParallel`, any other), or
     parameters in any order; parameters without a gradient count nothing. max_norm: `math.inf` only measures.
     norm_type: p of the p-norm, above 0; `math.inf` for the largest entry. foreach: as in torch.
 
-    With experts on several ranks all of them must call it, when gradients are finished: after `backward`.
-    It costs one all-reduce of 24 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
+    With experts on several ranks all of them must call it, when gradients are finished: after `backward`. It
+    costs one all-reduce of 24 bytes per rank, and on a GPU the host waits. Raises ValueError for a setting
     that makes no sense, and RuntimeError if gradients that all ranks share differ between them, if not every
     rank takes part, or, with error_if_nonfinite, if the norm is not finite.
     """
@@ -77,7 +77,7 @@ def _check_settings(max_norm: float, norm_type: float) -> None:
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Each parameter once; a module's experts are marked, if copying has lost that."""
+    """Return each parameter once; mark a module's experts, if copying has lost their marks."""
     if isinstance(given, nn.Module):
         mark_all(given)
         found: Iterable[Any] = given.parameters()
@@ -128,7 +128,7 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
     )
     device = parameters[0].device if parameters else torch.device("cpu")
     row = torch.stack([_norm(_gradients(kind), order, foreach).to(device) for kind in kinds])
-    # Ranks may list their parameters in different orders, and still choose the same way to meet.
+    # Ranks may list their parameters in different orders, and must still choose the same transport.
     homes = (home for _, home in (*experts, *dense) if home is not None)
     spread = [home for home in homes if home.layout.world_size > 1]
     if not spread:
@@ -138,7 +138,7 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
 
 
 def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
-    """Norms of experts, parts and what is whole, [ranks, 3], the same bits on all ranks."""
+    """Return the norms of experts, parts and whole parameters, [ranks, 3], the same bits on all ranks."""
     try:
         return ranks.gather(row)
     except RuntimeError as error:
@@ -149,10 +149,10 @@ def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
 
 
 def _counted_once(table: Tensor, layout: Layout) -> Tensor:
-    """The norms that make up that of the whole model, of the norms of all ranks [ranks, 3].
+    """Return the norms that make up that of the whole model, from the norms of all ranks [ranks, 3].
 
-    Where several ranks hold the same, the largest counts: should one alone hold something that is not finite,
-    all must hear of it.
+    Where several ranks hold the same gradients, the largest norm counts: if one rank alone holds a value that
+    is not finite, all must learn of it.
     """
     experts, parts, whole = table.unbind(1)
     _check_equal(whole, "parameters that all ranks hold")
@@ -176,7 +176,7 @@ def _check_equal(norms: Tensor, of: str) -> None:
 
 
 def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
-    """Of gradients of this rank and of shards whose other parts other ranks hold; float64 scalar."""
+    """Return the norm of gradients of this rank, and of all shards of DTensors; float64 scalar."""
     device = gradients[0].device if gradients else torch.device("cpu")
     plain = [_values(g) for g in gradients if not is_dtensor(g)]
     norms = [norm.to(device) for norm in _each_norm(plain, order, foreach)]
@@ -185,7 +185,7 @@ def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Te
 
 
 def _together(norms: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """One norm of several parts. Sorted first: the order of parameters changes no bit."""
+    """Return one norm of several parts. They are sorted first: the order of parameters changes no bit."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return _p_norm(torch.stack(list(norms)).sort().values, order)
@@ -197,11 +197,11 @@ def _p_norm(values: Tensor, order: float) -> Tensor:
 
 
 def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
-    """The norm of every gradient, float64; what has less than four bytes per number is summed in float32."""
+    """Return the norm of every gradient, float64; numbers of fewer than four bytes are summed in float32."""
     norms: list[Tensor] = []
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        if gradient.numel():  # nothing has no largest entry
+        if gradient.numel():  # an empty tensor has no largest entry
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (_, dtype), group in groups.items():
         wide = torch.promote_types(dtype, torch.float32)
@@ -213,7 +213,7 @@ def _each_norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) 
 
 
 def _sharded_norms(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> list[Tensor]:
-    """Of DTensors: one norm for all that are spread over the same dimensions of the same mesh."""
+    """Return the norms of DTensors: one for all that are spread over the same dimensions of the same mesh."""
     spread: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         if is_dtensor(gradient):
@@ -233,20 +233,20 @@ def _sharded_norms(gradients: Sequence[Tensor], order: float, foreach: bool | No
 
 
 def _name_of_mesh(item: tuple[tuple[Any, tuple[int, ...]], list[Tensor]]) -> str:
-    """By which all ranks sort their meshes alike."""
+    """Return the key by which all ranks sort their meshes alike."""
     (mesh, cut), _ = item
     return f"{mesh.mesh.tolist()} {cut}"
 
 
 def _over(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
-    """One norm of parts that the ranks of a group hold."""
+    """Return one norm of parts that the ranks of a group hold."""
     everyone = [torch.empty_like(norm) for _ in range(group.size())]
     dist.all_gather(everyone, norm, group=group)
     return _p_norm(torch.stack(everyone), order)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; of a sparse one those that are there, each place once."""
+    """Return the numbers of a gradient; of a sparse one those that are stored, each place once."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 

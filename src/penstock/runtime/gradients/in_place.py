@@ -1,8 +1,8 @@
-"""What becomes of gradients when a backward pass fails: what was there before is there again, or is in doubt.
+"""The fate of gradients when a backward pass fails: earlier gradients are restored, or are in doubt.
 
-Buckets put aside what was there. Experts that no bucket has get their gradients where these are: to put them
-aside would cost every pass the reading and writing of all expert gradients. So what a failed pass has changed
-is remembered, and refused until it is cleared.
+Buckets put earlier gradients aside. Experts that are in no bucket accumulate their gradients in place:
+putting these aside would cost every pass the reading and writing of all expert gradients. So what a failed
+pass has changed is remembered, and refused until it is cleared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Before:
 
 
 class InPlace:
-    """Gradients that a pass adds to where they are: `check` and `begin`, then `finish` or `abandon`."""
+    """Gradients to which a pass adds in place: `check` and `begin`, then `finish` or `abandon`."""
 
     def __init__(self) -> None:
         self._before: Sequence[_Before] = ()
@@ -39,16 +39,16 @@ class InPlace:
             self._require_cleared(name_of)
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note what there is."""
+        """Note the present gradients."""
         grads = ((p, p.grad) for p in parameters)
         self._before = [_Before(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
 
     def finish(self) -> None:
-        """The pass has ended well."""
+        """End a pass that has succeeded."""
         self._before = ()
 
     def abandon(self, name_of: NameOf) -> str:
-        """Bring back what there was; returns in words what could not be brought back, "" if all could."""
+        """Restore earlier gradients; return in words what could not be restored, "" if all could."""
         changed = []
         for each in self._before:
             each.parameter.grad = each.grad
@@ -58,7 +58,7 @@ class InPlace:
         return self._words(name_of) if changed else ""
 
     def _require_cleared(self, name_of: NameOf) -> None:
-        """One that was cleared, replaced or filled with zeros is in no doubt."""
+        """Raise RuntimeError unless all doubtful gradients were cleared, replaced or filled with zeros."""
         still = [(p, grad) for p, grad in self._doubtful if p.grad is grad and bool(grad.any())]
         self._doubtful = still
         if still:
@@ -92,7 +92,7 @@ class BackwardPass:
     def check(self) -> None:
         """Raise RuntimeError as `InPlace.check` and `GradientBucket.check` do.
 
-        All of them before anything is cleared: a buffer may hold sums of earlier passes, which only the
+        All are checked before anything is cleared: a buffer may hold sums of earlier passes, which only the
         optimiser that owns them knows of.
         """
         self._in_place.check(self._name_of)
@@ -100,18 +100,18 @@ class BackwardPass:
             bucket.check()
 
     def begin(self) -> None:
-        """Put aside what is there. After `check`; `abandon` it if it fails."""
+        """Put earlier gradients aside. Call it after `check`; call `abandon` if it fails."""
         self._in_place.begin(self._apart)
         for bucket in self._buckets:
             bucket.begin()
 
     def finish(self) -> list[nn.Parameter]:
-        """Add to what was there before; returns parameters whose gradient was replaced in backward."""
+        """Add to earlier gradients; return parameters whose gradient was replaced in backward."""
         self._in_place.finish()
         return [parameter for bucket in self._buckets for parameter in bucket.finish()]
 
     def abandon(self) -> str:
-        """Bring back what was there before; returns in words what is in doubt, "" if nothing is."""
+        """Restore earlier gradients; return in words what is in doubt, "" if nothing is."""
         for bucket in self._buckets:
             bucket.abandon()
         return self._in_place.abandon(self._name_of)

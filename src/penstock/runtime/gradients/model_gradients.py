@@ -1,4 +1,4 @@
-"""The gradient buckets of a model, made again when the model has changed between two steps."""
+"""The gradient buckets of a model, made anew when the model has changed between two steps."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class _Known:
 
 
 class Gradients:
-    """What is reduced with which layer. `holds` is asked before every step, `renew` when it says no.
+    """The gradients of a model, and the layer with which each is reduced. `holds` is asked before every step;
+    `renew` follows where it says no.
 
     buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
-    to_sum: the same as numbers [7], for the statistics task.
+    to_sum: the marks as numbers [7], for the statistics task.
     """
 
     def __init__(
@@ -67,25 +68,25 @@ class Gradients:
         self.prepare()
 
     def holds(self, shape: StepShape) -> bool:
-        """Whether model and buckets still belong together, under a plan of this shape."""
+        """Return whether model and buckets still belong together, under a plan of this shape."""
         as_made = self._splits(shape) == self._splits(self._shape)
         return self.marks is not None and as_made and _covers(shape, self.buckets) and self._snapshot.holds()
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
-        """What decides which gradients are partial. Asked before every step, so no layer is looked at."""
+        """Return what decides which gradients are partial. Asked before every step, so without layers."""
         return shape.sharing, FORM_TOKENS[shape.expert_form], shape.copies_differ
 
     def prepare(self) -> None:
-        """Buckets for the model as it is now, before there is a plan."""
+        """Make buckets for the model as it is now, before there is a plan."""
         self.marks: Marks | None = None
         assigned = self._look()
         self._fill(assigned.replicated, assigned.experts, assigned.partial, assigned.several)
 
     def renew(self, shape: StepShape) -> None:
-        """Buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
+        """Make buckets for the model as it is now, and for a plan of this shape; costs a look at new values.
 
-        Raises ValueError for what cannot be taken up, naming it.
+        Raises ValueError for a change that cannot be taken up, naming the parameter.
         """
         self._shape = shape
         assigned = self._look()
@@ -98,19 +99,19 @@ class Gradients:
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         self._take_up([p for layer in (*everywhere, *marked) for p in layer])
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
-        # Copied to the device here, since that makes the host wait.
+        # The marks are copied to the device here, since the copy makes the host wait.
         numbers = self.marks.numbers(self._layout)
         self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._fill(replicated, experts, partial, moved | assigned.several)
 
     @property
     def sizes_bytes(self) -> GradientBytes:
-        """Bytes of every layer's gradients of each kind as they are now: what a plan is made of."""
+        """Bytes of every layer's gradients of each kind as they are now, from which a plan is made."""
         return sizes_bytes(self._parts, self.model, self._base, replicas=self._sums_experts)
 
     @property
     def held(self) -> HeldBytes:
-        """What this rank has of weights as they are now, for a plan's memory."""
+        """Bytes of weights on this rank as they are now, for a plan's memory."""
         everything = {id(p): p for module in self._modules for p in module.parameters()}
         experts = [p for layer in assign(self._parts, self.model, self._base).experts for p in layer]
         return HeldBytes(
@@ -128,21 +129,21 @@ class Gradients:
         return self._has_replicas or self._base.updating is not None
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The parameter's first name in the model."""
+        """Return the parameter's first name in the model."""
         return self._names[id(parameter)]
 
     def changes(self, rank: int) -> str:
-        """What this rank took up last, in words."""
+        """Return what this rank took up last, in words."""
         few = ", ".join(self.taken_up[:MOST_NAMES])
         more = len(self.taken_up) - MOST_NAMES
         return f"rank {rank} took up {few}{f' and {more} more' if more > 0 else ''}, and others did not"
 
     def experts(self) -> list[nn.Parameter]:
-        """Trained parameters of this rank's experts, each once."""
+        """Return the trained parameters of this rank's experts, each once."""
         return [p for layer in self._experts for p in layer if p.requires_grad]
 
     def watched(self) -> GradientBucket:
-        """Experts without replicas, which no bucket has, that have hooks on their accumulated gradient.
+        """Return a bucket of experts without replicas that have hooks on their accumulated gradient.
 
         It is not reduced, but tells if a hook took a gradient away before the last microbatch.
         """
@@ -150,13 +151,13 @@ class Gradients:
         return GradientBucket([p for p in experts if p._post_accumulate_grad_hooks])
 
     def backward_pass(self, buckets: Buckets) -> BackwardPass:
-        """What a backward pass does with gradients. buckets: those that there were in its forward pass."""
+        """Return the handling of gradients in a backward pass. buckets: those of its forward pass."""
         experts = [] if self._sums_experts else self.experts()
         apart = [p for p in experts if not p._post_accumulate_grad_hooks]
         return BackwardPass((*buckets.all, self.watched()), self._in_place, apart, self.name_of)
 
     def _look(self) -> Assignment:
-        """The model as it is now, checked."""
+        """Look at the model as it is now, check it, and return the assignment of its parameters."""
         snapshot, assigned = Snapshot(self._modules), assign(self._parts, self.model, self._shape)
         kinds = assigned.replicated, assigned.partial, assigned.experts
         everything = [p for layers in kinds for layer in layers for p in layer]
@@ -180,7 +181,7 @@ class Gradients:
         )
 
     def _kept(self, op: str) -> type[FlatGradients]:
-        """What a rank keeps of gradients that this op would reduce. The only owner keeps all."""
+        """Return the kind of buffer for gradients that this op would reduce. A sole owner keeps all."""
         updating, mesh = self._base.updating, self._layout.mesh
         if updating is None:
             return FlatGradients
@@ -209,7 +210,7 @@ class Gradients:
 
 
 def _covers(shape: StepShape, buckets: Buckets) -> bool:
-    """Whether the plan reduces every bucket that holds something."""
+    """Return whether the plan reduces every bucket that holds something."""
     pairs = (
         *zip(shape.all_reduce_chunks, buckets.replicated, strict=True),
         *zip(shape.expert_all_reduce_chunks, buckets.experts, strict=True),
@@ -223,7 +224,8 @@ def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _covered(layers: Layers, chunks: Sequence[int], names: dict[int, str]) -> tuple[Layers, frozenset[int]]:
-    """Every trained parameter in a layer that the plan reduces: its own or the next below; ids of moved ones.
+    """Return every trained parameter in a layer that the plan reduces, its own or the next below, and the ids
+    of moved ones.
 
     A plan has no reduction for a layer that was frozen when it was made. A lower layer's comes later.
     """

@@ -1,4 +1,4 @@
-"""Handlers of a block's computation but for its experts: each runs one segment of the model.
+"""Handlers of a block's computation, except its experts: each runs one segment of the model.
 
 Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, E experts, R rows in expert order.
 """
@@ -24,12 +24,12 @@ from penstock.runtime.transport.legs import Later
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 BESIDE_ROWS = ("residual", "weights", "shared")
-"""What un-order adds outputs to, multiplies them by, and adds to them, as far as rows have not brought it."""
+"""Inputs of un-order that outputs are added to, multiplied by and joined by, unless rows brought them."""
 
 
 @dataclass(frozen=True)
 class SavedRoute:
-    """What the backward of the task that has the gate needs of its forward."""
+    """The forward values that the backward of a task with a gate needs."""
 
     segment: AnySegment
     chosen_BE: Tensor
@@ -37,7 +37,7 @@ class SavedRoute:
 
 @dataclass(frozen=True)
 class SavedUnorder:
-    """What U.B needs of U.F. roles: of what entered it. sizes: rows of every slice."""
+    """The values that U.B needs of U.F. roles: of what entered U.F. sizes: rows of every slice."""
 
     segment: AnySegment
     roles: tuple[str, ...]
@@ -46,7 +46,7 @@ class SavedUnorder:
 
 @dataclass(frozen=True)
 class SavedHead:
-    """What HD.B needs of HD.F."""
+    """The values that HD.B needs of HD.F."""
 
     segment: AnySegment
     loss_dtype: torch.dtype
@@ -54,7 +54,7 @@ class SavedHead:
 
 @handles(Op.EMBED, F)
 def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: [B, L, M]."""
+    """Return hidden: [B, L, M]."""
     tokens_BL = context.batch.tokens[microbatch(task)]
     keys = passengers_of(context, task, inputs).keys
     segment = context.segment()
@@ -66,7 +66,7 @@ def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.EMBED, B)
 def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of the embedding are accumulated."""
+    """Accumulate the gradients of the embedding."""
     del context, task
     segment: AnySegment = inputs.one("saved")
     segment.backward([added(inputs.all("d_hidden"))])
@@ -75,7 +75,7 @@ def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.ATTENTION, F)
 def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """In a dense block hidden: [B, L, M]; in an MoE block all that `_route` leaves."""
+    """Return, in a dense block, hidden: [B, L, M]; in an MoE block, all outputs of `route`."""
     block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
@@ -97,10 +97,9 @@ def route(
 ) -> Outputs:
     """Choose experts for the tokens of a segment, and end it.
 
-    rows: a tensor [R, M] per slice. order: how they were put in order. routers: the gate's sums. positions:
-    what every token chose, [T, k], where tokens choose.
-
-    counts: rows for every rank where they are exchanged; route: the sizes where they are fixed.
+    Returns rows: a tensor [R, M] per slice; order: how they were permuted; routers: the gate's sums;
+    positions: what every token chose, [T, k], where tokens choose; counts: rows for every rank where they are
+    exchanged; route: the sizes where they are fixed.
     """
     block = context.parts.parts[task.layer]
     routed = context.carriage.route(block, residual_BLM, x_TM, known.info(), task.cut.slices)
@@ -129,7 +128,7 @@ def route(
 
 
 def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
-    """Nothing where another rank has the same tokens and counts them."""
+    """Return the gate's sums, zeros where another rank has the same tokens and counts them."""
     if context.counts_once(task):
         return sums
     chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z))
@@ -138,7 +137,7 @@ def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
 
 @handles(Op.ATTENTION, B)
 def attention_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: the gradient of what entered the block, [B, L, M]."""
+    """Return hidden: the gradient of what entered the block, [B, L, M]."""
     saved: SavedRoute | AnySegment = inputs.one("saved")
     if isinstance(saved, SavedRoute):
         (grad_BLM,) = saved.segment.backward(route_gradients(context, task, saved, inputs))
@@ -150,7 +149,7 @@ def attention_backward(context: StepContext, task: Task, inputs: Inputs) -> Outp
 def route_gradients(
     context: StepContext, task: Task, saved: SavedRoute, inputs: Inputs
 ) -> list[Tensor | None]:
-    """Gradients of all that `route` left, in that order; None for what nothing came back."""
+    """Return gradients of all outputs of `route`, in their order; None for an output without a gradient."""
     statistics: StepStatistics = inputs.one("d_routers")
     y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
     judged_BE = inputs.maybe("d_choices")
@@ -169,7 +168,7 @@ def route_gradients(
 
 @handles(Op.SHARED, F)
 def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """shared: [T, M]."""
+    """Return shared: the output of the shared experts, [T, M]."""
     moe = context.parts.parts[task.layer].moe
     assert moe is not None and moe.shared is not None, task
     segment = context.segment()
@@ -181,7 +180,7 @@ def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.SHARED, B)
 def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """tokens: the gradient of what shared experts read, [T, M]."""
+    """Return tokens: the gradient of what shared experts read, [T, M]."""
     del context
     segment: AnySegment = inputs.one("saved")
     (grad_TM,) = segment.backward([inputs.one("d_shared")])
@@ -190,7 +189,7 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 
 @handles(Op.UNORDER, F)
 def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: what leaves the block, [B, L, M]."""
+    """Return hidden: what leaves the block, [B, L, M]."""
     block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
     given = {"rows": joined(slices), **{r: inputs.one(r) for r in BESIDE_ROWS if r in inputs}}
@@ -200,7 +199,7 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     residual_BLM, weights, shared_TM = beside
     with context.autocast():
         out_TM = experts_of(block).unorder(entered["rows"], weights, plan, shared_TM)
-        if residual_BLM is None:  # it is in the rows
+        if residual_BLM is None:  # rows have it
             out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
         else:
             out_BLM = block.add(residual_BLM, out_TM, known.keys)
@@ -210,8 +209,8 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.UNORDER, B)
 def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of all that entered U: rows by slice, and what came beside them; of weights None where they
-    travelled with the rows."""
+    """Return gradients of all that entered U: rows by slice, and the inputs beside them; that of weights is
+    None where they travelled with the rows."""
     del context
     saved: SavedUnorder = inputs.one("saved")
     found = saved.segment.backward([added(inputs.all("d_hidden"))])
@@ -221,7 +220,7 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
 
 @handles(Op.HEAD, F)
 def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loss: sums of a microbatch."""
+    """Return loss: sums of a microbatch."""
     known = passengers_of(context, task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
@@ -233,7 +232,7 @@ def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.HEAD, B)
 def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: the gradient of what entered the head, [B, L, M]."""
+    """Return hidden: the gradient of what entered the head, [B, L, M]."""
     statistics: StepStatistics = inputs.one("d_loss")
     saved: SavedHead = inputs.one("saved")
     slope = (context.loss_gradient / statistics.valid).to(saved.loss_dtype)
@@ -242,13 +241,13 @@ def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 def microbatch(task: Task) -> int:
-    """The number of a task's microbatch."""
+    """Return the number of a task's microbatch."""
     assert task.microbatch is not None, task
     return task.microbatch
 
 
 def present(grad: Tensor | None, task: Task) -> Tensor:
-    """A gradient that every input of a segment must have."""
+    """Return a gradient that every input of a segment must have."""
     assert grad is not None, f"{task}: every input of a segment must reach its outputs"
     return grad
 
@@ -258,7 +257,7 @@ def _added_if_any(grads: Sequence[Tensor]) -> Tensor | None:
 
 
 def added(grads: Sequence[Tensor]) -> Tensor:
-    """The sum of several gradients of one output, in the order of their tasks."""
+    """Return the sum of several gradients of one output, in the order of their tasks."""
     total = grads[0]
     for grad in grads[1:]:
         total = total + grad

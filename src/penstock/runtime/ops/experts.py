@@ -1,7 +1,7 @@
 """Handlers of expert computation.
 
-Every slice is a segment of its own, so that a backward chunk may be another run of slices than the forward
-one.
+Every slice is a segment of its own, so that a backward chunk may be a different run of slices than a forward
+chunk.
 
 Shapes: R rows of a slice, M hidden size.
 """
@@ -31,7 +31,7 @@ Left = TypeVar("Left")
 
 @dataclass(frozen=True)
 class SavedSlice:
-    """What the backward of X needs of one slice of X.F."""
+    """The values that the backward of X needs of one slice of X.F."""
 
     segment: AnySegment
     weights: WeightGradients | AutogradWeights
@@ -39,7 +39,7 @@ class SavedSlice:
 
 @handles(Op.EXPERTS, Phase.FORWARD)
 def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: a tensor [R, M] per slice of the chunk."""
+    """Return rows: a tensor [R, M] per slice of the chunk."""
     block = context.parts.parts[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     pairs = zip(inputs.one("rows"), routes, strict=True)
@@ -50,7 +50,7 @@ def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @dataclass(frozen=True)
 class KeptSlice:
-    """What runs a slice of X.F a second time."""
+    """The values that run a slice of X.F a second time."""
 
     rows_RM: Tensor
     route: ChunkRoute
@@ -58,7 +58,7 @@ class KeptSlice:
 
 
 def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """The same as `experts` without autograd; kept: by slice, what it takes to run again."""
+    """Return the rows of `experts`, without autograd; kept: by slice, what another run needs."""
     block = context.parts.parts[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     kept = [
@@ -73,7 +73,7 @@ def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 def experts_again(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """saved: what X.F would have left of the slices of a backward chunk."""
+    """Return saved: what X.F would have left of the slices of a backward chunk."""
     block, saved = context.parts.parts[task.layer], {}
     for number, each in zip(task.cut.held, _take_slices(task, inputs.all("kept")), strict=True):
         with each.replay.second():
@@ -97,7 +97,7 @@ def _slice(
 
 @handles(Op.EXPERTS, Phase.BACKWARD, Phase.INPUT)
 def experts_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: gradients of what the experts received, by slice. left: weight gradients still to be made."""
+    """Return rows: gradients of the experts' inputs, by slice; left: weight gradients still to be made."""
     del context
     saved = _take_slices(task, inputs.all("saved"))
     pairs = zip(saved, inputs.one("d_rows"), strict=True)
@@ -106,9 +106,10 @@ def experts_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
 
 
 def _take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
-    """What X.F left of the slices of a backward chunk.
+    """Take out what X.F left of the slices of a backward chunk.
 
-    Taken out, or a forward chunk that several of them share would hold all until the last has run.
+    If it were not taken out, a forward chunk that several backward chunks share would hold everything until
+    the last has run.
     """
     holder: Mapping[int, dict[int, Left]] = {s: left for left in saved for s in left}
     return [holder[s].pop(s) for s in task.cut.held]
@@ -116,7 +117,7 @@ def _take_slices(task: Task, saved: tuple[dict[int, Left], ...]) -> list[Left]:
 
 @handles(Op.EXPERTS, Phase.WEIGHT)
 def experts_weights(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """What the input gradients put off: nothing but the update needs it."""
+    """Compute the weight gradients that the input gradients deferred: only the update needs them."""
     del context, task
     for weights in inputs.one("left"):
         weights.compute()

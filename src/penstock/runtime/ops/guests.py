@@ -1,4 +1,4 @@
-"""Handlers that bring experts to their hosts, gradients of guests home, and plan the next step's guests."""
+"""Handlers that bring experts to hosts and gradients of guests home, and plan the next guests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 
 @handles(Op.GUEST_PARAMETERS, Phase.FORWARD)
 def bring(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """A piece of the parameters of all guests of a layer. The edge from it says that they are here."""
+    """Bring a piece of the parameters of all guests of a layer. The edge from it says that they are here."""
     del inputs
     context.lodging.of(task.layer).bring(_piece(context, task))
     return {"guests": None}
@@ -22,7 +22,7 @@ def bring(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.GUEST_GRADIENTS, Phase.BACKWARD)
 def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """A piece of the gradients of all guests of a layer, added to what their owners have."""
+    """Add a piece of the gradients of all guests of a layer to what their owners have."""
     del inputs  # the gradients are the guests' own; the edges say that they are complete
     context.lodging.of(task.layer).take_home(_piece(context, task))
     return NOTHING
@@ -30,14 +30,14 @@ def take_home(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.PLAN_GUESTS, Phase.BACKWARD)
 def plan(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hostings: what this rank has found for the next step, of its share of the layers."""
+    """Return hostings: what this rank has found for the next step, of its share of the layers."""
     del task
     return {"hostings": context.host.plan(inputs.one("loads"))}
 
 
 @handles(Op.COMPARE_GUESTS, Phase.BACKWARD)
 def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """What all ranks that exchange rows have found. They must have begun alike: an error says who has not."""
+    """Gather what all ranks that exchange rows have found. Raises PlacementError if premises differ."""
     numbers: Numbers = inputs.one("hostings")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
     size, premise = transport.size(task.axes), context.host.premise

@@ -16,7 +16,8 @@ from penstock.runtime.loads import SampleLoads
 
 @handles(Op.LOADS, Phase.BACKWARD)
 def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step, before any drop.
+    """Return loads: int32 [P, Y, E], how often tokens of each rank chose each expert in this step, before
+    drops.
 
     Of ranks that have the same tokens the first one counts them.
     """
@@ -32,7 +33,7 @@ def gather_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 def _sum(microbatches: Sequence[GateSums]) -> Tensor:
-    """Choices of all microbatches, int32 [E]."""
+    """Return the choices of all microbatches, int32 [E]."""
     return torch.stack([sums.chosen_E for sums in microbatches]).sum(dim=0).int()
 
 

@@ -19,7 +19,7 @@ def scatter(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.NORM, Phase.BACKWARD)
 def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """The norm of all gradients, in a backward pass after which parameters change."""
+    """Take the norm of all gradients, in a backward pass after which parameters change."""
     del inputs
     if context.updating.in_backward:
         assert context.total is not None, "backward follows forward"
@@ -32,7 +32,7 @@ def norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.PARTIAL_UPDATE, Phase.BACKWARD)
 @handles(Op.EXPERT_UPDATE, Phase.BACKWARD)
 def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """AdamW on this rank's share of a piece. Where it waits for no norm, the loss alone may refuse it."""
+    """Run AdamW on this rank's share of a piece. Without a norm to wait for, only the loss may refuse it."""
     if context.updating.in_backward:
         assert context.total is not None, "backward follows forward"
         context.updating.update(task, None if "scale" in inputs else context.total.loss)
@@ -43,7 +43,7 @@ def update(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.PARTIAL_PARAMETERS, Phase.FORWARD)
 @handles(Op.EXPERT_PARAMETERS, Phase.FORWARD)
 def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """parameters: nothing; the edge says that they are the current ones."""
+    """Gather a piece of stale parameters. Returns parameters: None; the edge says they are current."""
     del inputs
     if context.updates is not None and context.updates.waits(task):
         context.updates.gather(task, context.transports.of(task.lane, task.axes))
@@ -54,7 +54,7 @@ def gather(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.PARTIAL_PARAMETERS, Phase.BACKWARD)
 @handles(Op.EXPERT_PARAMETERS, Phase.BACKWARD)
 def gather_at_once(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """A piece of parameters from their owners, in a backward pass after which parameters change."""
+    """Gather a piece of parameters from their owners, in a backward pass after which parameters change."""
     del inputs
     if context.updating.in_backward:
         context.updating.gather(task, context.transports.of(task.lane, task.axes))

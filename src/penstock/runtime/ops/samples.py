@@ -32,7 +32,7 @@ F, B = Phase.FORWARD, Phase.BACKWARD
 
 @handles(Op.SAMPLE_COUNTS, F)
 def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """counts: rows of every sample by position, then rows expected by expert of the next layer, int32."""
+    """Return counts: rows of every sample by position, then by expert of the next layer, int32."""
     positions_Tk: Tensor = inputs.one("positions")
     samples = len(context.batch.tokens[microbatch(task)])
     here = count_choices(positions_Tk, samples, inputs.one("counts").shape[1])
@@ -40,7 +40,7 @@ def sample_counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) -> Tensor:
-    """Rows by expert of the next layer, [B, E], or none: what its gate says of this layer's tokens."""
+    """Return the rows by expert, [B, E], that the next gate expects of this layer's tokens; or none."""
     following = context.asked(task.layer)
     if following is None:
         return here.new_zeros(len(here), 0)
@@ -53,7 +53,7 @@ def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) ->
 
 @handles(Op.SAMPLE_LOADS, F)
 def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """route: how many rows go where, from where samples are now. loads: a table of all samples."""
+    """Return route: how many rows go where, from where samples are now; loads: a table of all samples."""
     counts: Tensor = inputs.one("counts")
     maker, samples_P = context.maker(task.layer), context.batch.companions[microbatch(task)]
     following = context.asked(task.layer)
@@ -72,7 +72,7 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.SAMPLE_PLACES, F)
 def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """homes: of all samples, and what follows from them here. Numbers on the host only."""
+    """Return homes: those of all samples, and what follows from them here. Numbers on the host only."""
     loads: Later[SampleTable] = inputs.one("loads")
     placing, following = context.placing, context.following(task.layer)
     visit = Visit(
@@ -90,7 +90,7 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.SAMPLE_HOMES, F)
 def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """homes, and their routes for combine. Raises PlacementError unless all members found the same."""
+    """Return homes, and their routes for combine. Raises PlacementError unless all members found the same."""
     homes: SampleHomes = inputs.one("homes")
     transport = context.transports.of(task.lane, task.axes)
     mine = torch.tensor([homes.digest], device=context.batch.tokens[0].device)
@@ -118,11 +118,11 @@ class Ferry:
 
     @property
     def back(self) -> Ferry:
-        """The way of gradients."""
+        """The ferry along which gradients return."""
         return self if self.crossing is None else replace(self, crossing=self.crossing.back)
 
     def take(self, cargo: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors by sample, [B, ...], as the same tensors of the samples that are here afterwards."""
+        """Move tensors by sample, [B, ...]; return those of the samples that are here afterwards."""
         way = self.crossing
         if way is None:
             return list(cargo)
@@ -146,21 +146,21 @@ def _sample_bytes(tensor: Tensor) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """[B, bytes of a sample]."""
+    """Return a tensor as bytes, [B, bytes of a sample]."""
     flat = tensor.reshape(len(tensor), tensor.shape[1:].numel())
     return flat.view(torch.uint8)
 
 
 def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
-    """The inverse, of tensors like `like`."""
+    """Return tensors like `like` from their bytes: the inverse of `_bytes_of`."""
     aligned = bytes_BN.clone(memory_format=torch.contiguous_format)
     return aligned.view(like.dtype).view(len(bytes_BN), *like.shape[1:])
 
 
 @handles(Op.SAMPLE_MOVE, F)
 def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Of the samples that are here now: order, passengers, and what of residual, weights and shared is not
-    in their rows."""
+    """Return, for the samples that are here now, order, passengers, and those of residual, weights and shared
+    that are not in their rows."""
     known = travellers(context, task, inputs)
     by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
     marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
@@ -183,7 +183,7 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.SAMPLE_MOVE, B)
 def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of what has moved of residual, weights and shared, on the ranks where they were computed."""
+    """Return gradients of moved residual, weights and shared, on the ranks where these were computed."""
     grads = {role: inputs.all(f"d_{role}") for role in BESIDE_ROWS}
     given = {role: added(found) for role, found in grads.items() if found}
     back = _ferry(context, task, inputs).back.take(_by_sample(context, task, inputs, given))
@@ -193,13 +193,13 @@ def sample_move_back(context: StepContext, task: Task, inputs: Inputs) -> Output
 def _by_sample(
     context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """[T, N] as [B, L, N]."""
-    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps as many
+    """Return tensors [T, N] as [B, L, N]."""
+    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps their number
     return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
 
 
 def _by_token(like: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The inverse, by role; as many as `like` has."""
+    """Return tensors by token and role, as many as `like` has: the inverse of `_by_sample`."""
     pairs = zip(like, tensors[: len(like)], strict=True)
     return {role: each if role == "residual" else each.flatten(0, 1) for role, each in pairs}
 
@@ -214,7 +214,7 @@ def _ferry(context: StepContext, task: Task, inputs: Inputs) -> Ferry:
 
 @handles(Op.ROW_ORDER, F)
 def row_order(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: a tensor [R, M] per slice of the chunk, home by home."""
+    """Return rows: a tensor [R, M] per slice of the chunk, home by home."""
     del context
     homes: SampleHomes = inputs.one("homes")
     rows = zip(task.cut.held, inputs.one("rows"), strict=True)
@@ -224,7 +224,7 @@ def row_order(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.ROW_ORDER, B)
 def row_order_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: gradients by slice, in the order in which experts had the rows."""
+    """Return rows: gradients by slice, in the order in which experts had the rows."""
     del context
     orders = {s: order for saved in inputs.all("saved") for s, order in saved.items()}
     rows = zip(task.cut.held, inputs.one("d_rows"), strict=True)

@@ -47,14 +47,14 @@ def _moves(op: str, forward: Move, backward: Move) -> None:
 
 
 def gather_peers(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """Rows that came to all shards, shard by shard."""
+    """Gather the rows that came to all shards, shard by shard."""
     sizes = [each.peers for each in shares]
     found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
     return to_slices(found, sizes)
 
 
 def scatter_peers(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """The sum of all shards' partial rows, to each shard those that came to it."""
+    """Return the sum of all shards' partial rows, to each shard the rows that came to it."""
     sizes, place = [each.peers for each in shares], _place(context, task).rank
     sent = to_ranks(rows, sizes)
     mine = scatter_sums(sent, _totals(sizes), place, _transport(context, task), task.axes)
@@ -65,7 +65,7 @@ def scatter_peers(context: StepContext, task: Task, rows: Slices, shares: Sequen
 
 
 def gather_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """Rows of all shards, by target rank and inside it by shard."""
+    """Gather the rows of all shards, by target rank and inside it by shard."""
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
     found = _transport(context, task).all_gather(joined(rows), _totals(sizes), task.axes)
     by_shard = to_slices(found, sizes)
@@ -73,7 +73,7 @@ def gather_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequen
 
 
 def scatter_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """The sum of all shards' gradients of rows, to each shard its own."""
+    """Return the sum of all shards' gradients of rows, to each shard its own."""
     place = _place(context, task).rank
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
     by_shard = [_by_shard(each, share) for each, share in zip(rows, shares, strict=True)]
@@ -83,7 +83,7 @@ def scatter_blocks(context: StepContext, task: Task, rows: Slices, shares: Seque
 
 
 def keep_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """This rank's rows among those of all shards."""
+    """Return this rank's rows among those of all shards."""
     place = _place(context, task).rank
     return tuple(
         _by_shard(each, share).split([sum(blocks) for blocks in share.blocks])[place].contiguous()
@@ -92,7 +92,7 @@ def keep_blocks(context: StepContext, task: Task, rows: Slices, shares: Sequence
 
 
 def reduce_rows(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """The sum of all shards' partial rows, to all of them."""
+    """Return the sum of all shards' partial rows, to all of them."""
     del shares
     total = torch.cat(rows)  # a copy: what experts left may be needed by their backward
     _transport(context, task).all_reduce(total, task.axes)
@@ -100,17 +100,17 @@ def reduce_rows(context: StepContext, task: Task, rows: Slices, shares: Sequence
 
 
 def unchanged(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """Rows as they are: their gradients are the same on all shards."""
+    """Return rows unchanged: their gradients are the same on all shards."""
     del context, task, shares
     return rows
 
 
 def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
-    """A move of gradients, scaled.
+    """Return a move of gradients that scales them.
 
-    Ranks that share attention bring the same rows, and experts see each of them that many times: only with a
-    share of every gradient do they learn from it once. On the way back to their
-    rank gradients are made whole again.
+    Ranks that share attention bring the same rows, so experts see each row that many times: only with a share
+    of every gradient do they learn from it once. On the way back to their rank gradients are made whole
+    again.
     """
 
     def scaled(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
@@ -125,14 +125,14 @@ def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
 
 
 def deal(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """Every n-th row of each expert: this rank's share."""
+    """Return every n-th row of each expert: this rank's share."""
     dealt, turn = _place(context, task).dealt, context.tensor.rank
     pairs = zip(rows, shares, strict=True)
     return tuple(each[_turn(share.counts, turn, dealt, each.device)] for each, share in pairs)
 
 
 def gather_dealt(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-    """All ranks' shares, each row where it was before it was dealt."""
+    """Gather all ranks' shares, each row where it was before it was dealt."""
     dealt, device = _place(context, task).dealt, rows[0].device
     places = [[_turn(share.counts, turn, dealt, device) for turn in range(dealt)] for share in shares]
     sizes = [[len(place) for place in each] for each in places]
@@ -146,7 +146,7 @@ def gather_dealt(context: StepContext, task: Task, rows: Slices, shares: Sequenc
 
 @lru_cache(maxsize=256)  # with fixed slots counts are always the same, and a copy makes the host wait
 def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) -> Tensor:
-    """The rows that are dealt in one turn. counts: rows of every expert."""
+    """Return the rows that are dealt in one turn. counts: rows of every expert."""
     ends = np.cumsum(counts)
     starts = ends - np.asarray(counts)
     found = np.concatenate([np.arange(s + turn, e, dealt) for s, e in zip(starts, ends, strict=True)])
@@ -157,21 +157,21 @@ def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) 
 
 
 def _by_target(rows: Tensor, share: Shares) -> Tensor:
-    """Rows that lie shard by shard, as [target][shard]."""
+    """Return rows that lie shard by shard in the order [target][shard]."""
     shards, targets = len(share.blocks), len(share.blocks[0])
     blocks = rows.split([size for by_target in share.blocks for size in by_target])
     return torch.cat([blocks[s * targets + t] for t in range(targets) for s in range(shards)])
 
 
 def _by_shard(rows: Tensor, share: Shares) -> Tensor:
-    """The inverse of `_by_target`."""
+    """Return rows in the order [shard][target]: the inverse of `_by_target`."""
     shards, targets = len(share.blocks), len(share.blocks[0])
     blocks = rows.split([share.blocks[s][t] for t in range(targets) for s in range(shards)])
     return torch.cat([blocks[t * shards + s] for s in range(shards) for t in range(targets)])
 
 
 def _totals(sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Of every rank, over all slices."""
+    """Return the sizes of every rank, summed over all slices."""
     return [sum(column) for column in zip(*sizes, strict=True)]
 
 

@@ -1,10 +1,12 @@
 """Rows of several slices in one transfer.
 
-At home and at the experts rows lie slice by slice, so that either phase can take its own runs of them.
-Under way they lie rank by rank, since a rank gets what is meant for it in one piece. A block is one slice's
+At home and at the experts rows lie slice by slice, so that either phase can take its own runs of slices. In
+transit they lie rank by rank, since a rank gets what is meant for it in one piece. A block is one slice's
 rows for one rank. A chunk that is one slice lies the same either way, and nothing is copied.
+
 Where rows are split among several hosts of their expert when counts are known, they lie at home by expert,
 and leave by position.
+
 Shapes: K slices of a chunk, P ranks.
 """
 
@@ -20,7 +22,7 @@ Sizes = Sequence[Sequence[int]]
 
 
 def to_ranks(slices: Sequence[Tensor], sizes: Sizes) -> Tensor:
-    """The slices' rows rank by rank, inside a rank slice by slice."""
+    """Return the slices' rows rank by rank, inside a rank slice by slice."""
     if len(slices) == 1:
         return slices[0]
     blocks = [rows.split(list(row)) for rows, row in zip(slices, sizes, strict=True)]
@@ -28,7 +30,7 @@ def to_ranks(slices: Sequence[Tensor], sizes: Sizes) -> Tensor:
 
 
 def to_slices(rows: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
-    """The inverse of `to_ranks`."""
+    """Return rows slice by slice: the inverse of `to_ranks`."""
     if len(sizes) == 1:
         return (rows,)
     blocks = rows.split([size for by_slice in zip(*sizes, strict=True) for size in by_slice])
@@ -36,28 +38,28 @@ def to_slices(rows: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def joined(slices: Sequence[Tensor]) -> Tensor:
-    """One tensor, slice by slice."""
+    """Return one tensor of all slices, slice by slice."""
     return slices[0] if len(slices) == 1 else torch.cat(list(slices))
 
 
 def by_position(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]) -> Tensor:
-    """A slice's rows, whose positions lie in the order `home`, by position. sent: by rank and slot there."""
+    """Return a slice's rows, which lie in the order `home`, by position. sent: by rank and slot there."""
     return _turned(rows, _filled(sent, home), _filled(sent, sorted(home)))
 
 
 def as_at_home(rows: Tensor, sent: Sequence[Sequence[int]], home: Sequence[int]) -> Tensor:
-    """The inverse of `by_position`."""
+    """Return a slice's rows in the order `home`: the inverse of `by_position`."""
     return _turned(rows, _filled(sent, sorted(home)), _filled(sent, home))
 
 
 def _filled(sent: Sequence[Sequence[int]], positions: Sequence[int]) -> dict[int, int]:
-    """Sizes of the blocks that have rows, in this order."""
+    """Return the sizes of the blocks that have rows, in the order of `positions`."""
     sizes = [size for of_rank in sent for size in of_rank]
     return {position: sizes[position] for position in positions if sizes[position]}
 
 
 def _turned(rows: Tensor, lie: dict[int, int], wanted: dict[int, int]) -> Tensor:
-    """Blocks in another order; no copy where they lie in it."""
+    """Return blocks in another order; without a copy where they lie in it already."""
     if list(lie) == list(wanted):
         return rows
     blocks = dict(zip(lie, rows.split(list(lie.values())), strict=True))

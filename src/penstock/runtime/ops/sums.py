@@ -14,9 +14,9 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 
 @handles(Op.STATISTICS, Phase.FORWARD)
 def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loss, routers, statistics: the sums, which stand for the gradients of what was summed.
+    """Return loss, routers, statistics: the sums, which stand for the gradients of what was summed.
 
-    choices: those that balance is judged by, where no rank has them alone.
+    choices: input by which balance is judged, where no rank has all choices of a sample.
     """
     layers: dict[int, list[GateSums]] = {}
     judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
@@ -32,7 +32,7 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 def _piece(name: Name) -> tuple[int, int | None]:
-    """The layer and microbatch of a task."""
+    """Return the layer and microbatch of a task."""
     return name.layer, name.microbatch
 
 

@@ -1,7 +1,7 @@
-"""Handlers of tensor parallelism: tokens gathered and scattered, and what computes on shards of weights.
+"""Handlers of tensor parallelism: tokens gathered and scattered, and computation on shards of weights.
 
-Shapes: B samples, L tokens per sample (of all ranks that share them, or this rank's), M hidden size,
-T = B * L tokens, V vocabulary of this rank, P ranks that share attention.
+Shapes: B samples, L tokens per sample (of all ranks that share them, or this rank's), M hidden size, T = B *
+L tokens, V vocabulary of this rank, P ranks that share attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Move = Callable[[StepContext, Task, Tensor], Tensor]
 
 
 def gather(context: StepContext, task: Task, mine_BLM: Tensor) -> Tensor:
-    """Tokens of all ranks, [B, L, M], from this rank's part of every sample."""
+    """Gather the tokens of all ranks, [B, L, M], from each rank's part of every sample."""
     lengths = context.tensor.lengths(context.batch.tokens[microbatch(task)].shape[1])
     samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
     rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
@@ -42,7 +42,7 @@ def gather(context: StepContext, task: Task, mine_BLM: Tensor) -> Tensor:
 
 
 def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
-    """The sum over ranks, of this rank's part of every sample's tokens."""
+    """Return the sum over ranks of this rank's part of every sample's tokens."""
     lengths = context.tensor.lengths(all_BLM.shape[1])
     samples, _, hidden = all_BLM.shape
     rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
@@ -52,14 +52,14 @@ def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
 
 
 def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
-    """The sum over ranks, on all of them."""
+    """Return the sum over ranks, on all of them."""
     total_BLM = all_BLM.clone(memory_format=torch.contiguous_format)
     _transport(context, task).all_reduce(total_BLM, task.axes)
     return total_BLM
 
 
 def keep(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
-    """This rank's part of every sample's tokens; all ranks have them all."""
+    """Return this rank's part of every sample's tokens, all of which every rank has."""
     del task
     lengths = context.tensor.lengths(all_BLM.shape[1])
     first = sum(lengths[: context.tensor.rank])
@@ -67,7 +67,7 @@ def keep(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
 
 
 def unchanged(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
-    """Tokens as they are."""
+    """Return tokens unchanged."""
     del context, task
     return all_BLM
 
@@ -79,7 +79,7 @@ def _transport(context: StepContext, task: Task) -> Transport:
 def _moves(role: str, op: str, forward: Move, backward: Move, also: str = "") -> None:
     """Register handlers of an op that moves one tensor, `role`; gradients of its readers are summed.
 
-    also: another name of it, for readers whose gradients go another way.
+    also: a second name of the output, for readers whose gradients go another way.
     """
 
     def run(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
@@ -111,20 +111,20 @@ _moves("hidden", Op.GATHER_OUTPUT, gather, keep)
 
 @handles(Op.GATHER_TOKENS, F)
 def gathered_tokens(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: what attention has gathered; nothing is sent twice."""
+    """Return hidden: what attention has gathered; nothing is sent twice."""
     del context, task
     return {"hidden": inputs.one("gathered")}
 
 
 @handles(Op.GATHER_TOKENS, B)
 def gathered_tokens_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: the gradient of this rank's tokens. Every rank has all of it: there is nothing to sum."""
+    """Return hidden: the gradient of this rank's tokens, which every rank has whole: nothing is summed."""
     return {"hidden": keep(context, task, added(inputs.all("d_hidden")))}
 
 
 @handles(Op.CHOICES, F)
 def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """choices: summed over the ranks that share every sample's tokens, [B, E]."""
+    """Return choices: summed over the ranks that share every sample's tokens, [B, E]."""
     total_BE = inputs.one("choices").clone()
     _transport(context, task).all_reduce(total_BE, task.axes)
     return {"choices": total_BE}
@@ -135,7 +135,7 @@ def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.HEADS, F)
 def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """attended: what this rank's heads add, [B, L, M] of all tokens."""
+    """Return attended: what this rank's heads add, [B, L, M] of all tokens."""
     block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
@@ -146,13 +146,13 @@ def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.HEADS, B)
 def heads_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: what this rank's heads add to the gradient of all tokens."""
+    """Return hidden: what this rank's heads add to the gradient of all tokens."""
     return _one_back("hidden", "attended", context, task, inputs)
 
 
 @handles(Op.GATE, F)
 def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """All that `route` leaves."""
+    """Return all outputs of `route`."""
     block = context.parts.parts[task.layer]
     assert block.moe is not None, task
     segment = context.segment()
@@ -165,7 +165,7 @@ def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.GATE, B)
 def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of the residual stream before attention, and of what attention added to it."""
+    """Return gradients of the residual stream before attention, and of what attention added to it."""
     saved: SavedRoute = inputs.one("saved")
     h_BLM, attended_BLM = saved.segment.backward(route_gradients(context, task, saved, inputs))
     return {"hidden": present(h_BLM, task), "attended": present(attended_BLM, task)}
@@ -173,7 +173,7 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.DENSE_NORM, F)
 def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
+    """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
     block = context.parts.parts[task.layer]
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
@@ -185,7 +185,7 @@ def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.DENSE_NORM, B)
 def dense_norm_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of the residual stream before attention, and of what attention added to it."""
+    """Return gradients of the residual stream before attention, and of what attention added to it."""
     del context
     segment: AnySegment = inputs.one("saved")
     h_BLM, attended_BLM = segment.backward([inputs.one("d_residual"), inputs.one("d_tokens")])
@@ -194,7 +194,7 @@ def dense_norm_backward(context: StepContext, task: Task, inputs: Inputs) -> Out
 
 @handles(Op.DENSE, F)
 def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """out: what this rank's part of the hidden width adds, [B, L, M] of all tokens."""
+    """Return out: what this rank's part of the hidden width adds, [B, L, M] of all tokens."""
     block = context.parts.parts[task.layer]
     segment = context.segment()
     (x_BLM,) = segment.enter(inputs.one("tokens"))
@@ -205,13 +205,13 @@ def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.DENSE, B)
 def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """tokens: what this rank's part adds to their gradient."""
+    """Return tokens: what this rank's part adds to the gradient of tokens."""
     return _one_back("tokens", "out", context, task, inputs)
 
 
 @handles(Op.DENSE_ADD, F)
 def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: what leaves the block."""
+    """Return hidden: what leaves the block."""
     block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
     segment = context.segment()
     residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
@@ -222,7 +222,7 @@ def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.DENSE_ADD, B)
 def dense_add_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Gradients of the residual stream and of what is added to it."""
+    """Return gradients of the residual stream and of what is added to it."""
     del context
     segment: AnySegment = inputs.one("saved")
     residual_BLM, out_BLM = segment.backward([added(inputs.all("d_hidden"))])
@@ -230,7 +230,7 @@ def dense_add_backward(context: StepContext, task: Task, inputs: Inputs) -> Outp
 
 
 def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """The backward of a segment with one input, `role`, and one output, `left`."""
+    """Run the backward of a segment with one input, `role`, and one output, `left`."""
     del context
     segment: AnySegment = inputs.one("saved")
     (grad_BLM,) = segment.backward([added(inputs.all(f"d_{left}"))])
@@ -253,7 +253,7 @@ class ShardLogits:
 
 @dataclass(frozen=True)
 class SavedLoss:
-    """What the backward of the loss needs.
+    """The forward values that the backward of the loss needs.
 
     total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
     """
@@ -265,7 +265,7 @@ class SavedLoss:
 
 @handles(Op.LOGITS, F)
 def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """logits: those of this rank's vocabulary. peaks: [T, 3] float64 or float32, see `_peaks`."""
+    """Return logits: those of this rank's vocabulary; peaks: [T, 3] float64 or float32, see `_peaks`."""
     parts = context.parts
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
@@ -278,13 +278,13 @@ def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.LOGITS, B)
 def logits_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """hidden: what this rank's vocabulary adds to the gradient of all tokens."""
+    """Return hidden: what this rank's vocabulary adds to the gradient of all tokens."""
     return _one_back("hidden", "logits", context, task, inputs)
 
 
 @handles(Op.PEAKS, F)
 def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """peaks: [P, T, 3], every rank's."""
+    """Return peaks: those of every rank, [P, T, 3]."""
     mine_T3: Tensor = inputs.one("peaks")
     size = context.tensor.size
     found = _transport(context, task).all_gather(mine_T3.unsqueeze(0), [1] * size, task.axes)
@@ -293,7 +293,7 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.LOSS, F)
 def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """loss: sums of a microbatch, on the first of the ranks that have it; nothing on the others."""
+    """Return loss: sums of a microbatch, on the first of the ranks that have it; zeros on the others."""
     known = passengers_of(context, task, inputs)
     most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
     most_T = most_PT.amax(dim=0)
@@ -309,7 +309,7 @@ def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 @handles(Op.LOSS, B)
 def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """logits: their gradient, probability minus one for the label, [T, V]."""
+    """Return logits: their gradient, probability minus one for the label, [T, V]."""
     del task
     statistics: StepStatistics = inputs.one("d_loss")
     saved: SavedLoss = inputs.one("saved")
@@ -327,14 +327,14 @@ def _precise(logits_TV: Tensor) -> Tensor:
 
 
 def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
-    """Where labels are in this rank's vocabulary, [T]; -1 for those that are not."""
+    """Return the places of labels in this rank's vocabulary, [T]; -1 for labels outside it."""
     _check_known(labels_T, width * context.tensor.size)
     place_T = labels_T - context.tensor.rank * width
     return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
 
 
 def _check_known(labels_T: Tensor, vocabulary: int) -> None:
-    """Raise IndexError for a label outside the vocabulary, as on one rank; on a GPU that would wait."""
+    """Raise IndexError for a label outside the vocabulary; not on a GPU, where it would wait."""
     if labels_T.is_cuda:
         return
     unknown = (labels_T != NO_LABEL) & ((labels_T < 0) | (labels_T >= vocabulary))
@@ -346,8 +346,8 @@ def _check_known(labels_T: Tensor, vocabulary: int) -> None:
 
 
 def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:
-    """What others must know of every token: the largest logit here, the sum of exponentials over it, and the
-    label's logit if it is here (else 0)."""
+    """Return what others must know of every token: the largest logit here, the sum of exponentials relative
+    to it, and the label's logit if it is here (else 0)."""
     most_T = logits_TV.amax(dim=1)
     sums_T = (logits_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
     label_T = logits_TV.gather(1, mine_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (mine_T >= 0)

@@ -22,14 +22,14 @@ Rows = Tensor | tuple[Tensor, ...]
 
 @handles(Op.COUNTS, F)
 def counts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """route: how many rows go where."""
+    """Return route: how many rows go where."""
     maker = context.counting(task.layer)
     transport = context.transports.of(task.lane, task.axes)
     return {"route": exchange_counts(inputs.one("counts"), maker, transport, context.degrees, task.axes)}
 
 
 def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outward: bool) -> Outputs:
-    """Along a leg towards the experts, or along the same leg home."""
+    """Move rows along a leg towards the experts, or along the same leg home."""
     routes, cut = routes_of(inputs), task.cut
     if isinstance(rows, tuple):
         rows = held(rows, cut)
@@ -58,12 +58,12 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
 
 
 def move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: after a leg of dispatch or combine."""
+    """Return rows: after a leg of dispatch or combine."""
     return _leg(context, task, inputs, inputs.one("rows"), outward=task.op in HOME)
 
 
 def move_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """rows: their gradients after the transpose of the leg."""
+    """Return rows: their gradients after the transpose of the leg."""
     return _leg(context, task, inputs, inputs.one("d_rows"), outward=task.op not in HOME)
 
 
@@ -73,11 +73,11 @@ for op in (*HOME, *AWAY):
 
 
 def held(rows: tuple[Tensor, ...], cut: Cut) -> tuple[Tensor, ...]:
-    """The slices that a task has, of those or of all."""
+    """Return the slices that a task has, from exactly those slices or from all."""
     return rows[cut.first : cut.stop] if len(rows) == cut.slices else rows
 
 
 def routes_of(inputs: Inputs) -> Routes:
-    """The routes of a microbatch: known where sizes are fixed, on their way to the host where not."""
+    """Return the routes of a microbatch: known where sizes are fixed, else in transit to the host."""
     found: Later[Routes] | Routes = inputs.one("route")
     return Later.of(found)

@@ -1,1 +1,1 @@
-"""An optimiser of which every rank owns a share: what the share is, its tasks, and the optimiser itself."""
+"""An optimiser of which every rank owns a share: the share, its tasks, and the optimiser itself."""

@@ -24,16 +24,16 @@ class ShardedAdamW(torch.optim.Optimizer):
     """AdamW on a stack whose steps sum gradients in shares (`optimizer.sharded`, `StepShape.updating`).
 
     groups: as `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack. lr,
-    betas, eps: of all of them. A stack has one such optimizer: to build another takes it from the first.
-    max_norm: gradients are scaled so that their norm is at most this; None = as they are. A step whose norm
-    is not finite changes nothing. `norm` is that of the last step.
+    betas, eps: for all groups. A stack has one such optimizer: building another takes the stack from the
+    first. max_norm: gradients are scaled so that their norm is at most this; None = unscaled. A step whose
+    norm is not finite changes nothing. `norm` is that of the last step.
 
     An ordinary loop works as ever: `loss.backward()`, perhaps several times, `step()`, `zero_grad()`. All
-    ranks must call `step`; parameters are the current ones after it. Inside `in_backward` the tasks of the
-    schedule update while backward runs, and parameters are gathered in the next forward pass, but for those
-    with which it begins: until then a rank has the current values of its share alone, `state_dict` of the
-    stack is refused, and `flush` brings the others. Without clipping nothing waits for the norm there, so it
-    is the loss alone that may refuse.
+    ranks must call `step`; parameters are current after it. Inside `in_backward` the tasks of the schedule
+    update while backward runs, and parameters are gathered in the next forward pass, except those with which
+    it begins: until then a rank has the current values of its share alone, `state_dict` of the stack is
+    refused, and `flush` gathers the others. Without clipping nothing waits for the norm there, so only a loss
+    that is not finite makes a step change nothing.
 
     Raises ValueError for a stack whose steps do not sum in shares, or are made for the other kind of
     clipping, and for groups with numbers, options or parameters that cannot be used.
@@ -66,7 +66,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         stack.updates = self.updates
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update these parameters, too. Raises ValueError for what cannot be updated in shares."""
+        """Update these parameters, too. Raises ValueError for parameters that cannot be updated in shares."""
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1], [*self._stack.parameters()])
@@ -84,7 +84,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Let the backward pass inside update parameters, too: it is the last one before `step`."""
+        """Let the backward pass inside update parameters, too: it must be the last one before `step`."""
         self._check_current()
         self.updates.in_backward = True
         try:
@@ -94,26 +94,26 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update by the sums of the last backward passes, unless they have done so themselves."""
+        """Update by the sums of the last backward passes, unless they have updated already."""
         if closure is not None:
             raise ValueError("a sharded optimizer updates once per backward pass and takes no closure")
         self._check_current()
         self.updates.run()
 
     def flush(self) -> None:
-        """Bring all parameters up to date that wait for the next forward pass; all ranks must call it."""
+        """Gather all parameters that wait for the next forward pass; all ranks must call it."""
         self.updates.flush(self._stack.plan.graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget sums that no update has used."""
+        """Discard sums that no update has used."""
         super().zero_grad(set_to_none)
         self.updates.forget()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters of this rank, whole, as AdamW has it; all ranks must call it.
+        """Return the state of all parameters of this rank, whole, as AdamW has it; all ranks must call it.
 
-        Raises RuntimeError, as `flush` does, if a pass that failed has updated a part of them.
+        Raises RuntimeError, as `flush` does, if a pass that failed has updated only a part of them.
         """
         self.updates.failed.refuse_parameters()
         self._stack.settle()
@@ -132,7 +132,7 @@ class ShardedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's shares out of whole states, AdamW's own or a sharded one's.
 
-        A parameter that has no state there starts afresh. All ranks must call it. Raises ValueError for the
+        A parameter without a saved state starts afresh. All ranks must call it. Raises ValueError for the
         state of other parameters or of another kind of optimizer.
         """
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -140,7 +140,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         check_state(state_dict["param_groups"], pairs)
         self._stack.settle()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.updates.groups = self.param_groups  # a new list
+        self.updates.groups = self.param_groups  # super() has made a new list
         for parameter, saved in pairs:
             found = self.updates.share_of(parameter)
             if found is None and saved:  # frozen; it may be trained later

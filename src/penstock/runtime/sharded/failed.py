@@ -1,4 +1,4 @@
-"""What a backward pass that failed has spoilt of a sharded optimiser's sums and parameters."""
+"""The damage that a failed backward pass has done to a sharded optimiser's sums and parameters."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ PARAMETERS = (
 
 
 class Failed:
-    """Remembers it until it is cleared."""
+    """Remembers the damage until it is cleared."""
 
     def __init__(self) -> None:
         self._words = ""
 
     def note(self, *, updates: bool) -> str:
-        """A pass has failed; updates: that was to update parameters, too. Returns what is to be done."""
+        """Note that a pass failed, and return what to do. updates: whether it was to update parameters."""
         self._words = PARAMETERS if updates else SUMS
         return self._words
 
     def forget_sums(self) -> None:
-        """Sums are not used any more; parameters are."""
+        """Clear damage to sums, which are no longer used; damage to parameters stays."""
         self._words = "" if self._words == SUMS else self._words
 
     def refuse(self) -> None:
-        """Raise RuntimeError if anything is spoilt."""
+        """Raise RuntimeError if sums or parameters are damaged."""
         if self._words:
             raise RuntimeError(self._words)
 
     def refuse_parameters(self) -> None:
-        """Raise RuntimeError if parameters are spoilt, before they or their state are handed on."""
+        """Raise RuntimeError if parameters are damaged, before they or their state are handed on."""
         if self._words == PARAMETERS:
             raise RuntimeError(self._words)

@@ -1,4 +1,4 @@
-"""What a sharded optimiser can work with: numbers, options, parameters and saved states, checked."""
+"""Checks of what a sharded optimiser can work with: numbers, options, parameters and saved states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "weight_decay": (lambda decay: 0 <= decay < math.inf, "at least 0"),
 }
 OPTIONS = ("amsgrad", "maximize", "differentiable")
-"""Of `torch.optim.AdamW`: what an update of a share would ignore."""
+"""Options of `torch.optim.AdamW` that an update of a share would ignore."""
 
 
 def check_norm(max_norm: float | None) -> None:

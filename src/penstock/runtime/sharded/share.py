@@ -1,7 +1,7 @@
-"""Which part of a layer's flat gradients a rank owns, and the optimiser's state for it.
+"""The part of a layer's flat gradients that a rank owns, and the optimiser's state for it.
 
-Every piece that is reduced is cut into nearly equal shares, one for each rank that meets in it. So a share of
-a parameter may be several short runs of it, or none.
+Every piece that is reduced is cut into nearly equal shares, one for each rank that meets in it. So a share
+may have several short runs of a parameter, or none.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Piece:
 
     @property
     def run(self) -> range:
-        """All of it, in the buffer."""
+        """The range of the whole piece in the buffer."""
         return range(self.start, self.start + sum(self.sizes))
 
     def share(self, place: int) -> range:
-        """What the rank at a place of the group owns of it, in the buffer."""
+        """Return the range, in the buffer, that the rank at `place` of the group owns."""
         begin = self.start + sum(self.sizes[:place])
         return range(begin, begin + self.sizes[place])
 
 
 def cut_into(length: int, parts: Sequence[int], owners: int) -> tuple[Piece, ...]:
-    """A buffer in pieces of these relative sizes, each shared by so many ranks."""
+    """Cut a buffer into pieces of these relative sizes, each shared by `owners` ranks."""
     ends = accumulate(part_sizes(length, parts), initial=0)
     return tuple(Piece(start, split_sizes(stop - start, owners)) for start, stop in pairwise(ends))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Numbers of a parameter that stand together in a buffer. first: in it; place: in the buffer."""
+    """Consecutive numbers of a parameter in a buffer. first: place in the parameter; place: in the buffer."""
 
     parameter: nn.Parameter
     first: int
@@ -56,15 +56,16 @@ class Run:
 
     @property
     def values(self) -> Tensor:
-        """These numbers of the parameter, flat, to read and to write."""
+        """The parameter's numbers of this run, flat, to read and to write."""
         return self.parameter.data.view(-1).narrow(0, self.first, self.length)
 
 
 class Share:
     """This rank's share of one flat buffer: the runs that it owns, and AdamW's state for them, flat.
 
-    states: by name, as long as all owned runs together. Numbers of fewer than four bytes have their weights
-    here in float32, too (`master`). held: sums of earlier backward passes, where gradients are accumulated.
+    states: by name, as long as all owned runs together. For parameters with fewer than four bytes per number
+    they include the weights in float32 (`master`). held: sums of earlier backward passes, where gradients are
+    accumulated.
     """
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
@@ -81,7 +82,7 @@ class Share:
         self.held: Tensor | None = None
 
     def is_of(self, flat: FlatGradients) -> bool:
-        """Whether a buffer is of the very same numbers."""
+        """Return whether a buffer is of the very same parameters, of the same type, device and share."""
         pairs = zip(self.flat.parameters, flat.parameters, strict=False)
         same = self.flat.sizes == flat.sizes and all(mine is other for mine, other in pairs)
         first, kept = flat.parameters[0], self.states[MOMENTS[0]]
@@ -90,7 +91,7 @@ class Share:
         )
 
     def within(self, run: range) -> Iterator[Run]:
-        """What parameters have of a part of the buffer."""
+        """Yield the runs of parameters in a part of the buffer."""
         begin = 0
         for parameter, size in zip(self.flat.parameters, self.flat.sizes, strict=True):
             first, last = max(run.start, begin), min(run.stop, begin + size)
@@ -99,17 +100,17 @@ class Share:
             begin += size
 
     def owned(self, piece: int) -> Tensor:
-        """The gradients of a piece that are this rank's to sum, in the buffer of the last backward pass."""
+        """Return the gradients of a piece that this rank sums, in the buffer of the last backward pass."""
         run = self.pieces[piece].share(self.place)
         return self.flat.flat.narrow(0, run.start, len(run))
 
     def state(self, name: str, piece: int, run: Run) -> Tensor:
-        """A state's numbers for an owned run."""
+        """Return a state's numbers for an owned run."""
         begin = self.places[piece] + run.place - self.pieces[piece].share(self.place).start
         return self.states[name].narrow(0, begin, run.length)
 
     def rows(self, piece: int) -> Tensor:
-        """What this rank has added to the gradients of a piece, flat."""
+        """Return what this rank has added to the gradients of a piece, flat."""
         run = self.pieces[piece].run
         return self.flat.flat.narrow(0, run.start, len(run))
 
@@ -124,14 +125,15 @@ class Share:
             mine.add_(self.held.narrow(0, self.places[piece], len(mine)))
 
     def gradient(self, piece: int, run: Run) -> Tensor:
-        """The sums of an owned run."""
+        """Return the sums of an owned run."""
         begin = run.place - self.pieces[piece].share(self.place).start
         return self.owned(piece).narrow(0, begin, run.length)
 
     def weights(self, piece: int, run: Run) -> Tensor:
-        """What AdamW changes: the parameter's own numbers, or those here that it has in float32.
+        """Return the numbers that AdamW changes: the parameter's own, or their copy in float32 if there is
+        one.
 
-        Where the parameter was changed from outside since the last update, its own numbers are taken.
+        Where the parameter was changed from outside since the last update, its own numbers replace the copy.
         """
         if MASTER not in self.states:
             return run.values
@@ -140,18 +142,18 @@ class Share:
         return master.copy_(torch.where(changed, run.values.to(self.wide), master))
 
     def begin(self, *, adds: bool) -> None:
-        """Before a backward pass. adds: to the sums that there are, which are put aside here."""
+        """Prepare for a backward pass. adds: put the present sums aside here, for the pass to add to."""
         self.held = None
         if adds:
             self.held = torch.cat([self.owned(piece) for piece in range(len(self.pieces))])
 
     def runs_of(self, parameter: nn.Parameter) -> Iterator[tuple[int, Run]]:
-        """Every run of a parameter that this rank owns, with the number of its piece."""
+        """Yield every run of a parameter that this rank owns, with the number of its piece."""
         for piece, runs in enumerate(self.runs):
             yield from ((piece, run) for run in runs if run.parameter is parameter)
 
     def everyones(self, parameter: nn.Parameter) -> list[list[range]]:
-        """For every rank of the group what it owns of a parameter, in the parameter's order."""
+        """Return, for every rank of the group, the ranges of a parameter that it owns, in their order."""
         return [
             [
                 range(run.first, run.first + run.length)
@@ -166,7 +168,7 @@ class Share:
 class ReleasingShare(Share):
     """A share whose sums are all that is kept of gradients.
 
-    Each is given up with the last piece that it is in. One that no task has added to is not there: zero.
+    A gradient is freed with the last piece that it is in. One to which no task has added is missing: zero.
     """
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
@@ -180,7 +182,7 @@ class ReleasingShare(Share):
         self._left = Counter(run.parameter for runs in self.spread for run in runs)
 
     def owned(self, piece: int) -> Tensor:
-        """The sums of a piece that are this rank's."""
+        """Return this rank's sums of a piece."""
         return self._sums.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
 
     def rows(self, piece: int) -> Tensor:

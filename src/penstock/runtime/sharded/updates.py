@@ -1,4 +1,4 @@
-"""What the tasks of a sharded optimiser do: sum in shares, take the norm, update, gather parameters."""
+"""The work of a sharded optimiser's tasks: sum in shares, take the norm, update, gather parameters."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TINY = 1e-6
 Shares = dict[tuple[str, int], list[Share]]
 """By kind of gradients and layer."""
 Groups = Sequence[Mapping[str, Any]]
-"""What `torch.optim` calls parameter groups."""
+"""Parameter groups as in `torch.optim`."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What updates need to know of all gradients. norm: float64. factor: what they are scaled by.
+    """What updates must know of all gradients. norm: float64. factor: what gradients are scaled by.
 
     refused: float32, 1 where the step may change nothing, since a number in it is not finite.
     """
@@ -41,10 +41,10 @@ class Judged:
 
 
 class Updates:
-    """The shares of one rank, and how far the step has come with them.
+    """The shares of one rank, and the state of the current step's sums and updates.
 
-    groups: as in `torch.optim`, read at every update. max_norm: gradients are scaled to; None = as they are.
-    in_backward: whether the tasks of the running backward pass update, too; else they sum only.
+    groups: as in `torch.optim`, read at every update. max_norm: gradients are scaled to this norm; None =
+    unscaled. in_backward: whether the tasks of the running backward pass update, too; else they only sum.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Updates:
         self._buckets: Buckets | None = None
         self._cut: tuple[object, ...] = ()
         self._shares: Shares = {}
-        self._asleep: Shares = {}  # of frozen parameters: they may be trained again
+        self._asleep: Shares = {}  # those of frozen parameters: they may be trained again
         self._stale: set[Name] = set()
         self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
         self.steps: dict[nn.Parameter, Tensor] = {}
@@ -64,7 +64,7 @@ class Updates:
         self.judged: Judged | None = None
         self.in_backward = False
         self.changes = 0  # how often parameters have been updated
-        self._summed: Graph | None = None  # of the step that has left sums
+        self._summed: Graph | None = None  # that of the step that has left sums
         self.failed = Failed()
 
     @property
@@ -73,14 +73,14 @@ class Updates:
         return self._summed is not None
 
     def forget(self) -> None:
-        """Sums that no update has used shall not be."""
+        """Discard sums that no update has used."""
         self._summed = None
         self.failed.forget_sums()
 
     # ---- who owns what -------------------------------------------------------------------------------------
 
     def settle(self, buckets: Buckets, shape: StepShape) -> None:
-        """Own shares of these buckets, as this shape cuts them; what there was of their state is dealt again.
+        """Own shares of these buckets, as this shape cuts them; existing state is distributed anew.
 
         All ranks must call it together; it costs an exchange where the cut or a parameter has changed.
         """
@@ -112,7 +112,7 @@ class Updates:
                 self.steps[parameter] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
 
     def _follow(self, buckets: Buckets) -> bool:
-        """Use other buffers of the very same parameters; False if they are of others.
+        """Use other buffers of the very same parameters; return False if they are of other parameters.
 
         Nothing is exchanged: a rank has new buffers where it alone has frozen something for an evaluation.
         """
@@ -134,7 +134,7 @@ class Updates:
         return share(flat, parts, mesh.size(axes), mesh.place(self._layout.rank, axes))
 
     def _put_to_sleep(self, made: Shares) -> Shares:
-        """Shares of what the optimiser still has and no step trains now, each by itself."""
+        """Return a share for each parameter that the optimiser still has and no step trains now."""
         trained = {id(p) for shares in made.values() for each in shares for p in each.flat.parameters}
         asleep: Shares = {}
         for (kind, layer), share in self._known:
@@ -145,7 +145,7 @@ class Updates:
         return asleep
 
     def _deal(self, made: Iterable[Share]) -> None:
-        """Fill new shares from the old ones: one kind of state after the other, for the sake of memory."""
+        """Fill new shares from the old ones, one kind of state after the other, to save memory."""
         shares = list(made)
         for name in (*MOMENTS, MASTER):
             loaded = {parameter: saved[name] for parameter, saved in self.waiting.items() if name in saved}
@@ -159,7 +159,7 @@ class Updates:
                             share.state(name, piece, run).copy_(source)
 
     def whole(self, name: str) -> dict[nn.Parameter, Tensor]:
-        """A state of all that this rank holds parameters of, gathered; all ranks must call it together."""
+        """Return a state of all parameters of this rank, gathered; all ranks must call it together."""
         found: dict[nn.Parameter, Tensor] = {}
         for (kind, _), share in self._known:
             if name not in share.states:
@@ -177,7 +177,7 @@ class Updates:
         return found
 
     def share_of(self, parameter: nn.Parameter) -> tuple[Axes, Share] | None:
-        """The share that a parameter is in, and along which axes its owners meet; None for a frozen one."""
+        """Return a parameter's share, and the axes along which its owners meet; None for a frozen one."""
         for (kind, _), share in self._known:
             if any(each is parameter for each in share.flat.parameters):
                 return self._axes(kind), share
@@ -185,7 +185,7 @@ class Updates:
 
     @property
     def _known(self) -> Iterator[tuple[tuple[str, int], Share]]:
-        """All shares, those of frozen parameters too."""
+        """All shares, including those of frozen parameters."""
         for shares in (self._shares, self._asleep):
             for key, found in shares.items():
                 yield from ((key, share) for share in found)
@@ -193,9 +193,10 @@ class Updates:
     # ---- in a step -----------------------------------------------------------------------------------------
 
     def begin(self, buckets: Buckets, shape: StepShape, changes: int) -> None:
-        """A backward pass begins. Sums that no update has used are kept, to be added to.
+        """Begin a backward pass. Sums that no update has used are kept, to be added to.
 
-        changes: as there were when the forward pass ran. Raises RuntimeError if there were more since.
+        changes: the number of updates when the forward pass ran. Raises RuntimeError if there were more
+        since.
         """
         if changes != self.changes:
             raise RuntimeError(
@@ -210,9 +211,9 @@ class Updates:
             share.begin(adds=self.has_sums)
 
     def scatter(self, task: Task, transport: Transport) -> None:
-        """Sum a piece of gradients over its ranks; of the sum this rank has its share, the rest is rubbish.
+        """Sum a piece of gradients over its ranks, in shares: only this rank's share of the piece is valid.
 
-        Added in the order of ranks, so that the sums do not depend on what arrives first.
+        Parts are added in the order of ranks, so that the sums do not depend on what arrives first.
         """
         assert task.piece is not None, task
         for share in self._of(task):
@@ -239,7 +240,7 @@ class Updates:
         self.judged = Judged(norm, factor, 1 - finite.to(torch.float32))
 
     def update(self, task: Task, loss: Tensor | None = None) -> None:
-        """AdamW on what this rank owns of a piece. loss: of the step, where this waits for no norm."""
+        """Run AdamW on this rank's share of a piece. loss: the step's, where this waits for no norm."""
         assert task.piece is not None, task
         judged = self.judged
         refused = 1 - loss.isfinite().to(torch.float32) if loss is not None else None
@@ -285,7 +286,7 @@ class Updates:
                 run.values.copy_(master)
 
     def end(self, graph: Graph, loss: Tensor) -> None:
-        """A backward pass has ended: its sums are there, or its updates are done."""
+        """End a backward pass: note its sums, or count its updates."""
         if not self.in_backward:
             self._summed = graph
             return
@@ -295,7 +296,7 @@ class Updates:
         self._stale = {name for name in self._stale if name.phase is Phase.FORWARD}  # the others have run
 
     def _count(self, graph: Graph, refused: Tensor) -> None:
-        """All updates of a step have run; parameters are to be gathered."""
+        """Count the updates of a step, all of which have run; its parameters are then to be gathered."""
         if counted := [self.steps[parameter] for parameter in self._parameters()]:
             torch._foreach_add_(counted, 1 - refused)
         self.forget()
@@ -303,11 +304,11 @@ class Updates:
         self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
 
     def waits(self, task: Task) -> bool:
-        """Whether what a task gathers has changed since it was gathered."""
+        """Return whether the parameters that a task gathers have changed since they were last gathered."""
         return task.name in self._stale
 
     def gather(self, task: Task, transport: Transport) -> None:
-        """Bring a piece of parameters from their owners."""
+        """Gather a piece of parameters from their owners."""
         assert task.piece is not None, task
         for share in self._of(task):
             piece = share.pieces[task.piece]
@@ -321,7 +322,7 @@ class Updates:
     # ---- outside of a step ---------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Norm and updates of the sums that there are; then gather parameters. All ranks must call it."""
+        """Take the norm of the present sums, update, and gather parameters. All ranks must call it."""
         self.failed.refuse()
         if (graph := self._summed) is None:
             return
@@ -337,9 +338,9 @@ class Updates:
         self.flush(graph)
 
     def flush(self, graph: Graph) -> None:
-        """Gather all parameters that wait for it; all ranks must call it together.
+        """Gather all parameters that wait to be gathered; all ranks must call it together.
 
-        Raises RuntimeError if a pass that failed has updated a part of them.
+        Raises RuntimeError if a pass that failed has updated only a part of them.
         """
         self.failed.refuse_parameters()
         for task in graph.tasks:
@@ -348,7 +349,7 @@ class Updates:
 
     @property
     def state_bytes(self) -> int:
-        """What this rank keeps of AdamW's state."""
+        """Bytes of AdamW's state that this rank keeps."""
         return sum(state.nbytes for _, share in self._known for state in share.states.values())
 
     @property
@@ -359,7 +360,7 @@ class Updates:
     # ---- parts ---------------------------------------------------------------------------------------------
 
     def _square(self) -> Tensor:
-        """The sum of the squares of all gradients that count here, float64."""
+        """Return the sum of the squares of all gradients that count on this rank, float64."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (kind, _), shares in self._shares.items():
             for share in shares:
@@ -371,9 +372,9 @@ class Updates:
         return total
 
     def _counts(self, kind: str, parameter: nn.Parameter) -> bool:
-        """Whether no other rank counts the same numbers.
+        """Return whether no other rank counts the same numbers.
 
-        What ranks that share attention compute alike is owned once by each of them.
+        Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
         """
         alone = self._axes(kind) != Group.DATA or self._layout.mp_rank == 0
         return alone or sharding_of(parameter) is not None

@@ -1,4 +1,4 @@
-"""Moving tensors between ranks: the collectives of each lane, over process groups or without a network."""
+"""Transfers between ranks: the collectives of each lane, over process groups or without a network."""
 
 from penstock.runtime.transport.groups import GlooTransport, build_transport, build_transports, exchange
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports, Unconnected

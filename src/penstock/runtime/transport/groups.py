@@ -19,7 +19,7 @@ from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
 
 class GroupTransport(ABC):
-    """The process groups of a transport, and what this rank has sent through them."""
+    """The process groups of a transport, and the bytes that this rank has sent through them."""
 
     def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
@@ -67,16 +67,16 @@ class GroupTransport(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Wake the ranks that wait for this one; the groups are dead afterwards."""
+        """Wake the ranks that wait for this one; the groups cannot be used afterwards."""
 
     def close(self) -> None:
-        """Give back its groups, and with them their connections."""
+        """Destroy its groups, and with them their connections."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups = {}
 
     def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
-        """Send `rows` to all, and put what rank s sends into `inbox[s]`."""
+        """Send `rows` to all ranks, and put what rank s sends into `inbox[s]`."""
         dist.all_gather(list(inbox), rows, group)
 
     def _fill(
@@ -100,11 +100,11 @@ class GroupTransport(ABC):
 class GlooTransport(GroupTransport):
     """CPU tensors over Gloo.
 
-    An all-to-all is point-to-point operations with every receive posted before the first send: Gloo's own
-    all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by round,
-    in round i to the rank i places further on: every rank then has one partner at a time, and streams do not
-    push each other aside on a receiver's link. Send buffers are bounded, so that the notice of a receive
-    does not wait behind data. The threads that wait for sockets do not take a sender's core (`loops.py`).
+    An all-to-all is made of point-to-point operations with every receive posted before the first send: Gloo's
+    own all-to-all often falls into half duplex, which doubles its time on a slow link. Sends go round by
+    round, in round i to the rank i places further on: every rank then has one partner at a time, and streams
+    do not compete on a receiver's link. Send buffers are bounded, so that the notice of a receive does not
+    wait behind data. The threads that wait for sockets do not take a sender's core (`loops.py`).
     """
 
     def __init__(
@@ -132,15 +132,15 @@ class GlooTransport(GroupTransport):
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
 
-        The threads waiting here wake at once, and so do the peers', who learn of the failure in
-        milliseconds instead of one timeout later. The groups are dead afterwards.
+        The threads waiting here wake at once, and so do the peers', who learn of the failure in milliseconds
+        instead of one timeout later. The groups cannot be used afterwards.
         """
         self._sockets.cut()
         self._sockets = Sockets(frozenset())
 
 
 def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Share t of `outbox` goes to rank t, share s of `inbox` comes from rank s. Empty ones do not travel."""
+    """Send share t of `outbox` to rank t, receive share s of `inbox` from rank s. Empty ones stay home."""
     rank, size = group.rank(), group.size()
     others = range(1, size)
     sources, targets = ([neighbour(rank, sign * i, size) for i in others] for sign in (-1, 1))
@@ -162,9 +162,9 @@ class NcclTransport(GroupTransport):
 
 
 def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:
-    """A transport for every communication lane of this rank. Every rank must call it at the same point.
+    """Build a transport for every communication lane of this rank. Every rank must call it at the same point.
 
-    Where an expert group spans nodes there is one inside them, too, and one along the rails between them.
+    Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
     make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
@@ -175,7 +175,7 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 def build_transport(
     layout: Layout, device: torch.device, parallel: ParallelConfig, kinds: tuple[Axes, ...]
 ) -> Transport:
-    """A transport with process groups of these kinds."""
+    """Build a transport with process groups of these kinds."""
     if layout.world_size == 1:
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)

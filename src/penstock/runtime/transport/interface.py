@@ -1,4 +1,4 @@
-"""What moves tensors between ranks, one transport per lane, and transports that send nothing."""
+"""The interface of transports, which move tensors between ranks, and transports that send nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Transport(Protocol):
         output_splits: Sequence[int],
         group: Axes = Group.EXPERT,
     ) -> Tensor:
-        """Rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
+        """Send rows to the ranks of a group: [sum(input_splits), ...] to [sum(output_splits), ...]."""
         ...
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        """Every rank's rows to all ranks of a group, [sizes[mine], ...] to [sum(sizes), ...], by place."""
+        """Send every rank's rows to its whole group, [sizes[mine], ...] to [sum(sizes), ...], by place."""
         ...
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
@@ -35,15 +35,15 @@ class Transport(Protocol):
         ...
 
     def size(self, group: Axes) -> int:
-        """Number of ranks in the group."""
+        """Return the number of ranks in the group."""
         ...
 
     def place(self, group: Axes) -> int:
-        """Which member of its group this rank is."""
+        """Return this rank's place in its group."""
         ...
 
     def has(self, group: Axes) -> bool:
-        """Whether it can be used with such groups."""
+        """Return whether the transport can be used with such groups."""
         ...
 
     @property
@@ -56,16 +56,16 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back its connections, where no rank uses them any more."""
+        """Release its connections, once no rank uses them any more."""
         ...
 
 
 @dataclass
 class Transports:
-    """One per communication lane. intra: only where a dispatch has legs inside nodes.
+    """One transport per communication lane. intra: only where a dispatch has legs inside nodes.
 
-    make: makes another transport, for groups that a plan needs and no other has; None = all have all. sends:
-    whether ranks get what others send.
+    make: makes another transport, for groups that a plan needs and no transport has; None = all have all
+    groups. sends: whether ranks get what others send.
     """
 
     inter: Transport
@@ -75,7 +75,7 @@ class Transports:
     sends: bool = True
 
     def of(self, lane: Lane, axes: Axes = ()) -> Transport:
-        """The transport of a lane; with axes, the one that has those groups."""
+        """Return the transport of a lane; with axes, the one that has those groups."""
         if (lane, axes) in self.more:
             return self.more[lane, axes]
         if lane is Lane.INTER:
@@ -86,7 +86,7 @@ class Transports:
     def open(self, pairs: Iterable[tuple[Lane, Axes]]) -> None:
         """Make groups for the pairs that have none yet. All ranks call it with the same pairs.
 
-        Costs nothing if all are there, else one connection per pair of ranks and group.
+        Costs nothing if all groups exist, else one connection per pair of ranks and group.
         """
         held = {Lane.INTER: self.inter, Lane.INTRA: self.intra}
         for lane, axes in sorted(set(pairs)):
@@ -104,12 +104,12 @@ class Transports:
         return total
 
     def abort(self) -> None:
-        """Wake the threads that wait in any of them."""
+        """Wake the threads that wait in any of the transports."""
         for transport in self._all:
             transport.abort()
 
     def close(self) -> None:
-        """Give back the connections of all of them."""
+        """Release the connections of all transports."""
         for transport in self._all:
             transport.close()
 
@@ -120,14 +120,14 @@ class Transports:
 
 
 class Unconnected:
-    """What transports without a network share: sums stay as they are, nothing is sent, no rank waits."""
+    """The common part of transports without a network: sums stay, nothing is sent, no rank waits."""
 
     def has(self, group: Axes) -> bool:
         del group
         return True
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there are no connections to release."""
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
         del tensor, group
@@ -141,7 +141,7 @@ class Unconnected:
 
 
 class LocalTransport(Unconnected):
-    """One process: nothing moves."""
+    """A transport of one process: nothing moves."""
 
     def all_to_all(
         self,

@@ -1,4 +1,4 @@
-"""Rows along the legs of a dispatch, and the exchange of counts that says how many there are."""
+"""Transfers of rows along the legs of a dispatch, and the exchange of counts that sizes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """Something that is made when it is first wanted, by whoever wants it."""
+    """A value that is made when it is first read, by whoever reads it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._made = make, False
@@ -33,12 +33,12 @@ class Later(Generic[T]):
 
     @staticmethod
     def of(found: Later[T] | T) -> T:
-        """What `found` is, or what it will be."""
+        """Return `found`, or its value if that is made later."""
         return found.value if isinstance(found, Later) else found
 
 
 class HostCounts:
-    """Exchanged counts on their way to the host. Reading them waits for the copy, not for the device.
+    """Exchanged counts in transit to the host. Reading them waits for the copy, not for the device.
 
     The only point where a dropless step on a GPU makes the host wait: NCCL needs split sizes as numbers.
     """
@@ -67,13 +67,13 @@ def exchange_counts(
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
 ) -> Later[Routes]:
-    """Tell the others what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
+    """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
 
-    maker: one of `SplitRoutes` takes them by expert. degrees: in how many chunks rows will travel; none =
-    every slice is one. group: the ranks to be told.
+    maker: `SplitRoutes` takes counts by expert, others by position. degrees: the numbers of chunks in which
+    rows will travel; none = every slice is one. group: the ranks to be told.
     """
     once = [1] * transport.size(group)
-    if isinstance(maker, SplitRoutes) or maker.needs_table:  # everybody gets to know everything
+    if isinstance(maker, SplitRoutes) or maker.needs_table:  # every rank learns all counts
         everyone = HostCounts(transport.all_gather(counts_CN.unsqueeze(0), once, group))
         return Later(lambda: maker.from_everyone(everyone.numbers, degrees))
     # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.
@@ -84,7 +84,7 @@ def exchange_counts(
 
 
 def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
-    """One leg towards the experts."""
+    """Send rows along one leg towards the experts."""
     if not leg.sorted_already:
         blocks = rows.split(list(leg.sizes))
         rows = torch.cat([blocks[block] for block in leg.order])
@@ -92,7 +92,7 @@ def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
 
 
 def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
-    """The same leg the other way: its transpose, and where every block was sent once its inverse."""
+    """Send rows along a leg the other way: its transpose, and its inverse where every block was sent once."""
     rows = transport.all_to_all(rows, leg.output_splits, leg.input_splits, leg.axes)
     if leg.sorted_already:
         return rows
@@ -103,7 +103,7 @@ def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
 
 
 def summed(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of tensors of one shape, in their order; in float32 at least."""
+    """Return the sum of tensors of one shape, in their order, computed in float32 at least."""
     if len(parts) == 1:
         return parts[0]
     precise = torch.promote_types(parts[0].dtype, torch.float32)
@@ -114,7 +114,7 @@ def summed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def scatter_sums(rows: Tensor, sizes: Sequence[int], place: int, transport: Transport, group: Axes) -> Tensor:
-    """A reduce-scatter: to every rank of a group the sum of all ranks' rows for it, in the order of ranks.
+    """Return this rank's part of a reduce-scatter: the sum of all ranks' rows for it, in the order of ranks.
 
     rows: [sum(sizes), ...], those for every rank. place: this rank's. Uneven sizes are as good as even ones.
     """

@@ -1,8 +1,8 @@
 """The threads in which Gloo waits for its sockets: it starts them itself, so they are found here (Linux).
 
-Such a thread that finds its connection locked asks again and again until it is free. The lock belongs to
-the thread that sends. Where there are no more cores than threads, a thread that wakes takes the sender's
-core and asks for the rest of its time slice: 1 to 3 ms, in which the sender could have let go at once.
+Such a thread that finds its connection locked asks again and again until it is free. The lock belongs to the
+thread that sends. Where there are no more cores than threads, a thread that wakes takes the sender's core and
+asks for the rest of its time slice: 1 to 3 ms, in which the sender could have released the lock at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 NAME: Final = "gloo_tcp_loop"
-"""What Gloo calls these threads."""
+"""The name that Gloo gives these threads."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class Loops:
 
     @staticmethod
     def now() -> Loops:
-        """All that run."""
+        """Return all such threads that run."""
         folder = Path("/proc/self/task")
         found = folder.iterdir() if folder.exists() else ()
         return Loops(frozenset(int(entry.name) for entry in found if _is_loop(entry)))
 
     def since(self, before: Loops) -> Loops:
-        """Those that were started after `before` was taken."""
+        """Return the threads that were started after `before` was taken."""
         return Loops(self.threads - before.threads)
 
     def wait_their_turn(self) -> None:
         """Let these threads preempt no other when they wake; a free core they still take at once."""
         for thread in self.threads:
-            # A group that is closed takes its thread along; a sandbox may forbid this, and costs that time.
+            # A closed group has ended its thread; where a sandbox forbids the call, only time is lost.
             with suppress(OSError):
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 

@@ -14,7 +14,8 @@ from penstock.runtime.transport import Transports, Unconnected
 
 
 class SilentTransport(Unconnected):
-    """Every rank gets rows of the right number, made of its own. Values are wrong, sizes and work are right.
+    """Gives every rank rows of the right number, made from its own. Values are wrong, sizes and work are
+    right.
 
     Only for routing with a fixed capacity: exchanged counts would be wrong, too.
     """
@@ -44,7 +45,7 @@ class SilentTransport(Unconnected):
 
 
 def _of_length(rows: Tensor, length: int) -> Tensor:
-    """A copy, since a receive buffer would be allocated and filled, too; cut or repeated to that length."""
+    """Return a copy, cut or repeated to that length, since a receive buffer would be made and filled, too."""
     if not len(rows):
         return rows.new_zeros(length, *rows.shape[1:])
     copies = -(-length // len(rows))
@@ -52,7 +53,7 @@ def _of_length(rows: Tensor, length: int) -> Tensor:
 
 
 def silent(machinery: Machinery) -> Machinery:
-    """The same machine with a transport that sends nothing, and lanes of its own."""
+    """Return the same machinery with a transport that sends nothing, and lanes of its own."""
     transport = SilentTransport(machinery.layout.mesh, machinery.layout.rank)
     lanes: Lanes = ThreadLanes(transport.abort)
     if machinery.device.type == "cuda":

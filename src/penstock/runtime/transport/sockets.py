@@ -18,18 +18,18 @@ class Sockets:
 
     @staticmethod
     def now() -> Sockets:
-        """All that are open."""
+        """Return all sockets that are open."""
         return Sockets(frozenset(_open_sockets(Path("/proc/self/fd"))))
 
     def since(self, before: Sockets) -> Sockets:
-        """Those that were opened after `before` was taken."""
+        """Return the sockets that were opened after `before` was taken."""
         return Sockets(self.targets - before.targets)
 
     def limit_send_buffers(self, size_bytes: int) -> None:
         """Let no more than about `size_bytes` wait in each connection; 0 leaves it to the system.
 
-        That lets megabytes wait. Gloo announces every receive to the sender on the same connection: behind
-        megabytes of data the announcement comes milliseconds late, and the link idles for as long.
+        The system lets megabytes wait. Gloo announces every receive to the sender on the same connection:
+        behind megabytes of data the announcement comes milliseconds late, and the link idles for as long.
         """
         if size_bytes > 0:
             self._each(lambda s: s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size_bytes))
@@ -41,7 +41,7 @@ class Sockets:
     def _each(self, act: Callable[[socket.socket], None]) -> None:
         # A descriptor whose socket was closed may stand for something else by now: both must be as they were.
         for descriptor, _ in self.targets & Sockets.now().targets:
-            # A connection that a peer has closed already is as dead as it can be.
+            # A connection that a peer has closed already needs nothing more.
             with suppress(OSError), closing(socket.socket(fileno=os.dup(descriptor))) as connection:
                 connection.getpeername()  # a listener has no peer; cutting one would abort the process
                 act(connection)

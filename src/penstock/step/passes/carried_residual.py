@@ -11,7 +11,7 @@ from penstock.step.rewrite import require
 from penstock.step.stages import Stage
 
 CARRIED = ("residual", "weights")
-"""What rows bring along: what a token's outputs are added to, and what they are multiplied by."""
+"""Roles whose values rows carry: what a token's outputs are added to, and what they are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class CarriedResidual:
     before  AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          D ─rows─ X
     after   AT ─rows─ D ─rows─ X          SM ─order─ U
 
-    Rows have the residual stream in place of its norm, X makes the norm of it, and reads the parameters
-    of that.
+    Rows have the residual stream in place of its norm; X computes the norm, and reads the norm's
+    parameters.
     """
 
     name = "carried_residual"

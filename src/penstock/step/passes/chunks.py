@@ -13,10 +13,10 @@ from penstock.step.stages import Stage
 
 @dataclass(frozen=True)
 class Chunks:
-    """The pipeline degree of Tutel, PipeMoE and FSMoE, `forward` and `backward` apart.
+    """The pipeline degree of Tutel, PipeMoE and FSMoE, separate for `forward` and `backward`.
 
     Both are runs of slices, as many as their least common multiple, so that what forward saves is found by
-    slice whatever the numbers. A backward chunk reads what the forward chunks saved that overlap with it.
+    slice whatever the numbers. A backward chunk reads what the forward chunks that overlap with it saved.
 
         before  AT ─rows─ D ─rows─ X ─rows─ C ─rows─ U
         after   AT ─rows─ D.c0 ─rows─ X.c0 ─rows─ C.c0 ─rows─ U

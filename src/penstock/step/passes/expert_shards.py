@@ -25,7 +25,7 @@ class GatheredShards:
     before  D ─rows─ X ─rows─ C
     after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
-    shards: of every expert.
+    shards: shards of every expert.
     """
 
     shards: int
@@ -43,7 +43,7 @@ class GatheredShards:
 class FusedShards:
     """Parm: one all-to-all brings a row to every shard of its expert; partial outputs are summed at home.
 
-    D and C meet ranks along both axes, (ep, esp). shards: of every expert.
+    D and C meet ranks along both axes, (ep, esp). shards: shards of every expert.
     """
 
     shards: int
@@ -65,7 +65,7 @@ class DealtSlots:
     before  AT ─rows─ D ... C ─rows─ U
     after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
-    ranks: that share attention.
+    ranks: ranks that share attention.
     """
 
     ranks: int
@@ -87,13 +87,13 @@ class DealtSlots:
 class RepeatedRows:
     """DeepSpeed-MoE: rows are gathered by all shards before they leave, and come home to all of them.
 
-    Ranks that share attention have the same rows, so all of it is sent and computed once for each of them: it
-    is here to be compared with.
+    Ranks that share attention have the same rows, so each row is sent and computed once for each of them:
+    this form serves as a baseline.
 
     before  AT ─rows─ D ... X ─rows─ C ─rows─ U
     after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
 
-    shards: of every expert.
+    shards: shards of every expert.
     """
 
     shards: int
@@ -110,7 +110,7 @@ class RepeatedRows:
 
 
 def _copied(graph: Graph, ops: Collection[str], shards: int) -> Graph:
-    """Tasks of these ops have the rows of all shards, or send theirs to all of them."""
+    """Return the graph whose tasks of `ops` have the rows of all shards, or send theirs to all of them."""
     return Graph.of(
         replace(task, cut=replace(task.cut, row_copies=shards)) if task.op in ops else task
         for task in graph.tasks
@@ -118,7 +118,7 @@ def _copied(graph: Graph, ops: Collection[str], shards: int) -> Graph:
 
 
 def _counts_known_to_all(graph: Graph) -> Graph:
-    """Every shard must know what the others receive."""
+    """Return the graph whose counts are exchanged over all shards: each must know what others receive."""
     return Graph.of(
         replace(task, axes=Group.EXPERT_SHARDS) if task.op == Op.COUNTS else task for task in graph.tasks
     )

@@ -1,4 +1,4 @@
-"""How many rows of every rank went to each expert, told to all ranks once per step."""
+"""The number of every rank's rows that went to each expert, told to all ranks once per step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.step.stages import Stage
 class GatheredLoads:
     """One small all-gather of what the gates have counted, for planners and metrics.
 
-    It belongs to the backward half, after the loss: nothing of the step waits for it, an evaluation does
+    It belongs to the backward half, after the loss: no task of the step waits for it, an evaluation does
     without, and the network has a gap there while the head computes.
 
     before  AT.m0, AT.m1 ─routers─ ST

@@ -18,7 +18,7 @@ Parts = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class GradientPieces:
-    """A piece waits for every task that adds to its buffer, directly or through one that does.
+    """Every piece waits for all tasks that add to its buffer, directly or through another of them.
 
     before  AT.m1.B, AT.m0.B
     after   AT.m1.B, AT.m0.B ─gradients─ AR.p0, AR.p1          X.m*.B ─gradients─ XR.p0
@@ -39,7 +39,7 @@ class GradientPieces:
         for layer in range(max(map(len, self.parts.values()))):
             sizes = {op: parts[layer] for op, parts in self.parts.items()}
             made = reductions(layer, sizes, last, sharing=self.sharing, scatters=self.scatters)
-            # Experts first: theirs are complete before those of the layer's attention.
+            # Experts first: their gradients are complete before those of the layer's attention.
             added[layer] = [task for op in reversed(made) for task in made[op]]
         return end_layers(graph, added)
 
@@ -52,10 +52,10 @@ def reductions(
     sharing: bool = False,
     scatters: bool = False,
 ) -> dict[str, list[Task]]:
-    """The pieces of a layer's gradients, by the op that reduces them. parts: of every buffer, by op.
+    """Return the pieces of a layer's gradients, by the op that reduces them. parts: of every buffer, by op.
 
     last: the tasks after which a buffer is complete; nothing adds to a buffer that it does not name. None =
-    to be priced only, without inputs. sharing, scatters: see GradientPieces.
+    tasks without inputs, only to be priced. sharing, scatters: see GradientPieces.
     """
     found = {}
     called = {plain: op for op, plain in SCATTERS.items()} if scatters else {}
@@ -73,7 +73,7 @@ def reductions(
 
 @lru_cache(maxsize=8)
 def last_to_add(graph: Graph) -> Mapping[str, Sequence[Name]]:
-    """For every buffer the tasks that add to it and after which, in their layer, no other does."""
+    """Return for every buffer the tasks that add to it and after which, in their layer, no other does."""
     begin = next((i for i, task in enumerate(graph.tasks) if task.accumulates), len(graph.tasks))
     followed: dict[Name, set[str]] = defaultdict(set)
     for task in reversed(graph.tasks[begin:]):

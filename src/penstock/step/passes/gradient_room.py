@@ -1,4 +1,4 @@
-"""Room for whole gradients, where they are given up once they are summed: that of two layers, never more."""
+"""Room for whole gradients that are freed once they are summed: room for two layers, never more."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GradientRoom:
     before  L2.RA.p0, L2.RA.p1          L0.U.B ─rows─ L0.C.B
     after   L2.RA.p0, L2.RA.p1 ─room─ L0.U.B ─rows─ L0.C.B
 
-    What first adds to a layer's gradients waits for the sums of the layer two above. replicas: whether
-    experts have any; without, their gradients are nobody else's and stay.
+    The first tasks to add to a layer's gradients wait for the sums of the layer two above. replicas: whether
+    experts have replicas; without them, their gradients are summed with no other rank's and stay.
     """
 
     replicas: bool
@@ -46,7 +46,7 @@ def _waiting(task: Task, freed: dict[int, list[Name]]) -> Task:
 
 
 def _first_to_add(graph: Graph) -> set[Name]:
-    """Tasks that add to gradients and before which, in their layer, no other does."""
+    """Return the tasks that add to gradients and before which, in their layer, no other does."""
     after: set[Name] = set()
     found: set[Name] = set()
     for task in graph.tasks:

@@ -1,4 +1,4 @@
-"""Experts as guests of other ranks for a step: their way there, their gradients' way home, the next plan."""
+"""Experts as guests of other ranks for a step: parameters out, gradients home, and the next plan."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock.step.stages import Stage
 
 @dataclass(frozen=True)
 class Guests:
-    """Pro-Prophet's Trans: before experts compute, their hosts get what they do not own.
+    """Pro-Prophet's Trans: before experts compute, hosts get the parameters of experts that they do not own.
 
-    Nothing leads to GP, since parameters are those that the last step left: it runs in whatever gap X leaves
-    it. All ranks of an expert group meet, those without a guest too.
+    No edge leads to GP, since parameters are those that the last step left: GP runs in any gap before X. All
+    ranks of an expert group meet, including those without a guest.
 
     before  D ─rows─ X
     after   D ─rows─ X          GP.p0, GP.p1 ─guests─ X
 
-    pieces: into which every guest is cut.
+    pieces: number of pieces into which every guest is cut.
     """
 
     pieces: int
@@ -54,12 +54,12 @@ class Guests:
 
 @dataclass(frozen=True)
 class GuestGradients:
-    """Pro-Prophet's Agg: a piece waits for every task that adds to guests, and adds to what owners have.
+    """Pro-Prophet's Agg: a piece waits for every task that adds to guests, and adds to owners' gradients.
 
     before  X.m1.B, X.m0.B
     after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
 
-    pieces: into which every guest is cut.
+    pieces: number of pieces into which every guest is cut.
     """
 
     pieces: int
@@ -78,14 +78,14 @@ class GuestGradients:
 
 @dataclass(frozen=True)
 class PlannedGuests:
-    """Who hosts whom in the next step is planned from the loads of this one, while this one goes on.
+    """Which ranks host which experts next is planned from the loads of this step, while it still runs.
 
-    Nothing waits for it but the comparison of what all ranks have found, at the end of the step.
+    Only the comparison of what all ranks have found, at the end of the step, waits for the plan.
 
     before  LG.B
     after   LG.B ─loads─ PE.B ─hostings─ PH.B
 
-    axes: along which ranks meet that exchange rows.
+    axes: axes along which the ranks meet that exchange rows.
     """
 
     axes: Axes

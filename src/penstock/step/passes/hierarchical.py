@@ -1,4 +1,4 @@
-"""Legs inside the node around the one between nodes."""
+"""Legs of dispatch and combine inside the node, around the leg between nodes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from penstock.step.stages import Stage
 
 @dataclass(frozen=True)
 class Microbatches:
-    """FlowMoE's R: every task of a microbatch becomes `count` of them; sums over the batch read all.
+    """FlowMoE's R: every task of a microbatch becomes `count` tasks; sums over the batch read all of them.
 
     before  AT ─rows─ D ... HD ─loss─ ST
     after   AT.m0 ─rows─ D.m0 ... HD.m0 ─loss─ ST

@@ -10,7 +10,7 @@ from penstock.step.rewrite import split
 from penstock.step.stages import Stage
 
 PAIRS = {True: (Op.COMBINE, Op.GATHER_SLOTS), False: (Op.DISPATCH, Op.DEAL_SLOTS)}
-"""Forward combine and the gather after it; backward the dispatch and the gather of gradients after it."""
+"""Forward: combine and the gather after it. Backward: dispatch and the gather of gradients after it."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SimultaneousPair:
     after   C.c0 ─rows─ SG.c0              D.c0.B ─d_rows─ SD.c0.B
             C.c1 ─rows─ SG.c1              D.c1.B ─d_rows─ SD.c1.B
 
-    Everything else stays whole. count: slices.
+    All other tasks stay whole. count: slices.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""Computation that runs again before its backward, so that it keeps its inputs and nothing else."""
+"""Computation that is recomputed before its backward, so that it keeps only its inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Names = tuple[Name, ...]
 
 @dataclass(frozen=True)
 class Recompute:
-    """A task X.R between X.F and X.B. Transfers are not repeated: it gets the rows that have come already.
+    """Inserts a task X.R between X.F and X.B. Transfers are not repeated: X.R gets the rows that X.F got.
 
     It may start as soon as the gradient of what leaves the block is there (`due`), so it runs while rows of
-    gradients are under way. experts_only: the rest of a block keeps what its backward needs.
+    gradients are in transit. experts_only: the rest of a block keeps what its backward needs.
 
         before  X ─saved─ X.B
         after   X ─kept─ X.R ─saved─ X.B          AT.B of the block above ─due─ X.R
@@ -50,7 +50,7 @@ class Recompute:
 
 
 def _due(graph: Graph) -> Mapping[int, Names]:
-    """For every layer the tasks that bring gradients to it: those of the layer above, or of the head."""
+    """Return by layer the tasks that bring gradients to it: those of the layer above, or of the head."""
     found: dict[int, Names] = defaultdict(tuple)
     for task in graph.tasks:
         if task.forward or task.op in OUTPUT:

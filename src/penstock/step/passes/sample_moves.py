@@ -14,12 +14,12 @@ from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
 MOVED = ("residual", "weights", "order", "shared", "passengers")
-"""What un-order reads of the samples that have come."""
+"""Roles that un-order reads of the samples that have arrived."""
 
 
 @dataclass(frozen=True)
 class SampleMoves:
-    """NetMoE: combine delivers samples to new homes, chosen from the routing while rows are under way.
+    """NetMoE: combine delivers samples to new homes, chosen from the routing while rows are in transit.
 
     before  AT ─counts─ N ─route─ D, X, C
             X ─rows─ C          AT ─residual─ U          AT ─weights─ U          AT ─order─ U
@@ -31,7 +31,7 @@ class SampleMoves:
     SP is on lane host. Later tasks, the next SC among them, know from `passengers` whose tokens they have.
     The last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
-    counted: along which ranks meet that know of all rows.
+    counted: axes along which the ranks meet that know of all rows.
     """
 
     counted: Axes = Group.EXPERT
@@ -43,7 +43,7 @@ class SampleMoves:
 
 
 class _Rewriting:
-    """One pass over a graph in program order. came: the last task that has moved samples."""
+    """The rewriting of one graph in program order. came: input from the last task that moved samples."""
 
     def __init__(self, graph: Graph, counted: Axes) -> None:
         self._counting = {task.layer: task for task in graph.tasks if task.op == Op.COUNTS}
@@ -88,7 +88,7 @@ class _Rewriting:
                     yield task
 
     def _counts(self, attention: Task) -> Task:
-        """Of the next MoE layer the gate is asked already, and its parameters are read."""
+        """Return the task that counts rows, and asks the gate of the next MoE layer, if there is one."""
         following = self._following.get(attention.layer)
         read = {**dict.fromkeys(("counts", "positions"), (attention.name,)), **self._came}
         task = Task(_name(attention, Op.SAMPLE_COUNTS), Lane.COMPUTE, (), read)
@@ -101,7 +101,7 @@ class _Rewriting:
         return task.reading({**task.inputs, "route": (_name(task, Op.SAMPLE_LOADS),)})
 
     def _placed(self, counting: Task) -> Iterator[Task]:
-        """The new homes, found while rows are under way."""
+        """Yield the tasks that find the new homes while rows are in transit."""
         places = self._made(counting, Op.SAMPLE_PLACES, loads=_name(counting, Op.SAMPLE_LOADS))
         yield replace(places, lane=Lane.HOST, axes=())
         yield self._made(counting, Op.SAMPLE_HOMES, homes=places.name)
@@ -111,7 +111,7 @@ class _Rewriting:
         return Task(experts.name._replace(op=Op.ROW_ORDER), Lane.COMPUTE, (), read, experts.cut)
 
     def _moving(self, counting: Task, graph: Graph) -> Task:
-        """All that follows the rows: what un-order would have read here, and what came with the samples."""
+        """Return the task that moves what un-order would have read here and what came with samples."""
         after = graph.by_name[_name(counting, Op.UNORDER)].inputs
         moved = {role: after[role] for role in ("residual", "weights", "shared") if role in after}
         read = {**moved, "positions": after["order"], "homes": (_name(counting, Op.SAMPLE_HOMES),)}
@@ -123,5 +123,5 @@ class _Rewriting:
 
 
 def _name(task: Task, op: str) -> Name:
-    """What a task of `op` in the same layer and microbatch is called."""
+    """Return the name of the task of `op` in the same layer and microbatch."""
     return task.name._replace(op=op, chunk=None)

@@ -1,4 +1,4 @@
-"""Program order: what rules and searches break ties by."""
+"""Program order, by which rules and searches break ties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
 GATED = {Op.ATTENTION, Op.GATE, Op.SAMPLE_COUNTS}
-"""Forward, what a microbatch's samples send is counted as soon as that is known: all ranks wait for it."""
+"""In the forward half, a microbatch's rows are counted as soon as they are known: all ranks wait for that."""
 
 ROUTED = {
     Op.COUNTS,
@@ -23,18 +23,18 @@ ROUTED = {
     Op.DISPATCH_SCATTER,
     Op.SHARD_GATHER,
 }
-"""Forward, a microbatch goes through all of these before the next one does: its experts wait for it."""
+"""In the forward half, a microbatch passes all of these before the next one: its experts wait for them."""
 
 COMPUTED = {Op.EXPERTS, Op.ROW_ORDER}
-"""A chunk goes through these before the next one does: it leaves while the next is computed."""
+"""A chunk passes these before the next one does: it leaves while the next is computed."""
 
 
 @dataclass(frozen=True)
 class Settle:
-    """Breadth first as FlowMoE (Eq. 2-5) orders it: an op for all its pieces, then the next op.
+    """Program order, breadth first as in FlowMoE (Eq. 2-5): an op for all its pieces, then the next op.
 
-    Backward the last microbatch goes first. Shared experts stand before the routed ones, in both halves: they
-    are what there is to compute while rows are under way.
+    In the backward half the last microbatch goes first. Shared experts stand before the routed ones, in both
+    halves: they are what can be computed while rows are in transit.
     """
 
     name = "settle"
@@ -46,7 +46,7 @@ class Settle:
 
 
 def _block(task: Task) -> tuple[object, ...]:
-    """Tasks that stand together: the pieces of one op, or of several that a microbatch goes through."""
+    """Return the key of tasks that stand together: pieces of one op, or of several for a microbatch."""
     layer, op, phase, *_ = task.name
     if op in COMPUTED:
         return layer, "computed", task.forward
@@ -56,7 +56,7 @@ def _block(task: Task) -> tuple[object, ...]:
 
 
 def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
-    """Microbatches in their turn, inside them what the block has, in its order."""
+    """Return the sort key of a block's tasks: by microbatch, then in the block's own order."""
     turn = {op: i for i, op in enumerate(dict.fromkeys(task.op for task in block))}
     by_chunk = block[0].op in COMPUTED
 
@@ -70,7 +70,7 @@ def _place(block: Sequence[Task]) -> Callable[[Task], tuple[int, ...]]:
 
 
 def _shared_first(blocks: Sequence[list[Task]]) -> Iterator[list[Task]]:
-    """Blocks in order, those of shared experts before the experts of their layer and half."""
+    """Yield blocks in order, those of shared experts before the experts of their layer and half."""
     shared: dict[tuple[int, bool], list[list[Task]]] = {}
     for block in blocks:
         if block[0].op == Op.SHARED:

@@ -1,4 +1,4 @@
-"""The optimiser's tasks, where every rank updates a share: norm, updates, and parameters gathered again."""
+"""Tasks of an optimiser of which every rank updates a share: norm, updates, and the gather of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_LAYER = 0
 
 @dataclass(frozen=True)
 class ShardedOptimizer:
-    """ZeRO's stage 1. What a step updates is gathered by the next one, before the first task that reads it.
+    """ZeRO's stage 1. What a step updates is gathered by the next step, before the first task that reads it.
 
     before  D ─rows─ X
     after   RA.p0, RX.p0 ─gradients─ NM ─scale─ OA.p0, OX.p0          RA.p0 ─gradients─ OA.p0
@@ -31,7 +31,7 @@ class ShardedOptimizer:
     The next step begins with tasks that read the first layer's replicated parameters, and nothing would hide
     their gather: this step brings them itself, while other layers are updated.
     clips: whether updates wait for the norm; without it each waits for its own piece. replicas: whether
-    experts have any; without, no rank has to be told of another's.
+    experts have replicas; without them, no rank needs the experts of another.
     """
 
     clips: bool
@@ -71,12 +71,12 @@ class ShardedOptimizer:
 
 
 def _begins(scatter: Task) -> bool:
-    """Whether the next step cannot begin without these parameters."""
+    """Return whether the next step cannot begin without these parameters."""
     return scatter.layer == FIRST_LAYER and scatter.op != Op.EXPERT_SCATTER
 
 
 def _parameters(scatter: Task) -> str:
-    """The state that an update of these gradients changes."""
+    """Return the state that an update by these gradients changes."""
     return parameters_of(_state(BY_SCATTER[scatter.op]).format(layer=scatter.layer))
 
 
@@ -90,7 +90,7 @@ def _gather(scatter: Task) -> Task:
 
 
 def _gather_at_once(scatter: Task) -> Task:
-    """What brings a piece of parameters to all ranks in the backward pass that has updated it."""
+    """Return the task that gathers a piece of parameters in the backward pass that has updated it."""
     gather = _gather(scatter)
     update = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
     name = gather.name._replace(phase=Phase.BACKWARD)
@@ -98,7 +98,8 @@ def _gather_at_once(scatter: Task) -> Task:
 
 
 def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
-    """The step with the gathers of each state before the first task that reads it, which waits for them.
+    """Yield the step with the gathers of each state before the first task that reads it, which waits for
+    them.
 
     A task after one that has waited need not wait again.
     """

@@ -1,4 +1,4 @@
-"""Attention, dense feed-forward parts and vocabulary on ranks that share them."""
+"""Attention, dense feed-forward parts and vocabulary, distributed over the ranks that share them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PASSENGERS = "passengers"
 class TensorParallel:
     """A computation on shards of weights gets all tokens before it; its partial sums are added after it.
 
-    ranks: that share attention. split: whether between blocks each has its part of every sample's tokens;
-    moe_split: the same for the MoE part, gate to un-order. Where the two differ, the gate has the tokens that
+    ranks: ranks that share attention. split: whether each has its part of samples' tokens between blocks;
+    moe_split: split in the MoE part, gate to un-order. Where the two differ, the gate has the tokens that
     attention has gathered (`MG`; gradients are complete on every rank, which keeps its own) or this rank's
     alone (`MS`), and after un-order tokens are gathered (`UG`) or all but this rank's left out (`US`).
     judges_samples: whether balance is judged by sample or microbatch: where the MoE part has parts of them,
@@ -52,7 +52,7 @@ class TensorParallel:
 
 
 class _Rewriting:
-    """One pass over a graph. moved: by whom what a task leaves is left now."""
+    """The rewriting of one graph. moved: by the name of a task, the task that leaves its outputs now."""
 
     def __init__(self, how: TensorParallel, moe_layers: set[int]) -> None:
         self._how, self._moe_layers = how, moe_layers
@@ -76,16 +76,16 @@ class _Rewriting:
             yield from made
 
     def _embedding(self, task: Task) -> Iterator[Task]:
-        """A sum of the shards' rows; one of them adds positions, whose gradients are its alone."""
+        """Sum the shards' rows; one rank adds positions, whose gradients it alone has."""
         yield replace(task, reads=(*task.reads, _parameters(PARTIAL, task.layer)))
         yield self._after(task, tensor.EMBED, "hidden", split=self._how.split)
 
     def _block(self, task: Task) -> Iterator[Task]:
-        """The attention part; then the rest of a dense block, or the router of another."""
+        """Yield the attention part, then the rest of a dense block, or the router of an MoE block."""
         how, hidden = self._how, task.inputs["hidden"]
         moe = task.layer in self._moe_layers
         yield (before := self._before(task, tensor.ATTENTION, hidden=hidden))
-        if moe and how.split != how.moe_split:  # under attention, which does not need it
+        if moe and how.split != how.moe_split:  # overlaps with attention, which does not need it
             op = Op.GATHER_TOKENS if how.split else Op.KEEP_TOKENS
             gathered = {"gathered": (before.name,)} if how.split else {}
             yield (converted := self._transfer(task, op, split=how.moe_split, hidden=hidden, **gathered))
@@ -131,7 +131,7 @@ class _Rewriting:
         yield task.reading({**task.inputs, **judged})
 
     def _inside(self, task: Task) -> Iterator[Task]:
-        """A task of an MoE part, on this rank's tokens or on all of them."""
+        """Yield a task; one of an MoE part works on this rank's tokens or on all of them."""
         inside = task.layer in self._moe_layers
         yield self._settled(task, split=self._how.moe_split) if inside else task
 
@@ -156,7 +156,7 @@ class _Rewriting:
         return self._settled(made, split=split) if tokenwise else self._on_part(made) if split else made
 
     def _settled(self, task: Task, *, split: bool) -> Task:
-        """A task with whole parameters: on this rank's tokens what it adds to their gradients is partial."""
+        """Return a task that has whole parameters; on this rank's tokens its gradients are partial."""
         reads = task.reads
         if split or self._how.copies_differ:
             whole, partial = (_parameters(state, task.layer) for state in (REPLICATED, PARTIAL))
@@ -165,17 +165,17 @@ class _Rewriting:
         return self._on_part(settled) if split else settled
 
     def _on_part(self, task: Task) -> Task:
-        """The task on this rank's tokens."""
+        """Return the task on this rank's tokens."""
         return replace(task, cut=replace(task.cut, token_shards=self._how.ranks))
 
 
 def _knowing(task: Task, made: Task) -> Task:
-    """A task made of another one, which knows as much of its samples, where those move."""
+    """Return `made` with the passengers that `task` reads, where samples move."""
     if PASSENGERS not in task.inputs:
         return made
     return made.reading({**made.inputs, PASSENGERS: task.inputs[PASSENGERS]})
 
 
 def _parameters(state: str, layer: int) -> str:
-    """The parameters of a layer whose gradients are `state`."""
+    """Return the parameters of a layer whose gradients are `state`."""
     return parameters_of(state.format(layer=layer))

@@ -13,7 +13,7 @@ from penstock.step.stages import Stage
 
 @dataclass(frozen=True)
 class Transpose:
-    """Turns every differentiable edge round. A task's gradient needs its readers' and what it saved.
+    """Reverses every differentiable edge. A task's gradient needs its readers' gradients and what it saved.
 
     Roles that are not differentiated (`given` of the reader's op) make no edge back; a transfer, which saves
     nothing, reads them again, and has no backward where it reads nothing else. Sums that normalise the loss
@@ -33,14 +33,14 @@ class Transpose:
 
 
 def _differentiated(task: Task) -> bool:
-    """Whether the task has a backward: a transfer of what has no gradient has none."""
+    """Return whether the task has a backward: a transfer of values without gradients has none."""
     spec = spec_of(task.op)
     carries = spec.saves or not task.inputs or not task.inputs.keys() <= spec.given
     return spec.backward is Backward.TASK and carries
 
 
 def _gradients_wanted(graph: Graph) -> dict[Name, dict[str, tuple[Name, ...]]]:
-    """For every task, by role, who makes gradients of its outputs."""
+    """Return for every task, by role, the tasks that make gradients of its outputs."""
     wanted: dict[Name, dict[str, tuple[Name, ...]]] = defaultdict(dict)
     for task in graph.tasks:
         spec = spec_of(task.op)

@@ -1,4 +1,4 @@
-"""The backward of experts in two tasks: the input gradients that the wire waits for, and the weights'."""
+"""The backward of experts as two tasks: input gradients, for which the wire waits, and weight gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WeightGradients:
 
 
 def _weights(task: Task) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the task adds to: gradients of experts, which can wait, and those that input gradients bring."""
+    """Return the gradients that X.W adds to (experts', which can wait) and those that X.I adds to."""
     dense = [state.format(layer=task.layer) for state in (REPLICATED, PARTIAL)]
     late = tuple(state for state in task.accumulates if state not in dense)
     return late, tuple(state for state in task.accumulates if state in dense)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, read without trust: a name may hide a link, a pipe, a folder or far too much."""
+"""Files of a checkpoint, read without trust: a name may hide a link, a pipe, a folder or excessive data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO})
-"""What the system says of files that are gone, unreadable for good, or no files. Others, such as a missing
-permission, say nothing about the checkpoint."""
+"""Error numbers of files that are missing, permanently unreadable, or no files. Others, such as that of a
+missing permission, say nothing about the checkpoint."""
 
 
 class DamagedError(ValueError):
@@ -21,7 +21,7 @@ class DamagedError(ValueError):
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading; DamagedError unless it is a regular file there. Links are not followed."""
+    """Open a file for reading; raise DamagedError unless it is a regular file. Links are not followed."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -32,11 +32,11 @@ def open_regular(path: Path) -> BufferedReader:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise DamagedError(f"{path.name} is not a regular file")
-    return open(handle, "rb")  # noqa: PTH123  # a descriptor, and no path
+    return open(handle, "rb")  # noqa: PTH123  # a descriptor, not a path
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a file of at most `most_bytes`; DamagedError for more."""
+    """Return the content of a file of at most `most_bytes`; raise DamagedError for a longer file."""
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -45,7 +45,7 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
 
 
 def read_table(path: Path, most_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file; DamagedError for anything else, however deeply nested."""
+    """Return the JSON object in a file; raise DamagedError for anything else, however deeply nested."""
     try:
         table = json.loads(read_regular(path, most_bytes))
     except DamagedError:
@@ -58,7 +58,7 @@ def read_table(path: Path, most_bytes: int) -> dict[str, Any]:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file so that it is on the disk, and not only on its way there, when this returns."""
+    """Write a file so that it is on the disk, and not only in a cache, when this returns."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -66,7 +66,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def make_durable(folder: Path) -> None:
-    """Return when the names in a folder are on the disk: without it a power cut may undo a rename."""
+    """Wait until the names in a folder are on the disk: without this a power cut may undo a rename."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -75,5 +75,5 @@ def make_durable(folder: Path) -> None:
 
 
 def to_json(table: Mapping[str, Any]) -> str:
-    """Text for people and machines; refuses numbers that JSON does not have."""
+    """Return readable JSON; raise ValueError for numbers that JSON cannot express."""
     return json.dumps(table, indent=1, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""The checkpoints of a run that are whole, by the names of their folders."""
+"""Finds the checkpoints of a run that are whole, by the names of their folders."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PREFIX: Final = "step-"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """All finished checkpoints in `folder`, oldest first. Their content has not been looked at.
+    """Return all finished checkpoints in `folder`, oldest first, without looking at their contents.
 
-    Raises OSError for a folder that is there and cannot be read: it may have some.
+    Raises OSError for a folder that exists and cannot be read, since it may hold checkpoints.
     """
     try:
         there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
@@ -27,5 +27,5 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix(PREFIX))

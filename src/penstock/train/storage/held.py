@@ -1,4 +1,4 @@
-"""What a rank has of the tensors of a run: all of one, or one of equal parts."""
+"""What a rank holds of the tensors of a run: a whole tensor, or one of its equal parts."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from penstock.sharding import Sharding
 
 
 class Parted(Protocol):
-    """Which part of a whole tensor a rank has. axes: along which the ranks with the other parts are."""
+    """Which part of a whole tensor a rank has. axes: those along which the ranks with the other parts lie."""
 
     @property
     def axes(self) -> Axes: ...
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of all parts, in the order of their places."""
+        """Return the whole tensor made of all parts, in the order of their places."""
         ...
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of the run's state on this rank. sharding: which part of the whole it is; None: all of it."""
+    """A tensor of the run's state on this rank. sharding: its part of the whole; None: the whole."""
 
     tensor: Tensor
     sharding: Sharding | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         return tuple(self.tensor.shape) if self.sharding is None else self.sharding.shape
 
     @property
     def stand_in(self) -> Tensor:
-        """For code that asks for size and type alone: as large as the whole, without its memory."""
+        """Tensor of the whole's shape and type without its memory, for code that asks for nothing else."""
         if self.sharding is None:
             return self.tensor
         return torch.empty((), dtype=self.tensor.dtype).expand(self.sharding.shape)
 
     def fill(self, whole: Tensor) -> None:
-        """Take from the whole tensor what belongs to this rank."""
+        """Copy this rank's part from the whole tensor."""
         self.tensor.copy_(whole if self.sharding is None else self.sharding.part(whole))

@@ -1,7 +1,7 @@
-"""Which experts ranks host, as a checkpoint keeps it: a run that goes on hosts what it would have hosted.
+"""Which experts ranks host, as kept in a checkpoint: a continued run hosts what it would have hosted.
 
-Guests have no state of their own, so nothing is lost without it but a step. Where ranks, slots or owners are
-others than they were, a run starts without guests.
+Guests have no state of their own, so without this file nothing but one step is lost. Where ranks, slots or
+owners have changed, a run starts without guests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 26
 
 
 def gather_hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
-    """What every expert group hosts next; [] where all would without it. All ranks call it."""
+    """Return what every expert group hosts next; [] if a fresh start does the same. All ranks call it."""
     plans, layout = stack.host.plans, stack.machinery.layout
     as_at_first = all(hosting.is_empty for hosting in plans.made) and not plans.age_steps
     everyone = stack.machinery.control.gather((as_at_first, _plain(plans)), "gathering what ranks host")
@@ -33,16 +33,17 @@ def gather_hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
 
 
 def write_hosted(folder: Path, by_group: Sequence[Mapping[str, Any]]) -> None:
-    """Leave it in a checkpoint's folder; nothing if it is so much that reading would refuse it."""
+    """Write the groups' plans into a checkpoint's folder, unless they are too large to be read again."""
     text = json.dumps({"groups": list(by_group)}, separators=(",", ":"), default=int, allow_nan=False)
     if by_group and len(text) < MOST_BYTES:
         write_durably(folder / HOSTED, text)
 
 
 def host_again(stack: PipelinedStack, plans: Plans | None) -> bool:
-    """Host these plans, of `read_hosted`, if all ranks have read some; whether they have. All ranks call it.
+    """Host these plans, from `read_hosted`, if all ranks have read some; return whether. All ranks call it.
 
-    One that has not (its folder is another, or not up to date) would wait for others in another exchange.
+    A rank that has read none (its folder is another, or not up to date) would wait for others in another
+    exchange.
     """
     everyone = stack.machinery.control.gather(plans is not None, "agreeing whom ranks host")
     if plans is not None and all(everyone):
@@ -51,9 +52,9 @@ def host_again(stack: PipelinedStack, plans: Plans | None) -> bool:
 
 
 def read_hosted(folder: Path, stack: PipelinedStack) -> Plans | None:
-    """What this rank's group hosted when the checkpoint was written; None if there is nothing that fits it.
+    """Return what this rank's group hosted when the checkpoint was written; None if nothing there fits.
 
-    Raises DamagedError for a file that says something else.
+    Raises DamagedError for a file with other content.
     """
     now, layout = stack.host.plans, stack.machinery.layout
     if not (folder / HOSTED).exists() or not now.made:
@@ -70,7 +71,7 @@ def read_hosted(folder: Path, stack: PipelinedStack) -> Plans | None:
 
 
 def _plain(plans: Plans) -> dict[str, Any]:
-    """JSON."""
+    """Return the plans as JSON values."""
     layers = [
         {"owners": hosting.placement.digest, **plain_of(hosting), "hosted": hosted}
         for hosting, hosted in zip(plans.made, plans.hosted, strict=True)
@@ -79,7 +80,7 @@ def _plain(plans: Plans) -> dict[str, Any]:
 
 
 def _plans(table: Mapping[str, Any], now: Sequence[Hosting]) -> Plans | None:
-    """The plans again; None where layers, owners or slots are others."""
+    """Return the plans read from JSON values; None where layers, owners or slots have changed."""
     layers = table["layers"]
     if len(layers) != len(now):
         return None

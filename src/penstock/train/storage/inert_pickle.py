@@ -1,9 +1,9 @@
-"""The structure of a pickle, without unpickling it.
+"""Reads the structure of a pickle without unpickling it.
 
 A pickle is a program. Its interpreter imports what it names and calls what it imports; this one does neither.
-A call or an object comes out as a `Made` that says what it would have been, and it is for the reader to make
-sense of it. Dictionaries come out as lists of pairs, so that nothing is hashed either: a short pickle can
-describe a key that takes years to hash.
+A call or an object becomes a `Made`, which says what it would have been and leaves its meaning to the reader.
+Dictionaries become lists of pairs, so that nothing is hashed either: a short pickle can describe a key that
+takes years to hash.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.train.storage.files import DamagedError
 
 
 class Made:
-    """What a pickle wants to be called or built. state: what it would have been given afterwards."""
+    """An object that a pickle wants to call or build. state: what the object would be given afterwards."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -36,7 +36,7 @@ class Named:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dictionary."""
+    """A dictionary, as a list of its pairs."""
 
 
 T = TypeVar("T")
@@ -49,9 +49,9 @@ _IGNORED: Final = frozenset({"PROTO", "FRAME"})
 
 
 def parse(data: bytes) -> object:
-    """What the pickle `data` describes; only the commands that PyTorch's metadata consists of are known.
+    """Return what the pickle `data` describes; only the commands in PyTorch's metadata are known.
 
-    Raises DamagedError for any other pickle, and for what is none.
+    Raises DamagedError for any other pickle, and for data that is no pickle.
     """
     machine = _Machine()
     try:
@@ -137,6 +137,6 @@ def _made(what: object, arguments: object) -> Made:
 
 
 def _expect(found: object, kind: type[T]) -> T:
-    if type(found) is not kind:  # a dictionary's pairs are no list to append to
+    if type(found) is not kind:  # the pairs of a dictionary are not a list to append to
         raise ValueError(f"{type(found).__name__} in place of {kind.__name__}")
     return found

@@ -1,7 +1,7 @@
-"""Tensors of which several ranks have a part, made whole at the rank that writes them.
+"""Joins tensors of which several ranks have a part, at the rank that writes them.
 
 Parts travel when their tensor's turn comes, so a rank needs memory for one whole tensor. All ranks go through
-their tensors in the same order, that of the files: else two of them could wait for each other.
+their tensors in the same order, which is that of the files: otherwise two of them could wait for each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PURPOSE = "joining the parts of tensors"
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """A tensor that this rank has a part of. members: the ranks with its parts, in their order."""
+    """A tensor of which this rank has a part. members: the ranks with its parts, in their order."""
 
     name: str
     held: AnyHeld
@@ -33,7 +33,7 @@ class _Turn:
 
 
 class Joining:
-    """One save's. held: this rank's state."""
+    """The joining of tensors in one save. held: this rank's state."""
 
     def __init__(self, held: Mapping[str, AnyHeld], mesh: Mesh, control: Control) -> None:
         self._mesh, self._control = mesh, control
@@ -42,27 +42,27 @@ class Joining:
         self._turns: Iterator[_Turn] = iter(())
 
     def joins(self, name: str) -> bool:
-        """Whether this rank has only a part of a tensor."""
+        """Tell whether this rank has only a part of a tensor."""
         return name in self._parts
 
     @contextmanager
     def on_behalf_of(self, names: Iterable[str]) -> Iterator[None]:
-        """While it is entered this rank writes tensors of these names; all ranks enter it.
+        """Let this rank write tensors of these names while the context is entered; all ranks enter it.
 
-        Whatever happens inside, the others get the parts that they wait for before it is left.
+        Whatever happens inside, the others get the parts for which they wait before the context is left.
         """
         self._turns = iter(self._agree([name for name in names if self.joins(name)]))
         try:
             yield
         except CommunicationError:
-            self._turns = iter(())  # a rank is gone, and more would only wait for it again
+            self._turns = iter(())  # a rank is gone, and further turns would only wait for it again
             raise
         finally:
             for turn in self._turns:
                 self._serve(turn)
 
     def take(self, name: str) -> Tensor:
-        """The whole tensor. Its turn must not have come yet."""
+        """Return the whole tensor. Its turn must not have come yet."""
         for turn in self._turns:
             parts = self._serve(turn)
             if turn.name == name:
@@ -74,7 +74,7 @@ class Joining:
         return self._control.collect(part, turn.members, turn.writer, PURPOSE)
 
     def _agree(self, mine: list[str]) -> list[_Turn]:
-        """All turns in which this rank takes part, as writer or as sender."""
+        """Return all turns in which this rank takes part, as writer or as sender."""
         everyone = self._control.gather(mine, PURPOSE) if self._anywhere else []
         found = []
         for writer, names in enumerate(everyone):
@@ -90,5 +90,5 @@ class Joining:
 
     @property
     def _anywhere(self) -> bool:
-        """Whether ranks share tensors at all: the same on all of them, of which mesh and settings are."""
+        """Whether ranks share tensors at all: the same on all ranks, as it depends on mesh and settings."""
         return self._shares or self._mesh.mp_size > 1 or self._mesh.esp_size > 1

@@ -1,6 +1,6 @@
-"""What ranks have learnt of samples that move, as a checkpoint keeps it: a run that goes on expects the same.
+"""What ranks have learnt about samples that move, as kept in a checkpoint: a continued run expects the same.
 
-Ranks that exchange counts have learnt the same, so it is there once by group. Where there are other groups,
+Ranks that exchange counts have learnt the same, so it is saved once per group. Where there are other groups,
 or none was kept, what is missing is learnt again.
 """
 
@@ -18,11 +18,11 @@ from penstock.train.storage.held import Held
 GENERATOR: Final = "generator.rank"
 FOLLOWING: Final = "following.group"
 OPTIONAL: Final = (GENERATOR, FOLLOWING)
-"""How names begin of what a checkpoint need not have, and a run need not want: those of other ranks."""
+"""Prefixes of names that a checkpoint may lack, or that a run may not need: those of other ranks."""
 
 
 def learnt(stack: PipelinedStack) -> dict[str, Held]:
-    """Which experts follow on which, by layer, as views; nothing where that is not learnt."""
+    """Return which experts follow which, by layer, as views; nothing where that is not learnt."""
     relocation, layout = stack.relocation, stack.machinery.layout
     if relocation is None or relocation.how.prediction != "conditional":
         return {}
@@ -33,10 +33,10 @@ def learnt(stack: PipelinedStack) -> dict[str, Held]:
 
 
 def generator_name(rank: int) -> str:
-    """Of a rank's random numbers."""
+    """Return the name of a rank's random generator."""
     return f"{GENERATOR}{rank}"
 
 
 def dispensable(name: str, saved: Container[str]) -> bool:
-    """Whether a run goes on without what a checkpoint lacks."""
+    """Tell whether a run can go on without what a checkpoint lacks."""
     return name.startswith(OPTIONAL) and name not in saved

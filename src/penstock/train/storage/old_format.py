@@ -1,6 +1,6 @@
 """Checkpoints of earlier versions: PyTorch's own format, whose `.metadata` is a pickle and has no checksums.
 
-The pickle is read without being run. What a shard holds are files of `torch.save`, which PyTorch loads with
+The pickle is read without being run. A shard holds files of `torch.save`, which PyTorch loads with
 `weights_only=True`: that builds tensors and nothing else.
 """
 
@@ -32,7 +32,7 @@ TYPES: Final = {str(dtype): dtype for dtype in DTYPES.values()}
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Where in a file a tensor is."""
+    """The position of a tensor in a file, in bytes."""
 
     file: str
     offset: int
@@ -40,7 +40,7 @@ class Extent:
 
 
 class OldShards(Stored):
-    """The tensors of a checkpoint in `folder`. Raises DamagedError if it is not one of ours."""
+    """The tensors of a checkpoint in `folder`. Raises DamagedError if it was not made by Penstock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class OldShards(Stored):
             raise DamagedError(f"{METADATA} describes other tensors than it locates")
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """File by file, in order."""
+        """Yield the tensors of these names file by file, in the order of each file."""
         wanted = sorted(names, key=lambda name: (self._extents[name].file, self._extents[name].offset))
         files = sorted({self._extents[name].file for name in wanted})
         for file in files:
@@ -65,9 +65,9 @@ class OldShards(Stored):
 
 
 def _load(file: IO[bytes], extent: Extent, entry: Entry) -> Tensor:
-    """One file of `torch.save` inside a shard."""
+    """Load a `torch.save` file from inside a shard. Raises DamagedError unless `entry` describes it."""
     present = file.seek(0, io.SEEK_END)
-    if extent.offset + extent.length > present:  # before memory is taken for it
+    if extent.offset + extent.length > present:  # checked before memory is allocated for it
         raise DamagedError(f"{extent.file} ends before the tensors that should be in it")
     file.seek(extent.offset)
     data = io.BytesIO(file.read(extent.length))
@@ -75,7 +75,7 @@ def _load(file: IO[bytes], extent: Extent, entry: Entry) -> Tensor:
         _check_packed(data)
         data.seek(0)
         tensor = torch.load(data, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged file it raises almost anything
+    except Exception as error:  # a damaged file raises almost anything
         raise DamagedError(f"{extent.file} holds no tensor at {extent.offset}: {error}") from error
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
         raise DamagedError(f"{extent.file} holds another tensor at {extent.offset} than {METADATA} says")
@@ -83,7 +83,7 @@ def _load(file: IO[bytes], extent: Extent, entry: Entry) -> Tensor:
 
 
 def _check_packed(data: io.BytesIO) -> None:
-    """Refuse compressed content: a few bytes could unfold to any number."""
+    """Raise DamagedError for compressed content: a few bytes could unfold to any size."""
     with zipfile.ZipFile(data) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED:
@@ -94,7 +94,7 @@ def _check_packed(data: io.BytesIO) -> None:
 
 
 def _state(found: object, name: str) -> Any:
-    """The state of what must be an object of this class."""
+    """Return the state of an object, which must be of the class `name`."""
     if not isinstance(found, Made) or found.name != name:
         what = found.name if isinstance(found, Made | Named) else type(found).__name__
         raise DamagedError(f"{METADATA} holds {what[:MOST_SHOWN]!r} where {name} should be")
@@ -124,7 +124,7 @@ def _whole(found: object) -> int:
 
 
 def _size(found: object) -> tuple[int, ...]:
-    """A torch.Size, which is made from a tuple."""
+    """Return the shape that a torch.Size, made from a tuple, stands for."""
     if isinstance(found, Made) and found.name == "torch.Size" and len(found.arguments) == 1:
         (numbers,) = found.arguments
         if isinstance(numbers, tuple):

@@ -18,15 +18,16 @@ from penstock.train.storage.held import Held
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Split = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-"""The logical tensors of a local one, by their names: of every expert its own."""
+"""Splits a local tensor into logical ones, by their names: every expert has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owned:
     """Which numbers of a tensor the ranks along `axes` own.
 
-    shape: of the whole. local: of what every rank has of the parameter. runs: by place of the owners, in the
-    local tensor. inner: where ranks share the parameter too, which part of it the local tensor is.
+    shape: of the whole tensor. local: of the part of the parameter that every rank has. runs: by place of the
+    owners, in the local tensor. inner: where ranks share the parameter too, which part of it the local tensor
+    is.
     """
 
     axes: Axes
@@ -38,16 +39,16 @@ class Owned:
 
     @property
     def longest(self) -> int:
-        """As many numbers as any rank owns."""
+        """Largest count of numbers that any rank owns."""
         return max(sum(map(len, runs)) for runs in self.runs)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's numbers of a whole tensor, flat."""
+        """Return this rank's numbers of a whole tensor, flat."""
         flat = (whole if self.inner is None else self.inner.part(whole)).reshape(-1)
         return torch.cat([flat[:0], *(flat[run.start : run.stop] for run in self.runs[self.place])])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of the parts of all ranks, in the order of their places."""
+        """Return the whole tensor made of the parts of all ranks, in the order of their places."""
         if self.inner is None:
             return self._joined(parts)
         count = self.inner.count  # the ranks that share the parameter stand next to each other
@@ -65,14 +66,14 @@ class Owned:
 
 @dataclass(frozen=True)
 class HeldShare:
-    """What this rank owns of a tensor of the run's state. views: its runs, to read and to write."""
+    """This rank's own numbers of a tensor of the run's state. views: the runs, to read and to write."""
 
     views: tuple[Tensor, ...]
     sharding: Owned
 
     @property
     def tensor(self) -> Tensor:
-        """The numbers, followed by zeros: all ranks send equally many."""
+        """The numbers, followed by zeros, since all ranks send equally many."""
         found = self.views[0].new_zeros(self.sharding.longest)
         flat = torch.cat(self.views)
         found[: len(flat)] = flat
@@ -80,7 +81,7 @@ class HeldShare:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         return self.sharding.shape
 
     @property
@@ -89,7 +90,7 @@ class HeldShare:
         return torch.empty((), dtype=self.views[0].dtype).expand(self.shape)
 
     def fill(self, whole: Tensor) -> None:
-        """Take from the whole tensor what belongs to this rank."""
+        """Copy this rank's numbers from the whole tensor."""
         parts = self.sharding.part(whole).split([len(view) for view in self.views])
         for view, part in zip(self.views, parts, strict=True):
             view.copy_(part)
@@ -99,27 +100,27 @@ AnyHeld = Held | HeldShare
 
 
 class MomentsOf(Protocol):
-    """The optimiser's state, as part of a run's."""
+    """The optimiser's state, as part of a run's state."""
 
     def settle(self) -> None:
-        """Before the state is looked at; all ranks call it."""
+        """Prepare the state to be looked at; all ranks call it."""
         ...
 
     def held(
         self, name: str, parameter: nn.Parameter, sharding: Sharding | None, split: Split
     ) -> Iterator[tuple[str, AnyHeld]]:
-        """The state of a parameter, by logical name."""
+        """Yield the state of a parameter, by logical name."""
         ...
 
 
 class WholeMoments:
-    """Of an optimiser of torch: every rank has the moments of all parameters that it holds."""
+    """Moments of torch's optimiser: every rank has the moments of all parameters that it holds."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def settle(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no work is pending."""
 
     def held(
         self, name: str, parameter: nn.Parameter, sharding: Sharding | None, split: Split
@@ -134,13 +135,13 @@ class WholeMoments:
 
 
 class ShareMoments:
-    """Of a sharded optimiser."""
+    """Moments of a sharded optimiser."""
 
     def __init__(self, stack: PipelinedStack, optimizer: ShardedAdamW) -> None:
         self._stack, self._optimizer = stack, optimizer
 
     def settle(self) -> None:
-        """Gather parameters that wait for it, and deal shares as the next step will."""
+        """Gather parameters that are still to be gathered, and deal shares as the next step will."""
         self._optimizer.flush()
         self._stack.settle()
 
@@ -161,7 +162,10 @@ class ShareMoments:
 def _held_share(
     share: Share, state: str, parameter: nn.Parameter, part: Tensor, where: tuple[Axes, Sharding | None]
 ) -> HeldShare:
-    """part: what of the parameter the logical tensor is, a view of it that lies in one piece."""
+    """Return this rank's share of one logical tensor's state.
+
+    part: the logical tensor's view of the parameter, which is contiguous.
+    """
     assert part.is_contiguous(), "experts are stacked"
     first = part.storage_offset() - parameter.data.storage_offset()
     mine = range(first, first + part.numel())
@@ -182,6 +186,6 @@ def _held_share(
 
 
 def _within(run: range, mine: range) -> range:
-    """The part of a run that lies in `mine`, counted from its beginning."""
+    """Return the part of a run that lies in `mine`, counted from the beginning of `mine`."""
     first, last = max(run.start, mine.start), min(run.stop, mine.stop)
     return range(first - mine.start, max(first, last) - mine.start)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its state: checkpoint.json, and data.json of earlier versions."""
+"""What a checkpoint says about its state: checkpoint.json, or data.json in earlier versions."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from penstock.train.storage.files import DamagedError, read_table, to_json, writ
 
 RECORD, OLD_RECORD = "checkpoint.json", "data.json"
 FORMAT, EARLIER_FORMAT = 2, 1
-"""The earlier one does not say by which tokenizer a text became tokens."""
+"""The earlier format does not say by which tokenizer a text became tokens."""
 
 GLOBAL_BATCH = "data.batch_per_device x (processes / mp_size)"
 FORMER_KEYS = {"data.batch_per_device x processes": GLOBAL_BATCH}
-"""What the identity of earlier versions calls the same."""
+"""Keys of the identity in earlier versions, and their present names."""
 MOST_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """identity: what the position in the data depends on, by configuration key. settings: the configuration,
-    section by section; None in earlier versions. plan_settled: whether the plan that is saved beside it
-    had been tried, ordered and tuned to the end. files: names of all other files but the checksums.
-    tokenizer: sha256 of the text's, or `bytes`; None in earlier versions.
+    """The description of a checkpoint.
+
+    identity: settings on which the position in the data depends, by configuration key. settings: the
+    configuration, section by section; None in earlier versions. plan_settled: whether the plan saved with the
+    checkpoint had been tried, ordered and tuned to the end. files: names of all other files but the
+    checksums. tokenizer: sha256 of the text's, or `bytes`; None in earlier versions.
     """
 
     step: int
@@ -37,12 +39,12 @@ class Record:
     tokenizer: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Leave it in a checkpoint's folder."""
+        """Write the record into a checkpoint's folder."""
         write_durably(folder / RECORD, to_json({"format": FORMAT, **asdict(self)}))
 
     @staticmethod
     def read(folder: Path) -> Record:
-        """Raises DamagedError for what was never written so, ConfigError for a later version's."""
+        """Read a record. Raises DamagedError for what no version writes, ConfigError for a later version."""
         if not (folder / RECORD).exists():
             identity = read_table(folder / OLD_RECORD, MOST_BYTES)
             return Record(step=-1, processes=None, identity=identity, settings=None, plan_settled=False)
@@ -73,7 +75,7 @@ class Record:
         return Record(**table)
 
     def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
-        """Raise ConfigError for the first key that must be the same and is not; before a step, none must."""
+        """Raise ConfigError for the first key that differs; before the first step, keys may differ."""
         if self.step == 0:
             return
         mine = {FORMER_KEYS.get(key, key): value for key, value in self.identity.items()}

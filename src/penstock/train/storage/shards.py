@@ -2,7 +2,7 @@
 
 The format is a length, a JSON header and raw numbers, so a file can hold nothing that runs. Files are written
 here tensor by tensor, since the library's own writer holds a copy of everything in memory (PyTorch's writer
-of this format two); they are read by the library, which checks the header against the file's size.
+of this format holds two); they are read by the library, which checks the header against the file's size.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CODES: Final = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Outgoing:
-    """A tensor to be written. load: gives it when its turn comes."""
+    """A tensor to be written. load: returns the tensor when its turn comes."""
 
     name: str
     entry: Entry
@@ -65,9 +65,9 @@ class Outgoing:
 
 
 def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
-    """Write a file of the safetensors format and wait until the disk has it; returns its SHA-256.
+    """Write a file of the safetensors format and wait until the disk has it; return its SHA-256.
 
-    The digest is of what was to be written, so a disk that writes something else is noticed, too. Needs
+    The digest is of what was to be written, so a disk that writes something else is noticed, too. It needs
     memory for one tensor.
     """
     ordered = sorted(tensors, key=lambda each: writing_order(each.name, each.entry.dtype))
@@ -107,8 +107,8 @@ def _raw(each: Outgoing) -> Callable[[], Buffer]:
 class ShardWriter(StorageWriter):
     """Writes what `torch.distributed.checkpoint.save` deals to this rank into one file in `folder`.
 
-    joining: brings the parts of those tensors that ranks share. digests: SHA-256 by name of what this rank
-    has written.
+    joining: brings the parts of those tensors that ranks share. digests: SHA-256 of the files that this rank
+    has written, by name.
     """
 
     def __init__(self, folder: Path, joining: Joining) -> None:
@@ -116,7 +116,7 @@ class ShardWriter(StorageWriter):
         self.digests: dict[str, str] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -124,7 +124,7 @@ class ShardWriter(StorageWriter):
         return [replace(plan, storage_data=number) for number, plan in enumerate(plans, start=1)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; a rank without a part writes none, and may have to send all the same."""
+        """Write this rank's file; a rank without tensors writes none, but may have to send parts."""
         outgoing = [self._outgoing(item, planner) for item in plan.items]
         with self._joining.on_behalf_of(each.name for each in outgoing):
             if outgoing:
@@ -135,17 +135,17 @@ class ShardWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Every file says by itself what is in it."""
+        """Do nothing: every file describes its own content."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state to reset."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there."""
+        """Do nothing: the folder exists already."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Checkpoints are named by what is given to the writer."""
+        """Accept any name: the writer knows its folder."""
         del checkpoint_id
         return True
 
@@ -166,7 +166,7 @@ class ShardWriter(StorageWriter):
 
 
 class Shards(Stored):
-    """The tensors in these files of `folder`. Raises DamagedError if one of them cannot be what it seems."""
+    """The tensors in these files of `folder`. Raises DamagedError if a file is not what it should be."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self.entries: dict[str, Entry] = {}
@@ -175,7 +175,7 @@ class Shards(Stored):
             self._add(folder / name)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """File by file; only the pages that are asked for are read."""
+        """Yield the tensors of these names file by file, reading only the pages that they need."""
         for path in sorted({self._paths[name] for name in names}):
             with _opened(path) as file:
                 for name in (name for name in names if self._paths[name] == path):
@@ -183,7 +183,7 @@ class Shards(Stored):
 
     def _add(self, path: Path) -> None:
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
+            for name in file.keys():  # noqa: SIM118  # it is not a dict
                 if name in self.entries:
                     raise DamagedError(f"{name} is in {path.name} and in {self._paths[name].name}")
                 kind = file.get_slice(name)
@@ -195,7 +195,7 @@ class Shards(Stored):
 
 
 class _opened:  # noqa: N801  # reads as a function
-    """A safetensors file while it is entered; DamagedError for whatever the library has against it."""
+    """Opens a safetensors file while entered; raises DamagedError for whatever the library rejects."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

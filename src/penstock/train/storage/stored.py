@@ -27,44 +27,45 @@ from penstock.train.storage.owned import AnyHeld
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a stored tensor is."""
+    """Shape and type of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def writing_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
-    """The key of a place in a file: wide numbers first, so that each begins at a multiple of its width."""
+    """Return a tensor's sorting key in a file: wide numbers first, so that each is aligned to its width."""
     return -dtype.itemsize, name
 
 
 class Stored(ABC):
-    """All tensors of a checkpoint. entries: what they are, by name."""
+    """All tensors of a checkpoint. entries: shape and type of each, by name."""
 
     entries: Mapping[str, Entry]
 
     @abstractmethod
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Those of these names, on the CPU, in whatever order is cheapest. Raises DamagedError."""
+        """Yield the tensors of these names, on the CPU, in the cheapest order. Raises DamagedError."""
 
 
 class StoredReader(StorageReader):
     """Gives `torch.distributed.checkpoint.load` what a `Stored` holds; every tensor is stored as a whole.
 
-    held: the state that is read into. Torch sees stand-ins for tensors of which this rank has a part.
+    held: the state into which tensors are read. Torch sees stand-ins for tensors of which this rank has a
+    part.
     """
 
     def __init__(self, stored: Stored, held: Mapping[str, AnyHeld]) -> None:
         self._stored, self._held = stored, held
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What there is. All ranks have looked already, so nothing is read here."""
+        """Return what the checkpoint holds. All ranks have read it already, so nothing is read here."""
         del args, kwargs
         tensors: dict[str, Any] = {name: _described(entry) for name, entry in self._stored.entries.items()}
         return Metadata(state_dict_metadata=tensors, storage_meta=StorageMeta())
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Take what the plan asks for: this rank's part of every tensor."""
+        """Fill this rank's part of every tensor for which the plan asks."""
         del planner
         for name, tensor in self._stored.read({item.storage_index.fqn for item in plan.items}):
             target = self._held[name]
@@ -76,24 +77,24 @@ class StoredReader(StorageReader):
         return done
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is no state to reset."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Checkpoints are named by what is given to the reader."""
+        """Accept any name: the reader knows its checkpoint."""
         del checkpoint_id
         return True
 

@@ -1,4 +1,4 @@
-"""SHA256SUMS: what every file of a checkpoint must hash to. `sha256sum -c SHA256SUMS` checks it as well."""
+"""SHA256SUMS: the hash that every file of a checkpoint must have; `sha256sum -c SHA256SUMS` checks it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LINE = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]{0,199})\n", re.AS
 
 
 def digest_of(path: Path) -> str:
-    """The SHA-256 of a file, as hexadecimal digits: about a second per GiB."""
+    """Return the SHA-256 of a file, as hexadecimal digits; it takes about a second per GiB."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Leave the digests of the files in `folder`, sorted by name."""
+    """Write the digests of the files in `folder`, sorted by name."""
     write_durably(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Digest by name. Raises DamagedError if a single character is not as `write_sums` writes it."""
+    """Return digests by name. Raises DamagedError if a single character is not as `write_sums` writes it."""
     text = read_regular(folder / SUMS, MOST_BYTES).decode("ascii", errors="replace")
     found = list(LINE.finditer(text))
     if not found or "".join(match[0] for match in found) != text:
