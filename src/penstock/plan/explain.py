@@ -148,8 +148,9 @@ def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> b
     """Return whether transfers between nodes take most of their time on links inside nodes."""
     endless = replace(apart, cluster=apart.cluster.faster(intra=INFINITELY))
     cost = endless.cost(best.choice, best.plan.shape)
-    between = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane is Lane.INTER})
-    return between.get(Lane.INTER, 0.0) < (1 - MOSTLY) * work.get(Lane.INTER, 0.0)
+    left = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane.is_network})
+    now_s, left_s = (each.get(Lane.INTER, 0.0) for each in (work, left))
+    return left_s < (1 - MOSTLY) * now_s
 
 
 def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
