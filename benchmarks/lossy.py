@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lossy`: what rows that are rounded under way change in a loss after some training.
+"""`python -m benchmarks.lossy`: what rows that are rounded in transit change in a loss after some training.
 
 The same small model, seed and data every time, on two processes: rows as they are, as bfloat16 and as int8;
 and, as a control, rows as they are in other numbers of microbatches, which changes the order of sums and
@@ -126,7 +126,7 @@ def _row(case: LossyCase, first: LossyCase | None) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Trains with rows as they are and with rows that are rounded under way. Five minutes."
+    about = "Trains with rows as they are and with rows that are rounded in transit. Five minutes."
     parser = parser_of("lossy", about, "--steps 100")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of every run ({STEPS})")
     return parser

@@ -14,15 +14,16 @@ NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 where there is no terminal."""
 
 LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
-"""What lanes are called for people. "network" is that between nodes; with one node, that between ranks."""
+"""What lanes are called for people. "network" is that between ranks, where there is one node."""
+BETWEEN_NODES = "network between nodes"
 
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
-def lane_words(lane: str) -> str:
-    """Return what a lane is called for people."""
-    return LANE_WORDS.get(lane, lane)
+def lane_words(lane: str, *, nodes: bool) -> str:
+    """Return what a lane is called for people. nodes: whether there are several."""
+    return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
@@ -60,6 +61,11 @@ def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
         return milliseconds(seconds)
     low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
     return f"{milliseconds(seconds)} ({low} to {high})"
+
+
+def percent(share: float) -> str:
+    """Format a share of 1: `62 %`."""
+    return f"{100 * share:.0f} %"
 
 
 def change(seconds: float, base_s: float) -> str:

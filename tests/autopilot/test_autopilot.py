@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,10 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
     told = run(ranks, folder, *auto(folder), *settings, on_step=plans_by_its_slack)
     assert told[0].plans == told[1].plans
     paper = PlanFile.read(folder / "run" / "plan.json")
-    assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
+    assert (
+        re.search(r"Experts  [^;]*, pays; ", " ".join(paper.why)) and "changing to plan 2: " in told[0].said
+    )
+    assert paper.explains_choice, "its lines end with the plan that the run has changed to"
     assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
 

@@ -28,7 +28,7 @@ def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lan
     each = problem(cluster=cluster)
     found = find_plan(each)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
-    assert lane_words(lane) in told.binds
+    assert lane_words(lane, nodes=True) in told.binds
     assert told.busy[lane] == max(told.busy.values()) > 0.8
     assert all(0 < share <= 1 + 1e-9 for share in told.busy.values())
     assert told.faster[what] == min(told.faster.values()) < 0.7
@@ -135,6 +135,15 @@ def test_latency_is_named_where_start_ups_take_most_of_the_communication(
     told = explain(each, find_plan(each, effort="low"))
     assert told.binds.startswith("latency limits the step: ") is late
     assert (told.faster["inter-node bandwidth"] > 0.97) is (late or cluster is SLOW_DEVICE)
+
+
+@pytest.mark.parametrize("slow", ["inter", "intra"])
+def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) -> None:
+    rates = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e9, intra_bytes_per_s=1e9)
+    each = problem(cluster=rates.faster(**{slow: 0.01}))
+    limit = explain(each, find_plan(each, budget=0.01)).lines[2]
+    assert ", network between nodes" in limit
+    assert ("network between nodes (mostly limited by links inside nodes)" in limit) == (slow == "intra")
 
 
 SLOW_INSIDE = ClusterConfig(flops_per_s=1e12, intra_bytes_per_s=1e7, intra_latency_s=1e-6)

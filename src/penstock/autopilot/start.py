@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
-from penstock.autopilot.profiling import UNNAMED, profile_links, profile_run
+from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.run_problem import (
     assumed_problem,
@@ -23,7 +23,7 @@ from penstock.autopilot.run_problem import (
 )
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
-from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.doubts import IN_A_RUN, summary
 from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
@@ -38,9 +38,9 @@ from penstock.plan import (
 )
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
-from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan
 from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
@@ -161,11 +161,9 @@ def _fastest(
     plan, lines = found[number]
     if len(problems) == 1:
         return number, plan, lines
-    plain, sharded = (
-        within(seconds, interval_s(problem, seconds))
-        for problem, seconds in zip(problems, times_s, strict=True)
+    both = ", ".join(
+        Updated(problem=problem, found=each).words for problem, (each, _) in zip(problems, found, strict=True)
     )
-    both = f"{plain} with AdamW, {sharded} with shares of it"
     return (
         number,
         plan,

@@ -115,19 +115,22 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
     )
     schedule.add_argument("name", metavar="NAME", help=", ".join(SCHEDULES))
-    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
-    schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
+    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (default: 2)")
+    schedule.add_argument("--microbatches", type=_count, metavar="R", help="microbatches (default: 2)")
     schedule.add_argument(
-        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's default)"
+        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (default: the schedule's)"
     )
     schedule.add_argument(
         "--backward-chunks",
         type=_count,
         metavar="C",
-        help="chunks per MoE layer in the backward pass (same as forward)",
+        help="chunks per MoE layer in the backward pass (default: same as forward)",
     )
     schedule.add_argument(
-        "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
+        "--all-reduce-chunks",
+        type=_count,
+        metavar="K",
+        help="chunks per layer's all-reduce (default: 4)",
     )
     _add_sharing(schedule)
     _add_moving(schedule)
@@ -148,42 +151,50 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_sharing(schedule: argparse.ArgumentParser) -> None:
     own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
     schedule.add_argument(
-        "--mp-size", type=_count, metavar="N", help=f"ranks that share attention (2 for {own}; else 1)"
+        "--mp-size",
+        type=_count,
+        metavar="N",
+        help=f"ranks that share attention (default: 2 for {own}; else 1)",
     )
-    schedule.add_argument("--esp-size", type=_count, metavar="N", help="ranks that share every expert (same)")
+    schedule.add_argument(
+        "--esp-size", type=_count, metavar="N", help="ranks that share every expert (default: as --mp-size)"
+    )
     schedule.add_argument(
         "--tokens",
         choices=dict.fromkeys(FORM_TOKENS.values()),
-        help="what ranks that share attention have of every sample between blocks (split)",
+        help="what ranks that share attention have of every sample between blocks (default: split)",
     )
     schedule.add_argument(
-        "--expert-form", choices=FORM_TOKENS, help="how rows meet all shards of their experts (gather)"
+        "--expert-form",
+        choices=FORM_TOKENS,
+        metavar="FORM",
+        help=f"how rows meet all shards of their experts: {', '.join(FORM_TOKENS)} (default: gather)",
     )
 
 
 def _add_moving(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument(
-        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (none)"
+        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (default: none)"
     )
     schedule.add_argument(
         "--experts",
         choices=get_args(ExpertMoves),
         default="none",
         metavar="PLANNER",
-        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (none)",
+        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (default: none)",
     )
     schedule.add_argument(
         "--guest-slots",
         type=_count,
         default=1,
         metavar="N",
-        help="experts of other ranks that a rank hosts per MoE layer, where experts move (1)",
+        help="experts of other ranks that a rank hosts per MoE layer, where experts move (default: 1)",
     )
     schedule.add_argument(
         "--recompute",
         choices=get_args(Recompute),
         default="none",
-        help="what is computed again before its backward, to save memory (none)",
+        help="what is recomputed before its backward, to save memory (default: none)",
     )
 
 
@@ -202,7 +213,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="section.key=value",
         help="settings that override the defaults",
     )
-    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file; default: built in")
+    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file (default: built in)")
     bench.add_argument(
         "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"
     )
@@ -238,20 +249,24 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
     )
     profile.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a TOML file; default: the model of penstock bench"
+        "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
     )
     profile.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
     profile.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="approximate measuring time (60)"
+        "--budget",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="approximate measuring time (default: 60)",
     )
     profile.add_argument(
         "--out",
         type=user_path,
         default=Path("cluster.json"),
         metavar="FILE",
-        help="cluster file to write (cluster.json)",
+        help="cluster file to write (default: cluster.json)",
     )
     profile.add_argument(
         "--plot",
@@ -269,8 +284,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="check a cluster before a job",
         description="Checks versions, clocks, names, interfaces, links, memory, disks and limits on all "
-        "ranks, and says in one sentence each what to mend. Start it as the job itself: by torchrun, srun "
-        "or with parallel.processes. Exit code 1 if something is to be mended.",
+        "ranks, and says in one sentence each what to fix. Start it as the job itself: by torchrun, srun "
+        "or with parallel.processes. Exit code 1 if something is to be fixed.",
         epilog="Example: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
         "node0:29500 -m penstock doctor configs/tiny.toml",
     )
@@ -286,15 +301,15 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared; "
-        "default: that of plan.cluster, or beside the plan file of plan.source",
+        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
+        "(default: that of plan.cluster, or beside the plan file of plan.source)",
     )
     doctor.add_argument(
         "--wait",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long to wait for ranks to come (60)",
+        help="how long to wait for ranks to come (default: 60)",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(doctor)

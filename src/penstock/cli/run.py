@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
 import re
@@ -19,6 +20,8 @@ from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
 EXAMPLE: Final = "train.steps=5"
+SIMILAR = {"━": "=", "·": ".", "└": "|", "→": ">", "±": "+-", "\N{MINUS SIGN}": "-"}
+"""What stands for a character on a terminal that lacks it."""
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
@@ -51,9 +54,19 @@ def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentP
 
 
 def replace_unencodable() -> None:
-    """Show a character that the terminal's encoding lacks as a `?`, so that no command fails over one."""
+    """Show a character that the terminal's encoding lacks as a similar one, or as a `?`, so that no command
+    fails over one."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes them by default
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error("similar", _similar)
+        sys.stdout.reconfigure(errors="similar")
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """Replace the characters that an encoding lacks; an error handler of codecs."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(SIMILAR.get(each, "?") for each in lacking), error.end
 
 
 def exit_code(command: Callable[[], int]) -> int:

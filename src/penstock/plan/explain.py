@@ -37,7 +37,8 @@ MOST_TASKS = 20_000
 class Explanation:
     """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource made twice
     as fast, the predicted step time over the present one, both ordered by the same rules. rows: what rounded
-    rows save. again: what recomputation saves and takes."""
+    rows save. again: what recomputation saves and takes. nodes: whether there are several; inside: whether
+    the network between them mostly waits for links inside nodes."""
 
     best: Candidate
     next_best: Candidate | None
@@ -49,6 +50,8 @@ class Explanation:
     lower_bound_s: float
     rows: str = ""
     again: str = ""
+    nodes: bool = False
+    inside: bool = False
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -92,8 +95,12 @@ class Explanation:
 
     def _limit(self) -> str:
         busy = {lane: share for lane, share in self.busy.items() if share > 0}
-        shares = ", ".join(f"{lane_words(lane)} {100 * share:.0f} %" for lane, share in busy.items())
+        shares = ", ".join(f"{self._lane(lane)} {100 * share:.0f} %" for lane, share in busy.items())
         return f"{self.binds}; busy share of the step: {shares}"
+
+    def _lane(self, lane: str) -> str:
+        words = lane_words(lane, nodes=self.nodes)
+        return f"{words} (mostly limited by links inside nodes)" if self.inside and lane == "inter" else words
 
     def _next(self) -> str:
         if self.next_best is None:
@@ -125,14 +132,25 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         best=best,
         next_best=found.others[0] if found.others else None,
         busy=busy,
-        binds=_binds(best, _start_up_share(apart, best, work)),
+        binds=_binds(best, _start_up_share(apart, best, work), nodes=problem.has_nodes),
         faster=_faster(problem, found),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
         rows=row_words(problem, best.choice, best.plan),
         again=again_words(problem, best),
+        nodes=problem.has_nodes,
+        inside=problem.has_nodes and _is_inside(apart, best, work),
     )
+
+
+def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> bool:
+    """Return whether transfers between nodes take most of their time on links inside nodes."""
+    endless = replace(apart, cluster=apart.cluster.faster(intra=INFINITELY))
+    cost = endless.cost(best.choice, best.plan.shape)
+    left = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane.is_network})
+    now_s, left_s = (each.get(Lane.INTER, 0.0) for each in (work, left))
+    return left_s < (1 - MOSTLY) * now_s
 
 
 def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
@@ -146,13 +164,14 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
 
 
-def _binds(best: Candidate, start_up_share: float) -> str:
+def _binds(best: Candidate, start_up_share: float, *, nodes: bool) -> str:
     bound = best.bound
     chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
+    words = lane_words(lane, nodes=nodes)
     text = (
-        f"the longest chain of tasks that wait for each other limits the step; busiest: {lane_words(lane)}"
+        f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
         if chain
-        else f"{lane_words(lane)} limits the step"
+        else f"{words} limits the step"
     )
     if start_up_share <= MOSTLY or lane.computes:
         return text

@@ -186,7 +186,7 @@ def test_what_bound_the_step_is_told_in_shares_of_its_path() -> None:
     assert binding.length_s == pytest.approx(step_file().measured_s)
     assert binding.compute_share + binding.network_share + binding.gap_share == pytest.approx(1.0)
     first, verdict = binding.sentences()
-    assert f"{binding.compute_share:.0%} computation" in first
+    assert f"{100 * binding.compute_share:.0f} % computation" in first
     assert "by" in verdict and "at most" in verdict
     alone = binding_of(step_file(1))
     assert alone is not None and alone.network_share == 0.0

@@ -2,7 +2,6 @@
 
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.measure import (
-    UNNAMED,
     profile_layout,
     profile_links,
     profile_run,
@@ -12,7 +11,6 @@ from penstock.autopilot.profiling.measure import (
 from penstock.autopilot.profiling.tasks import measure_tasks
 
 __all__ = [
-    "UNNAMED",
     "measure_links",
     "measure_tasks",
     "profile_layout",

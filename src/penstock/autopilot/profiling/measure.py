@@ -13,6 +13,7 @@ from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.cost.clusters import UNNAMED
 from penstock.cost.doubts import STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
@@ -26,9 +27,6 @@ LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
 
 LINKS_S = 4.0
 """How long links are measured where no file is made from the result."""
-
-UNNAMED = "this cluster"
-"""The name of a cluster that a run measures for itself."""
 
 LEAST_LATENCY_S = 1e-7
 """Least latency of a link: section [cluster] does not allow 0."""

@@ -17,6 +17,9 @@ WRITTEN_BY = (
 NEAR = 0.5
 """A name that has so much in common with what was asked for may be meant: `fsmoe` is half of one."""
 
+UNNAMED = "this cluster"
+"""The name of a cluster that a run measures for itself."""
+
 
 def names() -> tuple[str, ...]:
     """Return the names of the shipped clusters, in alphabetical order."""

@@ -22,7 +22,7 @@ from penstock.report.page.tables import kinds_table, plans_table, relative, sign
 from penstock.report.page.template import choice, figure, legend, page, paragraph, section
 from penstock.report.page.timelines import families_of, path_figure, timeline_figure
 from penstock.trace.step_file import StepFile
-from penstock.words import counted, gib, milliseconds
+from penstock.words import counted, gib, milliseconds, percent
 
 WARM_UP_STEPS = 2
 """First steps, which allocate buffers and open connections; medians leave them out."""
@@ -66,10 +66,10 @@ def _cards(run: FinishedRun) -> Iterator[str]:
     if (tokens_per_s := _typical(course.tokens_per_s)) is not None:
         yield _card(f"{tokens_per_s:,.0f}", "tokens per second (median)")
     if (hidden := _hidden(course)) is not None:
-        yield _card(f"{hidden:.0%}", "of the communication hidden under computation")
+        yield _card(percent(hidden), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
         told = "model FLOPs utilisation: of the fastest matrix product that the profile measured"
-        yield _card(f"{used:.1%}", told)
+        yield _card(f"{100 * used:.1f} %", told)
     if (memory := _largest(course.peak_memory_bytes)) is not None:
         yield _card(gib(memory), "held by rank 0 at most")
     yield from _loss_cards(course)
