@@ -370,9 +370,7 @@ def test_bad_settings_are_named(
     assert all(word in error for word in words), error
 
 
-def test_a_name_that_is_like_no_other_gets_no_suggestion(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unlike_name_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nearest" not in refused(capsys, "train", write_config(tmp_path), "plan.cluster=nope")
 
 
