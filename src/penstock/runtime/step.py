@@ -19,6 +19,7 @@ from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.sharded.strays import refuse_left_out
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology.rollcall import ACTIVITY
 
@@ -130,6 +131,7 @@ class Step:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = loss_gradient
         if self.context.updates is not None:
+            refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
         gradients = self.stack.gradients.backward_pass(self.buckets)
         gradients.check()
