@@ -112,18 +112,19 @@ class Step:
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()
 
-    def _parameter_versions(self) -> tuple[int, ...]:
-        """Return the parameters' version counters; () where nothing is recomputed, so that none matter."""
+    def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
+        """Return the parameters' places and version counters; () where nothing is recomputed, so that none
+        matter. `parameter.data = ...` gives a parameter another place and leaves its counter."""
         if self.shape.recompute == "none":
             return ()
-        return tuple(parameter._version for parameter in self.stack.model.parameters())
+        return tuple((p.data_ptr(), p._version) for p in self.stack.model.parameters())
 
     def _check_unchanged(self) -> None:
         if self._parameter_versions() != self.versions:
             raise RuntimeError(
-                "parameters were changed in place between forward and backward, and what is computed again "
-                "before its backward would not be what it was: update them after backward, or compute the "
-                "loss again"
+                "parameters were changed between forward and backward, in place or by parameter.data = ..., "
+                "and what is recomputed before its backward would not be what it was: update them after "
+                "backward, or compute the loss again"
             )
 
     def backward(self, loss_gradient: Tensor) -> None:

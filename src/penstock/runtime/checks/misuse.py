@@ -53,11 +53,11 @@ def refuse_pickle() -> NoReturn:
 
 
 def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: a gradient that a hook put into `.grad` during a step was not synchronised."""
+    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
     raise RuntimeError(
-        f"the gradient of {name} was replaced or removed while backward was running, before it was summed "
-        "over ranks and microbatches: what has been updated from it is wrong. Update parameters after "
-        "loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
+        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
+        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
     )
 
 
