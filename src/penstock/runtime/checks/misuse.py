@@ -75,6 +75,19 @@ def check_no_checkpoint() -> None:
         )
 
 
+def check_no_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
+
+    Autograd enables gradients in such a pass alone.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) of a PipelinedStack's loss: a step sums finished gradients over "
+            "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
+            "create_graph, and take second derivatives of the model alone, outside of the stack"
+        )
+
+
 def check_updates(updating: Updating | None, updates: Updates | None) -> None:
     """Raise RuntimeError if the steps update parameters and no optimizer is given for that."""
     if updating is not None and updates is None:
