@@ -101,7 +101,7 @@ class Step:
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         wish = self.stack.wish
         if device == "cuda" and not (gradients.taken_up or wish):
-            return  # reading the sums would make the host wait; a rank that has changed something does
+            return  # reading the sums makes the host wait, so only ranks with a change do
         check_wishes(total, wish, machinery.layout, machinery.control)
         if wish:
             return  # its marks are those of the last step, for which the plan was good enough

@@ -45,7 +45,7 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def refuse_pickle() -> NoReturn:
-    """Raise TypeError: the threads and process groups of a stack are of this process."""
+    """Raise TypeError: the threads and process groups of a stack belong to this process."""
     raise TypeError(
         "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
         "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
@@ -98,7 +98,7 @@ def check_updates(updating: Updating | None, updates: Updates | None) -> None:
 
 
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
-"""The stack that trains a model; a model itself knows nothing of it, so that it can be copied and pickled."""
+"""The stack that trains a model. The model itself has no reference to it, so it can be copied and pickled."""
 
 
 def watch_model(model: nn.Module, stack: Any) -> None:

@@ -150,7 +150,7 @@ class ExpertParallel:
         if self.layout.edp_size == 1:
             return
         for tensor in _state(experts).values():
-            # A sum with zeros: the transport has no broadcast, and this happens once.
+            # Copied by a sum with zeros: the transport has no broadcast, and this happens once.
             held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
             held = held.contiguous()
             if not self._ranks.is_first_replica:

@@ -154,7 +154,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         check_state(state_dict["param_groups"], pairs)
         self._stack.settle()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.updates.groups = self.param_groups  # a new list
+        self.updates.groups = self.param_groups  # super() has made a new list
         for parameter, saved in pairs:
             found = self.updates.share_of(parameter)
             if found is None and saved:  # frozen; it may be trained later

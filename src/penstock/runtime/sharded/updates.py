@@ -53,7 +53,7 @@ class Updates:
         self._buckets: Buckets | None = None
         self._cut: tuple[object, ...] = ()
         self._shares: Shares = {}
-        self._asleep: Shares = {}  # of frozen parameters: they may be trained again
+        self._asleep: Shares = {}  # those of frozen parameters: they may be trained again
         self._stale: set[Name] = set()
         self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
         self.steps: dict[nn.Parameter, Tensor] = {}
@@ -63,7 +63,7 @@ class Updates:
         self.judged: Judged | None = None
         self.in_backward = False
         self.changes = 0  # how often parameters have been updated
-        self._summed: Graph | None = None  # of the step that has left sums
+        self._summed: Graph | None = None  # that of the step that has left sums
         self.failed = Failed()
 
     @property
