@@ -53,11 +53,11 @@ def refuse_pickle() -> NoReturn:
 
 
 def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: a gradient that a hook put into `.grad` during a step was not synchronised."""
+    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
     raise RuntimeError(
-        f"the gradient of {name} was replaced or removed while backward was running, before it was summed "
-        "over ranks and microbatches: what has been updated from it is wrong. Update parameters after "
-        "loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
+        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
+        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
     )
 
 
@@ -72,6 +72,19 @@ def check_no_checkpoint() -> None:
         raise RuntimeError(
             "torch.utils.checkpoint around a whole PipelinedStack would run its transfers again in the "
             "middle of backward. Put it around modules inside the blocks, such as block.attention."
+        )
+
+
+def check_no_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
+
+    Autograd enables gradients in such a pass alone.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) of a PipelinedStack's loss: a step sums finished gradients over "
+            "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
+            "create_graph, and take second derivatives of the model alone, outside of the stack"
         )
 
 
