@@ -8,5 +8,25 @@
 - `drift`: training while the network or a rank gets slower.
 - `published`: the layers of two studies, by simulation; `published.refit` fits rates to what papers measured.
 
+Ctrl-C ends each of them; what had been measured until then is printed.
+
 `peers` holds the other systems that `penstock bench --peers` compares with.
 """
+
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """While modules are loaded there is nothing to clear up; of several ranks the first one says it."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)  # one Ctrl-C may arrive twice
+    if os.environ.get("RANK", "0") == "0":
+        print("penstock: stopped; nothing had been measured yet", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)  # `python -m benchmarks.NAME`; the command takes over when it begins

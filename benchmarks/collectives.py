@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.command import run_on_ranks
 from benchmarks.peers.shipped import ShippedTransport
+from benchmarks.progress import in_rows
 from benchmarks.uplinks import Uplinks, cluster_text, size_text
 from penstock.bench import BenchConfig
 from penstock.bench.result import Spread
@@ -134,22 +135,24 @@ def measure_collectives(
     *,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     rounds: int = ROUNDS,
+    result: Callable[[tuple[CollectiveTimes, ...]], object] = tuple,
 ) -> tuple[CollectiveTimes, ...]:
     """Every collective at every size, transports in turns. All ranks must call it at the same point.
 
     shipped: the same groups on connections of its own, with Gloo's collectives as torch ships them.
-    sizes_bytes: of one rank's buffer, multiples of `ROW_BYTES`. Raises `ConfigError` if a rank is alone,
-    since it has nobody to exchange with.
+    sizes_bytes: of one rank's buffer, multiples of `ROW_BYTES`. result: what a stop leaves of some.
+    Raises `ConfigError` if a rank is alone, since it has nobody to exchange with.
     """
     if layout.ep_size == 1:
         hint = "Use 2 or more, for example with --emulate 2x1."
         raise ConfigError("processes", layout.world_size, "an exchange needs two ranks in a group", hint)
     ways = {PENSTOCK: transport, GLOO: shipped}
     measure = partial(_measure, transport=transport, control=control, rounds=rounds)
-    found = [measure(COUNTS, layout.ep_size * COUNTS_PER_PEER * 8, _counts(ways, layout))]
+    rows = [(COUNTS, partial(measure, COUNTS, layout.ep_size * COUNTS_PER_PEER * 8, _counts(ways, layout)))]
     for size_bytes in sizes_bytes:
-        found += [measure(name, size_bytes, moves) for name, moves in _moves(ways, layout, size_bytes)]
-    return tuple(found)
+        for name, moves in _moves(ways, layout, size_bytes):
+            rows.append((f"{name}, {size_text(size_bytes)}", partial(measure, name, size_bytes, moves)))
+    return in_rows(rows, result)
 
 
 def _counts(ways: Mapping[str, Transport], layout: Layout) -> dict[str, Callable[[], object]]:
@@ -290,13 +293,15 @@ def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) 
     """As one of the ranks; without an emulated cluster all count as one node."""
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     shipped = ShippedTransport(partial(lane_groups, layout, config.parallel.timeout_s))
-    found = measure_collectives(machinery.transports.inter, machinery.control, layout, shipped)
     if emulate is None:
         uplinks = Uplinks(nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
     else:
         rate = emulate.inter_rate_bit_per_s
         uplinks = Uplinks(nodes=emulate.nodes, devices=emulate.devices, inter_rate_bit_per_s=rate)
-    return summarise_collectives(found, uplinks)
+    result = partial(summarise_collectives, uplinks=uplinks)
+    return result(
+        measure_collectives(machinery.transports.inter, machinery.control, layout, shipped, result=result)
+    )
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,10 +14,19 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from benchmarks.progress import BOARD
+from benchmarks.stopping import Stop
 from penstock.bench import BenchConfig
 from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulation_options, emulation
-from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
+from penstock.cli.failing import say
+from penstock.cli.ranks import (
+    NOTHING_MEASURED,
+    end_of_rank,
+    measure_as_rank,
+    on_ranks,
+    processes_of_bench,
+)
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
@@ -35,14 +45,6 @@ R = TypeVar("R", bound=Result)
 
 Measure = Callable[[BenchConfig, Layout, EmulateConfig | None], R]
 """What every rank does, with the configuration, its place, and the cluster that is emulated, if any."""
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal ended a benchmark; result: what it had found by then, as it returns it, None if nothing."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
 
 
 def parser_of(name: str, description: str, example: str = "") -> argparse.ArgumentParser:
@@ -75,20 +77,56 @@ def run_on_ranks(
         emulate = emulation(options)
         config = load(BenchConfig, options.config, options.overrides)
         parallel, program = config.parallel, f"benchmarks.{name}"
-
-        def one_rank(layout: Layout, device: torch.device) -> R:
-            del device  # all of them measure on the CPU
-            return measure(config, layout, emulate)
+        finish = partial(print_result, render=render, plain=options.json)
 
         def work(info: ProcessInfo) -> int:
-            finish = partial(print_result, render=render, plain=options.json)
-            return measure_as_rank(info, parallel, config.moe.num_experts, one_rank, finish)
+            BOARD.begin(name, shown=info.rank == 0)
+            with Stop(finish, speaks=info.rank == 0) as stop:
+
+                def one_rank(layout: Layout, device: torch.device) -> R:
+                    del device  # all of them measure on the CPU
+                    return _unless_stopped(lambda: measure(config, layout, emulate), stop)
+
+                code = measure_as_rank(
+                    info, parallel, config.moe.num_experts, one_rank, finish, stopped=stop.tell
+                )
+                return end_of_rank(info, code)  # before the watch ends: this may have to wait for others
 
         return on_ranks(
             parser.prog, given, processes_of_bench(config), parallel.timeout_s, emulate, work, program=program
         )
 
-    sys.exit(exit_code(command))
+    _take_signals()
+    sys.exit(exit_code(partial(_telling_a_stop, command)))
+
+
+def _take_signals() -> None:
+    """From what ended the process at once while modules were loaded; unless they are ignored, as by nohup."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _telling_a_stop(command: Callable[[], int]) -> int:
+    """Of a process that starts ranks, before there are any."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        say(NOTHING_MEASURED)
+        return INTERRUPTED
+
+
+def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
+    """What was measured; KeyboardInterrupt if it was cut short, whatever a rank sees of others that ended."""
+    try:
+        found = measure()
+    except Exception:
+        if stop.asked:
+            raise KeyboardInterrupt from None
+        raise
+    if stop.asked:
+        BOARD.keep(lambda: found)
+        raise KeyboardInterrupt
+    return found
 
 
 def run_alone(
@@ -104,14 +142,16 @@ def run_alone(
         if (info := detect(os.environ)) is not None:
             why = f"starts all that it needs by itself and has no use for {info.launcher}"
             raise ConfigError(parser.prog, info.rank, why, "Start it once.")
-        try:
-            return print_result(measure(options), render, options.json)
-        except Stopped as stop:
-            if stop.result is not None:
-                print_result(stop.result, render, options.json)
-            print("stopped, as requested; this is what had ended by then", file=sys.stderr)
-            return INTERRUPTED
+        BOARD.begin(parser.prog.rpartition(".")[2], shown=True)
+        with Stop(partial(print_result, render=render, plain=options.json), speaks=True) as stop:
+            try:
+                found = _unless_stopped(lambda: measure(options), stop)
+            except KeyboardInterrupt:
+                stop.tell()
+                return INTERRUPTED
+        return print_result(found, render, options.json)
 
+    _take_signals()
     sys.exit(exit_code(command))
 
 

@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
 import numpy as np
 
-from benchmarks.command import Stopped, parser_of, run_alone
+from benchmarks.command import parser_of, run_alone
+from benchmarks.progress import in_rows
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.train.launcher import LaunchOutcome, launch
 
@@ -120,16 +122,10 @@ class DriftsResult:
 def measure_drifts(cases: Sequence[DriftCase] = CASES) -> DriftsResult:
     """All cases, one after the other; minutes. Linux, root.
 
-    Raises `Stopped`, with the cases that had ended, where a signal ends a run.
+    Raises KeyboardInterrupt where a signal ends a run.
     """
-    found: list[DriftResult] = []
-    for number, case in enumerate(cases, 1):
-        print(f"case {number} of {len(cases)}: {_named(case)}", file=sys.stderr, flush=True)
-        try:
-            found.append(_measure(case))
-        except KeyboardInterrupt:
-            raise Stopped(DriftsResult(cases=tuple(found)) if found else None) from None
-    return DriftsResult(cases=tuple(found))
+    rows = [(_named(case), partial(_measure, case)) for case in cases]
+    return DriftsResult(cases=in_rows(rows, lambda found: DriftsResult(cases=found)))
 
 
 def _measure(case: DriftCase) -> DriftResult:

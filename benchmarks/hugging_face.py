@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 import penstock
 from benchmarks.command import run_on_ranks
+from benchmarks.progress import BOARD
 from penstock.bench import BenchConfig
 from penstock.bench.table import markdown_table
 from penstock.emulate import EmulateConfig
@@ -86,6 +88,7 @@ def _compared(bench: BenchConfig, layout: Layout) -> HuggingFaceResult:
     generator = torch.Generator().manual_seed(layout.rank)
     size = bench.compare.batch_per_device, bench.model.seq_len
     tokens_BL = torch.randint(bench.model.vocab_size, size, generator=generator)
+    BOARD.say("preparing the models")
     with tempfile.TemporaryDirectory(prefix="penstock-hf-") as mine:
         folder = control.gather(mine, "sharing a folder")[0]
         model = _model(bench)
@@ -97,20 +100,24 @@ def _compared(bench: BenchConfig, layout: Layout) -> HuggingFaceResult:
         steps |= {plan: _scheduled(_model(bench), layout, plan) for plan in PLANS}
         control.barrier("reading the model")
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(bench.compare.warmup + bench.compare.rounds):
+
+    def result(rounds: int) -> HuggingFaceResult:
+        times = {name: tuple(each[:rounds]) for name, each in seconds.items()}
+        return HuggingFaceResult(parameters=parameters, samples=size[0], length=size[1], seconds=times)
+
+    warmup, rounds = bench.compare.warmup, bench.compare.rounds
+    for turn in range(warmup + rounds):
+        BOARD.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
+        if turn > warmup:
+            BOARD.keep(partial(result, turn - warmup))
         for name, step in steps.items():
             control.barrier("beginning a step")
             start_s = time.perf_counter()
             step(tokens_BL)
             control.barrier("ending a step")
-            if turn >= bench.compare.warmup:
+            if turn >= warmup:
                 seconds[name].append(time.perf_counter() - start_s)
-    return HuggingFaceResult(
-        parameters=parameters,
-        samples=size[0],
-        length=size[1],
-        seconds={name: tuple(times) for name, times in seconds.items()},
-    )
+    return result(rounds)
 
 
 def _model(bench: BenchConfig) -> Any:

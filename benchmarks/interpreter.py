@@ -76,10 +76,16 @@ def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUND
     if layout.world_size == 1:
         assert isinstance(stack.model, GPT)
         ways["plain"] = partial(plain_step, stack.model, tokens_BL)
+    tasks = len(stack.plan.graph.tasks)
+
+    def result(times_s: Mapping[str, list[float]]) -> InterpreterResult:
+        return _summarise(layout.world_size, tasks, **times_s)
+
     with quiet_process():
-        times_s = in_turns({name: partial(timed, way) for name, way in ways.items()}, rounds)
+        calls = {name: partial(timed, way) for name, way in ways.items()}
+        found = result(in_turns(calls, rounds, result=result))
     stack.close()
-    return _summarise(layout.world_size, len(stack.plan.graph.tasks), **times_s)
+    return found
 
 
 def _summarise(

@@ -13,6 +13,7 @@ from math import inf
 from typing import Final
 
 from benchmarks.command import run_on_ranks
+from benchmarks.progress import BOARD
 from penstock.bench import BenchConfig, BenchResult
 from penstock.bench.compare import compare
 from penstock.bench.field import schedules_field
@@ -102,8 +103,10 @@ def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) 
         why = "no ranks share attention or experts, and fsmoe sends nothing inside nodes"
         raise ConfigError("parallel.mp_size", 1, why, "Set parallel.mp_size=2 parallel.esp_size=2.")
     names = (OneLaneFSMoE.name, TWO_LANES)
-    field = schedules_field(replace(config, compare=replace(config.compare, schedules=names)), layout)
-    found = compare(field, config.compare)
+    field = schedules_field(
+        replace(config, compare=replace(config.compare, schedules=names)), layout, BOARD.say
+    )
+    found = compare(field, config.compare, BOARD.say)
     field.close()
     if emulate is None:
         result = summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.lossy`: what rows that are rounded under way change in a loss after some training.
+"""`python -m benchmarks.lossy`: what rows that are rounded in transit change in a loss after some training.
 
 The same small model, seed and data every time, on two processes: rows as they are, as bfloat16 and as int8;
 and, as a control, rows as they are in other numbers of microbatches, which changes the order of sums and
@@ -14,11 +14,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
+from benchmarks.progress import in_rows
 from penstock.bench.table import markdown_table
 
 STEPS: Final = 300
@@ -75,7 +77,8 @@ class LossyResult:
 def measure(steps: int) -> LossyResult:
     """Every case, one after the other; minutes. Raises RuntimeError with what a run said if it fails."""
     with tempfile.TemporaryDirectory(prefix="penstock-lossy-") as name:
-        cases = tuple(_train(case, Path(name) / str(i), steps) for i, case in enumerate(CASES))
+        rows = [(case, partial(_train, case, Path(name) / str(i), steps)) for i, case in enumerate(CASES)]
+        cases = in_rows(rows, lambda found: LossyResult(steps=steps, cases=found))
     return LossyResult(steps=steps, cases=cases)
 
 
@@ -104,13 +107,14 @@ def render_lossy(result: LossyResult) -> str:
     first, *others = result.cases
     rows = [("rows", "loss", "difference", "held-out loss", "difference"), _row(first, None)]
     rows += [_row(case, first) for case in others]
-    control = [case for case in others if case.name not in ROUNDED]
-    apart = max(abs(case.loss - first.loss) for case in control)
-    held = max(abs(case.held_out - first.held_out) for case in control)
-    about = (
-        f"Loss: mean of the last {LAST} of {result.steps} steps, nats per byte. Sums in another order alone "
-        f"change it by up to {apart:.4f}, and the held-out loss by up to {held:.4f}."
-    )
+    about = f"Loss: mean of the last {LAST} of {result.steps} steps, nats per byte."
+    if control := [case for case in others if case.name not in ROUNDED]:
+        apart = max(abs(case.loss - first.loss) for case in control)
+        held = max(abs(case.held_out - first.held_out) for case in control)
+        about += (
+            f" Sums in another order alone change it by up to {apart:.4f}, and the held-out loss by up to "
+            f"{held:.4f}."
+        )
     return "\n".join([*markdown_table(rows), "", about])
 
 
@@ -122,7 +126,7 @@ def _row(case: LossyCase, first: LossyCase | None) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Trains with rows as they are and with rows that are rounded under way. Five minutes."
+    about = "Trains with rows as they are and with rows that are rounded in transit. Five minutes."
     parser = parser_of("lossy", about, "--steps 100")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of every run ({STEPS})")
     return parser

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import mean
 from time import process_time
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
 from benchmarks.optimum import shortest_s, small_step
+from benchmarks.progress import BOARD
 from penstock.bench.table import markdown_table
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import Decision
@@ -68,6 +69,9 @@ class OrdersResult:
         return {"orders": asdict(self)}
 
 
+Keep = Callable[[int, tuple[Way, ...]], None]
+
+
 # ---- one cut: orders beside the best -----------------------------------------------------------------------
 
 
@@ -87,11 +91,15 @@ ORDERS: Final = {
 }
 
 
-def beside_the_best(cases: int) -> tuple[Way, ...]:
-    """Orders of small steps beside the best that there are, which constraint programming proves."""
+def beside_the_best(cases: int, keep: Keep = lambda done, ways: None) -> tuple[Way, ...]:
+    """Orders of small steps beside the best that there are, which constraint programming proves.
+
+    keep: told, after every step, how many are done and what they say.
+    """
     gaps: dict[str, list[float]] = {name: [] for name in ORDERS}
     work_s = dict.fromkeys(ORDERS, 0.0)
     for seed in range(cases):
+        BOARD.say(f"small step {seed + 1} of {cases}")
         graph, seconds = small_step(seed)
         best_s = shortest_s(graph, seconds)
         for name, order in ORDERS.items():
@@ -99,21 +107,31 @@ def beside_the_best(cases: int) -> tuple[Way, ...]:
             found = order(graph, seconds.__getitem__)
             work_s[name] += process_time() - begin_s
             gaps[name].append(iteration_s(found, graph, seconds.__getitem__) / best_s - 1)
-    return tuple(Way.of(name, gaps[name], work_s[name]) for name in ORDERS if gaps[name])
+        keep(seed + 1, _ways(gaps, work_s))
+    return _ways(gaps, work_s)
+
+
+def _ways(gaps: Mapping[str, Sequence[float]], work_s: Mapping[str, float]) -> tuple[Way, ...]:
+    return tuple(Way.of(name, each, work_s[name]) for name, each in gaps.items() if each)
 
 
 # ---- all cuts: which is chosen -----------------------------------------------------------------------------
 
 
-def chosen(problems: int) -> tuple[Way, ...]:
-    """Cuts that rules and short searches choose, beside the best of all that were searched in full."""
+def chosen(problems: int, keep: Keep = lambda done, ways: None) -> tuple[Way, ...]:
+    """Cuts that rules and short searches choose, beside the best of all that were searched in full.
+
+    keep: as above.
+    """
     gaps: dict[str, list[float]] = {}
     work_s: dict[str, float] = {}
     for seed in range(problems):
+        BOARD.say(f"problem {seed + 1} of {problems}")
         for name, (gap, seconds) in _choices(random_problem(seed)).items():
             gaps.setdefault(name, []).append(gap)
             work_s[name] = work_s.get(name, 0.0) + seconds
-    return tuple(Way.of(name, each, work_s[name]) for name, each in gaps.items())
+        keep(seed + 1, _ways(gaps, work_s))
+    return _ways(gaps, work_s)
 
 
 def _choices(problem: Problem) -> dict[str, tuple[float, float]]:
@@ -194,12 +212,20 @@ def random_problem(seed: int) -> Problem:
 
 def measure(options: argparse.Namespace) -> OrdersResult:
     """Both tables."""
-    return OrdersResult(
-        cases=options.cases,
-        steps=beside_the_best(options.cases),
-        problems=options.problems,
-        cuts=chosen(options.problems),
-    )
+    found = OrdersResult(cases=0, steps=(), problems=0, cuts=())
+
+    def with_steps(cases: int, ways: tuple[Way, ...]) -> None:
+        nonlocal found
+        found = replace(found, cases=cases, steps=ways)
+        BOARD.keep(lambda: found)
+
+    def with_cuts(problems: int, ways: tuple[Way, ...]) -> None:
+        nonlocal found
+        found = replace(found, problems=problems, cuts=ways)
+
+    beside_the_best(options.cases, with_steps)
+    chosen(options.problems, with_cuts)
+    return found
 
 
 def render(result: OrdersResult) -> str:

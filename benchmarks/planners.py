@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.command import parser_of, run_alone
+from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
 from penstock.bench.table import markdown_table
 from penstock.placement import Hosting
@@ -109,24 +111,31 @@ def simulate_planners(
     steps: int = STEPS, ratios: Sequence[float] = RATIOS, drifts: Sequence[float] = DRIFTS
 ) -> PlannersResult:
     """Every planner on the same loads. A minute."""
-    return PlannersResult(
-        ranks=RANKS,
-        steps=steps,
-        planners=(
-            _simulated(NONE, SLOTS[0], RATIO, DRIFT, steps),
-            *(_simulated(name, slots, RATIO, DRIFT, steps) for slots in SLOTS for name in CONTENDERS),
-        ),
-        by_ratio=tuple(
-            _simulated(name, SLOTS[0], ratio, DRIFT, steps)
-            for ratio in ratios
-            for name in (NONE, *CONTENDERS)
-        ),
-        by_drift=tuple(
-            _simulated(name, slots, RATIO, drift, steps)
-            for drift in drifts
-            for name, slots in (*product(CONTENDERS, SLOTS[:1]), *product([PLANNED + EXACT], SLOTS[1:]))
-        ),
-    )
+    all_slots = [(NONE, SLOTS[0]), *((name, slots) for slots in SLOTS for name in CONTENDERS)]
+    one_slot = [(NONE, SLOTS[0]), *product(CONTENDERS, SLOTS[:1])]
+    ours_too = [*one_slot[1:], *product([PLANNED + EXACT], SLOTS[1:])]
+    groups = [
+        ("planners", "every planner", all_slots, RATIO, DRIFT),
+        *(("by_ratio", f"link / device {ratio:g}", one_slot, ratio, DRIFT) for ratio in ratios),
+        *(("by_drift", f"drift {drift:g}", ours_too, RATIO, drift) for drift in drifts),
+    ]
+
+    def simulate(table: str, who: Sequence[tuple[str, int]], ratio: float, drift: float) -> _Group:
+        return table, tuple(_simulated(name, slots, ratio, drift, steps) for name, slots in who)
+
+    def result(found: Sequence[_Group]) -> PlannersResult:
+        tables = {
+            name: tuple(row for table, rows in found if table == name for row in rows)
+            for name in ("planners", "by_ratio", "by_drift")
+        }
+        return PlannersResult(ranks=RANKS, steps=steps, **tables)
+
+    rows = [(what, partial(simulate, table, who, ratio, drift)) for table, what, who, ratio, drift in groups]
+    return result(in_rows(rows, result))
+
+
+_Group = tuple[str, tuple[Planned, ...]]
+"""Of which table, and its rows."""
 
 
 def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int) -> Planned:

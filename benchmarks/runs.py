@@ -295,7 +295,7 @@ SUITE: Final = (
     _predictions("predictions-virtual", "virtual devices, 4 nodes of 2", ("--virtual",), 850),
     Run(
         name="lossy",
-        title="Rows that are rounded under way: the loss",
+        title="Rows that are rounded in transit: the loss",
         benchmark="lossy",
         arguments=(),
         note="A model of two layers with 8 experts, the same seed and data, 300 steps. The last two rows "

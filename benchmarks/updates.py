@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
+from benchmarks.progress import BOARD
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.run_problem import run_problem
 from penstock.bench import BenchConfig
@@ -103,20 +104,25 @@ def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) 
     del emulate
     base, rounds = run_config_of(config), config.compare.rounds
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    file = profile_run(base, machinery, budget_s=config.compare.profile_s)
+    file = profile_run(base, machinery, budget_s=config.compare.profile_s, say=BOARD.say)
     batch = batch_of(config, layout)
     ways = {
         f"{name}, {kind}": running(_with(base, name, kind), machinery, file, batch)
         for name in config.compare.schedules
         for kind in (PLAIN, SHARDED)
     }
+
+    def result(times_s: Mapping[str, list[float]]) -> UpdatesResult:
+        found = tuple(_way(name, ways, times_s) for name in ways)
+        done = len(times_s[next(iter(ways))])
+        return UpdatesResult(ranks=layout.world_size, rounds=done, ways=found)
+
     with quiet_process():
         calls = {name: partial(timed, way.iterate) for name, way in ways.items()}
-        times_s = in_turns(calls, rounds, config.compare.warmup)
-    found = tuple(_way(name, ways, times_s) for name in ways)
+        found = result(in_turns(calls, rounds, config.compare.warmup, result))
     for way in ways.values():
         way.stack.close()
-    return UpdatesResult(ranks=layout.world_size, rounds=rounds, ways=found)
+    return found
 
 
 def _with(config: RunConfig, name: str, kind: str) -> RunConfig:

@@ -1,4 +1,5 @@
-"""Who computes with ranks, who decides by the name of an op or a lane, how files are opened: by syntax."""
+"""Who computes with ranks, who decides by the name of an op or a lane, how files are opened, how docstrings
+begin: by syntax."""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "cost/moves.py": "what transfers send by routing, op by op",
     "cost/placed_moves.py": "what moved samples and guests send, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
-    "plan/explain.py": "what a faster link of one kind would bring",
     "plan/slack.py": "gaps of the lane on which guests travel, between experts",
     "autopilot/profiling/links.py": "which transport measures a leg",
     "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
     "virtual/handlers.py": "virtual devices have handlers of their own",
 }
+
+
+NO_VERB = re.compile(
+    "an?|all|as|at|both|by|each|every|for|from|how|in|its|none|of|on|one|over|same|some|such|that|the|their|"
+    "th[eo]se|there|this|under|wh.*|with"
+)
 
 
 def arithmetic(tree: ast.AST) -> Iterator[str]:
@@ -63,6 +69,21 @@ def decisions(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Compare) and _by_letters(node):
             yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def without_verb(tree: ast.AST) -> Iterator[str]:
+    """Docstrings of functions that begin with an article, a preposition or a question."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or _is_property(node):
+            continue
+        first = (ast.get_docstring(node) or "Return").split()[0].strip(",.:")
+        if NO_VERB.fullmatch(first.lower()):
+            yield f"line {node.lineno}: {node.name}: {first} ..."
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """What is read like an attribute is described like one."""
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _words(tree: ast.AST) -> Iterator[str]:
@@ -126,6 +147,11 @@ def test_files_of_text_are_in_one_encoding() -> None:
     assert found == {}, 'write encoding="utf-8": another machine, or another shell, has another default'
 
 
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(without_verb(tree)))}
+    assert found == {}, "say what the function does or returns: Return ..., Write ..., Gather ..."
+
+
 @pytest.mark.parametrize("name", sorted(DECIDES_BY_NAME))
 def test_exceptions_stand_in_the_description_of_the_architecture(name: str) -> None:
     assert f"`{name}`" in ARCHITECTURE.read_text()
@@ -175,3 +201,18 @@ def test_what_counts_as_an_unnamed_encoding(line: str, found: bool) -> None:
 )
 def test_what_counts_as_a_decision(line: str, found: bool) -> None:
     assert bool(list(decisions(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("docstring", "found"),
+    [
+        ("The bytes sent.", True),
+        ("Of every rank.", True),
+        ("Whether it fits.", True),
+        ("Return bytes.", False),
+    ],
+)
+def test_what_counts_as_a_docstring_without_a_verb(docstring: str, found: bool) -> None:
+    function = f'def sent(self):\n    """{docstring}"""'
+    assert bool(list(without_verb(ast.parse(function)))) is found
+    assert not list(without_verb(ast.parse(f"@property\n{function}")))

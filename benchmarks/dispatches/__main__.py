@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from benchmarks.command import run_on_ranks
@@ -18,8 +20,10 @@ def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) 
     """As one of the ranks."""
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     links_s = min(LINKS_S, config.compare.profile_s)
-    found = measure_dispatches(machinery, rounds=config.compare.rounds, links_s=links_s)
-    return summarise_dispatches(found, None if emulate is None else emulate.inter_rate_bit_per_s)
+    rate = None if emulate is None else emulate.inter_rate_bit_per_s
+    result = partial(summarise_dispatches, inter_rate_bit_per_s=rate)
+    rounds = config.compare.rounds
+    return result(measure_dispatches(machinery, rounds=rounds, links_s=links_s, result=result))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Small trips are repeated back to back, and as many go before the clock: see `ben
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from benchmarks.collectives import FLOAT_BYTES
 from benchmarks.dispatches.result import DispatchesResult, LegModels, TripResult
-from benchmarks.uplinks import Uplinks
+from benchmarks.progress import BOARD, in_rows
+from benchmarks.uplinks import Uplinks, size_text
 from penstock.autopilot.profiling import measure_links
 from penstock.bench.result import Spread
 from penstock.bench.summarise import busiest_uplink_bytes
@@ -33,6 +34,7 @@ from penstock.runtime import Machinery
 from penstock.runtime.transport import Transport, Transports
 from penstock.runtime.transport.legs import send_home, send_out
 from penstock.topology import Control, Layout
+from penstock.words import counted
 
 SIZES_BYTES: Final = (16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 ROW_BYTES: Final = 128
@@ -86,6 +88,7 @@ def measure_dispatches(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     rounds: int = ROUNDS,
     links_s: float = LINKS_S,
+    result: Callable[[DispatchTimes], object] = lambda found: found,
 ) -> DispatchTimes:
     """Fit the links, then time every dispatch that the layout can run. All ranks call it at the same point.
 
@@ -96,18 +99,25 @@ def measure_dispatches(
     _check(layout, rounds)
     names = runnable(layout)
     hierarchical = [name for name in names if DISPATCHES[name].needs_table]
+    BOARD.say("measuring links")
     links = measure_links(machinery, hierarchical, links_s, used_only=True)
     nodes = layout.nodes
     file = ClusterFile(name="links", nodes=nodes, ranks_per_node=layout.world_size // nodes, links=links)
     cluster = ProfiledCluster.build(file)
     bench = _Bench(names, transports, layout, control, rounds)
     sizes = even_sizes(sizes_bytes, layout.ep_size)
-    return DispatchTimes(
+    whole = partial(
+        DispatchTimes,
         ranks=layout.world_size,
         devices=layout.node_size or layout.world_size,
         models={name: leg_models(name, cluster, layout) for name in names},
-        trips=tuple(bench.measure(size, chunks) for chunks in (FEW_LARGE, MANY_SMALL) for size in sizes),
     )
+    rows = [
+        (f"{size_text(size)} in {counted(chunks, 'chunk')}", partial(bench.measure, size, chunks))
+        for chunks in (FEW_LARGE, MANY_SMALL)
+        for size in sizes
+    ]
+    return whole(trips=in_rows(rows, lambda trips: result(whole(trips=trips))))
 
 
 def _check(layout: Layout, rounds: int) -> None:

@@ -58,9 +58,10 @@ def _limit(row: TripResult) -> str:
     """The limit is in proportion to the rows, so one sentence is enough for all sizes."""
     if row.wire_bytes == 0:
         return "physical limit: none, nothing crosses a link between nodes"
-    crossing = f"{row.wire_bytes / row.size_bytes:.3g} MiB per MiB of rows cross a node's link out and home"
-    per_mib = None if row.limit_s is None else row.limit_s / row.size_bytes * 2**20
-    return f"physical limit: {crossing}, {'unknown rate' if per_mib is None else f'{_ms(per_mib)} ms'}"
+    sent = f"a MiB of rows sends {row.wire_bytes / row.size_bytes:.3g} MiB over a node's link"
+    if row.limit_s is None:
+        return f"physical limit: {sent}: unknown rate"
+    return f"physical limit: {sent} (dispatch and combine): {_ms(row.limit_s / row.size_bytes * 2**20)} ms"
 
 
 def _ms(time_s: float) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
+from benchmarks.progress import BOARD
 from penstock.runtime.host_memory import keep_freed_memory
 
 T = TypeVar("T")
@@ -53,14 +54,27 @@ def quiet_process() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warmup: int = WARMUP) -> dict[str, list[T]]:
-    """What each way returned in each round, A B C, C B A, ...: noise falls on all alike."""
+def in_turns(
+    ways: Mapping[str, Callable[[], T]],
+    rounds: int,
+    warmup: int = WARMUP,
+    result: Callable[[Mapping[str, list[T]]], Any] | None = None,
+) -> dict[str, list[T]]:
+    """What each way returned in each round, A B C, C B A, ...: noise falls on all alike.
+
+    result: of some rounds, as the whole benchmark returns it. Rounds are then told, and kept where they end.
+    """
     found: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(warmup + rounds):
+        if result is not None:
+            BOARD.say(f"round {turn - warmup + 1} of {rounds}" if turn >= warmup else "warm-up")
         for name in list(ways)[:: -1 if turn % 2 else 1]:
             value = ways[name]()
             if turn >= warmup:
                 found[name].append(value)
+        if result is not None and turn >= warmup:
+            until_here = result({name: list(values) for name, values in found.items()})
+            BOARD.keep(lambda kept=until_here: kept)  # type: ignore[misc]
     return found
 
 

@@ -18,14 +18,13 @@ TITLES: Final = {EAGER: "Mixtral eager", GROUPED: "Mixtral grouped"}
 
 
 def render_layer(result: LayerBenchmark) -> str:
-    """All tables, each behind what is to be known before reading it, one sentence a line."""
-    return "\n\n".join(
-        (
-            render_layers(result.layers),
-            render_orders(result.orders),
-            render_compression(result.compression),
-        )
-    )
+    """All tables, each after what is to be known before reading it, one sentence a line."""
+    parts = [render_layers(result.layers)]
+    if result.orders.cases:
+        parts.append(render_orders(result.orders))
+    if result.compression.cases:
+        parts.append(render_compression(result.compression))
+    return "\n\n".join(parts)
 
 
 # ---- whole layers ------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ def _both_ways(case: OrderCase, forward: Stage, backward: Stage) -> str:
 def render_compression(result: CompressionResult) -> str:
     """One row for each compression and size: GB/s of the bytes that must move."""
     head = [
-        f"compression of rows under way, from and to float32, {_threads(result.threads)}",
+        f"compression of rows in transit, from and to float32, {_threads(result.threads)}",
         "encode, decode, both: bytes read plus written in GB/s; copy: the machine's, counted alike",
         f"median of {result.rounds} rounds",
         "pays below: rate of a link on which encoding and decoding take as long as what they save",

@@ -1,10 +1,12 @@
 """Published planners on the layers of their own papers, by simulation. No torch."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.published.parm_study import TESTBEDS, run_parm
+from benchmarks.progress import in_rows
+from benchmarks.published.parm_study import TESTBEDS, ParmResult, run_parm
 from benchmarks.published.render import render_published
 from benchmarks.published.result import PublishedResult
 from benchmarks.published.study import (
@@ -23,12 +25,22 @@ def run_published(
 ) -> PublishedResult:
     """All studies. effort: of the joint search; the other arguments are those of `run_grid`."""
     joint = partial(joint_plan_s, effort=effort)
-    found = [
-        run_grid(grid, sample=sample, joint_sample=joint_sample, joint=joint, workers=workers)
-        for grid in grids()
-    ]
-    parm = [run_parm(cluster, sample=sample, workers=workers) for cluster in TESTBEDS]
-    return PublishedResult(grids=tuple(found), parm=tuple(parm))
+    rows: list[tuple[str, Callable[[], GridResult | ParmResult]]] = []
+    for grid in grids():
+        run = partial(run_grid, sample=sample, joint_sample=joint_sample, joint=joint, workers=workers)
+        rows.append((f"{grid.title} on {grid.cluster}", partial(run, grid)))
+    for cluster in TESTBEDS:
+        rows.append(
+            (f"Parm's layers on {cluster}", partial(run_parm, cluster, sample=sample, workers=workers))
+        )
+    return _result(in_rows(rows, _result))
+
+
+def _result(found: tuple[GridResult | ParmResult, ...]) -> PublishedResult:
+    return PublishedResult(
+        grids=tuple(each for each in found if isinstance(each, GridResult)),
+        parm=tuple(each for each in found if isinstance(each, ParmResult)),
+    )
 
 
 def write(result: PublishedResult, path: Path) -> None:

@@ -6,13 +6,16 @@ they stand in the grid.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
+from benchmarks.progress import BOARD
 from benchmarks.published.layers import (
     FSMOE_SEQ_LENS,
     LayerProblem,
@@ -228,11 +231,32 @@ Spec = TypeVar("Spec")
 def in_processes(
     run: Callable[[Spec], LayerSeconds], specs: Sequence[Spec], workers: int
 ) -> list[LayerSeconds]:
-    """What `run` says of every layer, in their order."""
+    """What `run` says of every layer, in their order. However it ends, it leaves no process at work."""
     if workers == 1 or len(specs) < 2:
-        return [run(spec) for spec in specs]
-    with ProcessPoolExecutor(workers) as pool:
-        return list(pool.map(run, specs, chunksize=8))
+        return _told(map(run, specs), len(specs))
+    with ProcessPoolExecutor(workers, initializer=_leave_signals) as pool:
+        try:
+            return _told(pool.map(run, specs, chunksize=8), len(specs))
+        except BaseException:
+            for child in multiprocessing.active_children():
+                child.kill()  # leaving the pool waits for layers that are being planned
+            raise
+
+
+def _leave_signals() -> None:
+    """To the process that shares the work out: Ctrl-C reaches all of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+
+
+def _told(found: Iterable[LayerSeconds], number: int) -> list[LayerSeconds]:
+    """All of them, told one by one."""
+    rows: list[LayerSeconds] = []
+    for row in found:
+        rows.append(row)
+        BOARD.say(f"layer {len(rows)} of {number}")
+    return rows
 
 
 def _gains(grid: Grid, seconds: Sequence[LayerSeconds], counts: Sequence[int]) -> tuple[Gain, ...]:

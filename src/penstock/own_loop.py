@@ -99,7 +99,7 @@ def session(
             give_up(f"{type(error).__name__}: {reason(error)}")
         if run is not None:
             run.model.machinery.transports.abort()  # ranks that wait for this one wait no longer
-        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that come no more
+        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that are gone
         raise
     _close(run, leaves=joins, aborts=False)
 

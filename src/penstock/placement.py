@@ -223,7 +223,7 @@ class Hosting:
         return tuple(
             (rank, expert, parts)
             for rank, (splits, usual) in enumerate(pairs)
-            if splits != usual  # of all experts at once: most ranks have no others
+            if splits != usual  # all experts at once: most ranks differ in none
             for expert, parts in enumerate(splits)
             if parts != usual[expert]
         )

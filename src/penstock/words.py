@@ -14,15 +14,16 @@ NARROWEST, UNKNOWN, WIDEST = 60, 100, 130
 where there is no terminal."""
 
 LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network inside nodes", "host": "host"}
-"""What lanes are called for people. "network" is that between nodes; with one node, that between ranks."""
+"""What lanes are called for people. "network" is that between ranks, where there is one node."""
+BETWEEN_NODES = "network between nodes"
 
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
 
-def lane_words(lane: str) -> str:
-    """Return what a lane is called for people."""
-    return LANE_WORDS.get(lane, lane)
+def lane_words(lane: str, *, nodes: bool) -> str:
+    """Return what a lane is called for people. nodes: whether there are several."""
+    return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:
@@ -31,15 +32,19 @@ def counted(number: int, word: str, plural: str = "s") -> str:
 
 
 def mib(size_bytes: float) -> str:
-    """Format bytes in MiB, or in KiB below one MiB."""
-    return f"{size_bytes / 2**20:.1f} MiB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:.0f} KiB"
+    """Format bytes in MiB, in KiB below one MiB, or as bytes where they round to no KiB."""
+    if size_bytes >= 2**20:
+        return f"{size_bytes / 2**20:.1f} MiB"
+    kib = f"{size_bytes / 2**10:.0f} KiB"
+    return kib if kib != "0 KiB" else counted(round(size_bytes), "byte")
 
 
 def gib(size_bytes: float) -> str:
-    """Format bytes in GiB, or in MiB below one GiB."""
+    """Format bytes in GiB, in MiB below one GiB, or in smaller units where they round to no MiB."""
     size = size_bytes / 2**30
     if size < 1:
-        return f"{1024 * size:.0f} MiB"
+        whole = f"{1024 * size:.0f} MiB"
+        return whole if whole != "0 MiB" or size <= 0 else mib(size_bytes)
     return f"{size:.2f} GiB" if size < 10 else f"{size:.1f} GiB"
 
 
@@ -56,6 +61,11 @@ def within(seconds: float, interval_s: tuple[float, float] | None) -> str:
         return milliseconds(seconds)
     low, high = (milliseconds(end).removesuffix(" ms") for end in interval_s)
     return f"{milliseconds(seconds)} ({low} to {high})"
+
+
+def percent(share: float) -> str:
+    """Format a share of 1: `62 %`."""
+    return f"{100 * share:.0f} %"
 
 
 def change(seconds: float, base_s: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,10 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
     told = run(ranks, folder, *auto(folder), *settings, on_step=plans_by_its_slack)
     assert told[0].plans == told[1].plans
     paper = PlanFile.read(folder / "run" / "plan.json")
-    assert "Experts  moving pays" in " ".join(paper.why) and "changing to plan 2: " in told[0].said
+    assert (
+        re.search(r"Experts  [^;]*, pays; ", " ".join(paper.why)) and "changing to plan 2: " in told[0].said
+    )
+    assert paper.explains_choice, "its lines end with the plan that the run has changed to"
     assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
 
@@ -154,12 +158,13 @@ def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]
 def test_an_edited_plan_file(ranks: Pools, planned: tuple[Path, list[Told]], tmp_path: Path) -> None:
     folder, _ = planned
     edited = json.loads((folder / "run" / "plan.json").read_text())
-    edited |= {"schedule": None}
+    edited |= {"schedule": None, "cluster": "this cluster"}
     edited["choice"] |= {"schedule": "moe_pipeline", "chunks": 3, "backward_chunks": 2}
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     again = folder_of(tmp_path, "again", RANKS)
     told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "train.steps=3")
     assert told[0].summary is not None and told[0].summary.schedule == "moe_pipeline"
+    assert "made for the cluster that its run measured" in " ".join(told[0].said.split())
     assert losses(again) == pytest.approx(losses(folder)[:3], rel=1e-5)
 
 

@@ -61,7 +61,7 @@ def test_slower_or_faster_links_of_one_lane(ratio: float, lane: Lane) -> None:
     assert found.transfers[lane] == pytest.approx(ratio)
     assert found.compute == pytest.approx((1.0, 1.0))
     assert (found.links_changed, found.compute_changed) == (True, False)
-    assert f"transfers over the {lane_words(lane)} take" in found.text
+    assert f"transfers over the {lane_words(lane, nodes=True)} take" in found.text
 
 
 @given(ratios, st.integers(0, RANKS - 1))
@@ -94,6 +94,6 @@ def test_groups_in_which_nothing_is_sent_say_nothing() -> None:
 def test_words() -> None:
     found = Diagnosis(transfers={Lane.INTER: 3.9, Lane.INTRA: 1.0}, compute=(2.0, 2.1), threshold=THRESHOLD)
     assert found.text == (
-        "transfers over the network take 3.90x as long as before, "
+        "transfers over the network between nodes take 3.90x as long as before, "
         "computation on all ranks takes 2.05x as long as before"
     )

@@ -61,7 +61,8 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     )
     assert (kept.number, kept.plans) == (2, 3)
     head, columns, *rows, last = trials.lines
-    assert head == f"trials of {TRIAL_STEPS} steps each, time per step:" and last == "keeping plan 2"
+    assert head == f"trials of {TRIAL_STEPS} steps each, time per whole step (update included):"
+    assert last == "keeping plan 2"
     assert columns.split() == ["plan", "predicted", "measured"]
     assert rows[1] == f"     2   200.0 ms   300.0 ms  {CHOICES[1].words}"
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]

@@ -33,7 +33,7 @@ def test_a_plan_changes_only_where_something_else_is_to_move(
     problem = routed(routing, Movable(experts=("none", "planned"), guest_slots=(1,)))
     planned = Planned(problem=problem, choice=running, plan=evaluate(problem, running).plan)
     verdict = _weighed(planned, True, lambda: None)
-    assert verdict.lines and verdict.lines[0].startswith("Experts  moving ")
+    assert [line[:9] for line in verdict.lines] == ["Moving   ", "Experts  "]
     found = verdict.choice and (verdict.choice.schedule, verdict.choice.experts)
     assert found == (expected and (expected.schedule, expected.experts))
     assert (verdict.order is None) == (expected is None)

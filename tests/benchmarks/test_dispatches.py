@@ -273,7 +273,7 @@ def test_both_tables_are_markdown_with_winner_and_choice() -> None:
     assert text.splitlines()[-3:] == [
         "fastest: flat in 1, hierarchical_1d in 1, hierarchical_2d in 2 of 4",
         "auto: the fastest in 3 of 4, at worst 1.25 times its time",
-        "physical limit: 1 MiB per MiB of rows cross a node's link out and home, 1049 ms",
+        "physical limit: a MiB of rows sends 1 MiB over a node's link (dispatch and combine): 1049 ms",
     ]
 
 

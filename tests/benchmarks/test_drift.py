@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import drift
-from benchmarks.command import Stopped
 from benchmarks.drift import (
     CASES,
     DriftCase,
@@ -28,6 +27,7 @@ from benchmarks.drift import (
     measure_drifts,
     render_drifts,
 )
+from benchmarks.progress import BOARD
 from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome
 
@@ -94,9 +94,10 @@ def test_a_signal_ends_all_of_it_and_keeps_what_had_ended(
         return RESULT.cases[0]
 
     monkeypatch.setattr(drift, "_measure", measured)
-    with pytest.raises(Stopped) as stop:
+    BOARD.begin("drift", shown=False)
+    with pytest.raises(KeyboardInterrupt):
         measure_drifts([CASES[0]] * 3)
-    assert stop.value.result == left and len(begun) == ended + 1
+    assert BOARD.kept() == left and len(begun) == ended + 1
 
 
 def test_a_run_that_fails_is_told_with_its_last_words() -> None:

@@ -222,6 +222,24 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
     [
         (["--peers", "nothing"], ["compare.peers", "nothing", "Use some of deepspeed, megatron"]),
         (["--peers", "deepspeed", "--virtual"], ["--peers", "deepspeed", "Leave --virtual out"]),
+        (
+            ["--peers", "deepspeed", "parallel.mp_size=2"],
+            ['compare.peers = ["deepspeed"]', "parallel.esp_size = 1 (docs/peers.md)", "set both to 1"],
+        ),
+        (["virtual.routing=zipf"], ['virtual.routing = "zipf"', "only virtual devices", "Add --virtual."]),
+        (["virtual.zipf_exponent=2", "virtual.routing=zipf"], ["virtual.zipf_exponent = 2", "Add --virtual"]),
+        (
+            ["--virtual", "compare.batch_per_device=1"],
+            ["compare.batch_per_device = 1: 4 microbatches (the default of bench) need at least 4 samples"],
+        ),
+        (
+            ["--schedules", "flowmoe", "compare.batch_per_device=2", "schedule.microbatches=3"],
+            ["3 microbatches need", "Use compare.batch_per_device=3, or schedule.microbatches=2."],
+        ),
+        (["--schedules", "flowmo"], ["compare.schedules", "Nearest: flowmoe. Use some of"]),
+        (["--peers", "megatorn"], ["compare.peers", "Nearest: megatron. Use some of"]),
+        (["--emulate", "0x1"], ['--emulate = "0x1": nodes must be from 1 to 256']),
+        (["--emulate", "2x1", "--mtu", "100"], ["--mtu = 100: must be from 576 to 9000 bytes"]),
         (["--plan", "--virtual"], ["--plan", "Leave --virtual out"]),
         (["--plan", "--plot", "figures"], ["--plan", "Leave --plot out"]),
         (["--plan", "--peers", "deepspeed"], ["--plan", "Leave --peers out"]),

@@ -78,7 +78,10 @@ def test_what_can_be_done_with_a_run(
     drawn = [said(capsys, "generate", folder, *asked, "--temperature", "2", "--seed", seed) for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
-    assert str(checkpoint) in said(capsys, "convert", folder, exported)
+    capsys.readouterr()
+    assert main(["convert", str(folder), str(exported)]) == 0
+    line = f"{checkpoint} as a Hugging Face model folder: {exported}\n"
+    assert capsys.readouterr() == (line, ""), "no progress of transformers, no warning of DeepSpeed"
     assert str(checkpoint) in said(capsys, "convert", checkpoint.parent, tmp_path / "the same")
     assert json.loads(said(capsys, "generate", exported, *asked, "--json"))["text"] == text[6:-1]
     model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
@@ -185,7 +188,7 @@ def test_a_tokenizer_keeps_the_space_between_a_prompt_and_what_follows(
 @pytest.mark.slow
 def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said_of = refused(capsys, "generate", tmp_path, "--prompt", "a")
-    assert "neither a folder of transformers" in said_of
+    assert "neither a Hugging Face model folder" in said_of
     small("mixtral").save_pretrained(tmp_path / "mixtral")
     assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
     assert "MixtralForCausalLM" in refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
@@ -219,8 +222,9 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("option", "value", "why"),
     [
-        ("--temperature", "1e-40", "'1e-40' is no temperature; use 0 for the likeliest token, else 0.0001"),
-        ("--temperature", "nan", "'nan' is no temperature"),
+        ("--temperature", "1e-40", "'1e-40': must be 0, for the likeliest token, or at least 0.0001"),
+        ("--temperature", "nan", "'nan': must be 0"),
+        ("--top-p", "2", "argument --top-p: '2': must be above 0 and at most 1"),
         ("--prompt", "hel\udcff", "is not UTF-8; write it in UTF-8"),
     ],
 )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,11 @@ def test_the_layout_of_a_configuration_is_chosen_where_it_is_left_open(
     )
     for said in (asked, configured):
         assert "layout, by quick plans: dp" in said and "next best layout" in said and "per rank" in said
-    assert "layouts compared" not in run([*words, "--layout", "given"], capsys)
+    given = run([*words, "--layout", "given"], capsys)
+    assert "layouts compared" not in given and "tiny.toml on by hand" in given
+    unnamed = replace(ClusterFile.read(cluster), name="this cluster")
+    unnamed.save(cluster)
+    assert f"tiny.toml on {cluster} " in " ".join(run(words, capsys).split()), "the file stands for its name"
 
 
 @pytest.mark.slow
@@ -99,9 +104,9 @@ def test_a_plan_is_saved_shown_and_can_be_replayed(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, text = saved
-    assert f"saved to {path}" in " ".join(text.split())
+    assert f"\nSaved    {path}\n" in text
     shown = run(["plan", "--show", str(path)], capsys)
-    assert "GPT2-Tiny-MoE" in shown and "Plan " in shown and "as saved" in shown
+    assert "GPT2-Tiny-MoE" in shown and "Plan " in shown and "the task order in the file" in shown
     assert json.loads(run(["plan", "--show", str(path), "--json"], capsys))["model"].startswith(
         "GPT2-Tiny-MoE"
     )
@@ -116,7 +121,7 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 ) -> None:
     path = tmp_path / "plan.json"
     words = [*SMALL, "--budget", "0.0001", "--out", str(path)]
-    said = "the budget of 0.0001 (80 simulated tasks) was used up in stage 'better cuts'"
+    said = "The budget of 0.0001 (80 simulated tasks) was used up in stage 'better cuts'"
     assert said in " ".join(run(words, capsys).split())
     found = json.loads(run([*words, "--json"], capsys))
     assert found["search"]["stopped"] == "better cuts" and not found["complete"]
@@ -140,7 +145,7 @@ def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
     again = run(["plan", "--show", str(path)], capsys)
     note = again[again.index("Edited") : again.index("Plan  ")]
     words = " ".join(note.split())
-    assert "flowmoe: 7 microbatches" in words and "the following lines describe the earlier plan" in words
+    assert "flowmoe: 7 microbatches" in words and "changed after the following lines were written" in words
     assert again.endswith(shown[shown.index("Plan  ") :])
 
 
@@ -169,7 +174,7 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         "0.01",
     ]
     text = run(words, capsys)
-    assert "tiny.toml on flowmoe-cluster-2" in text and "1 layers (1 MoE)" in text
+    assert "tiny.toml on flowmoe-cluster-2" in text and "1 layer (1 MoE)" in text
 
 
 @pytest.mark.parametrize(
@@ -182,6 +187,7 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         ([*SMALL, "--batch", "0"], "--batch = 0"),
         ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
         ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),
+        ([*SMALL, "--memory-gib", "0.0000001"], 'memory per rank = "107 bytes"'),
         ([*SMALL, "--memory-gib", "inf"], "--memory-gib = inf: must be positive and finite"),
         ([*SMALL, "--memory-gib", "nan"], "--memory-gib = nan: must be positive and finite"),
         ([*SMALL, "--memory-gib", "1e300"], "must be positive and finite"),
@@ -233,5 +239,5 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     assert choice.priority == free["best"]["priority"] != free["still"]["priority"] == "critical_path"
     limit = free["still"]["memory_bytes"]
     tight = json.loads(run([*routed, "--memory-gib", str(limit / 2**30)], capsys))["moving"]
-    assert not tight["pays"] and "Experts  moving does not fit" in tight["lines"][-1]
+    assert not tight["pays"] and "Experts  does not fit" in tight["lines"][-1]
     assert PlanFile.read(path).memory_bytes <= limit

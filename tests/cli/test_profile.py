@@ -70,6 +70,8 @@ def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> No
         (("nowhere.toml",), "nowhere.toml: there is no such file"),
         (("--out", "{folder}"), "is a folder"),
         (("--budget", "0"), "--budget = 0"),
+        (("--budget", "1e9"), "--budget = 1000000000.0: must be above 0 and at most 86400 seconds"),
+        (("--budget", "nan"), "--budget = nan"),
     ],
 )
 def test_bad_usage_is_refused_before_any_process_starts(

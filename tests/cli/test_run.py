@@ -59,6 +59,59 @@ def test_a_setting_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFi
     assert error.startswith("penstock: parallel.mp_size = 4: must divide model.num_heads (2)")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "tiny", "--train.steps=7"], ["usage: penstock train", "without dashes: train.steps=7\n"]),
+        (["train", "tiny", "--steps", "7"], ["arguments: --steps 7; ", "without dashes: train.steps=5\n"]),
+        (["trian", "tiny"], ["there is no command 'trian'. Did you mean train?\n"]),
+        (["xyz"], ["there is no command 'xyz'. Commands: train, prepare, "]),
+    ],
+)
+def test_words_that_no_command_knows(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(("arguments", "usage"), [(["help"], "[-h]"), (["help", "train"], "train [-h]")])
+def test_help_is_a_command_as_well(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], usage: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: penstock {usage}")
+
+
+def interrupted(*_: object, **__: object) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, True), ("0", True), ("1", False)])
+@pytest.mark.parametrize("before", ["penstock.cli.train.load", "penstock.cli.train_rank.Trainer"])
+def test_a_stop_before_training_says_so(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    before: str,
+    rank: str | None,
+    said: bool,
+) -> None:
+    if rank is not None:
+        for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr("penstock.cli.train_rank.join", lambda *_: None)
+    monkeypatch.setattr("penstock.cli.train_rank.end_of_rank", lambda info, code: code)
+    monkeypatch.setattr(before, interrupted)
+    assert main(["train", str(write_config(tmp_path)), "parallel.processes=1"]) == 130
+    told = "penstock: stopped before training began; nothing was saved\n"
+    assert capsys.readouterr().err == told * said
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from penstock.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     check = code + "sys.exit('torch' in sys.modules)"
@@ -76,4 +129,4 @@ def test_a_terminal_without_a_character_is_shown_another(encoding: str) -> None:
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b"?" in ended.stdout
+    assert b"AT0===" in ended.stdout and b"?" not in ended.stdout

@@ -44,7 +44,7 @@ def test_what_moves_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sizes_that_the_drawn_step_cannot_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "parm_s1", "--esp-size", "5"]) == 2
-    assert "esp_size = 5" in (error := capsys.readouterr().err) and "Nearest valid: 4" in error
+    assert "penstock: --esp-size = 5: " in (error := capsys.readouterr().err) and "Nearest valid: 4" in error
 
 
 def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,4 +72,4 @@ def test_less_than_one_piece_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stop:
         main(["schedule", "flowmoe", "--microbatches", "0"])
     assert stop.value.code == 2
-    assert "is no number" in capsys.readouterr().err
+    assert "must be from 1 to 64" in capsys.readouterr().err

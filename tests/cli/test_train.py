@@ -358,6 +358,9 @@ def test_routing_is_recorded_only_when_asked_for(whole_run: Whole) -> None:
         ("parallel.ep_size=3", ["parallel.ep_size", "Nearest valid"]),
         ("schedule.microbatches=5", ["schedule.microbatches", "Nearest valid: 4"]),
         ("model.preset=GPT2-Tiny", ["model.preset", "GPT2-Tiny-MoE"]),
+        ("plan.cluster=nope", ['plan.cluster = "nope": is neither', "cluster-1", "penstock profile"]),
+        ("plan.source=nope.json", ['plan.source = "nope.json": there is no such file. Use given, auto']),
+        ("output.dir=/proc/x", ['output.dir = "/proc/x"', "Choose a path that you can write to."]),
     ],
 )
 def test_bad_settings_are_named(
@@ -365,6 +368,10 @@ def test_bad_settings_are_named(
 ) -> None:
     error = refused(capsys, "train", write_config(tmp_path), override, "moe.num_experts=4")
     assert all(word in error for word in words), error
+
+
+def test_an_unlike_name_gets_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Nearest" not in refused(capsys, "train", write_config(tmp_path), "plan.cluster=nope")
 
 
 def test_what_ranks_refuse_the_command_says_once(tmp_path: Path) -> None:

@@ -157,7 +157,12 @@ def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:
             "model.moe.topk=2",
             "model.moe.topk = 2: there is no such setting. Did you mean model.moe.top_k?",
         ),
-        ("trian.steps=1", "trian = 1: there is no such setting. Did you mean train?"),
+        ("trian.steps=1", "trian.steps: there is no section trian. Did you mean train.steps?"),
+        ("nothing.steps=1", "nothing.steps: there is no section nothing. Did you mean train.steps?"),
+        (
+            "nothing.at_all=1",
+            "nothing.at_all: there is no section nothing. There are train, model, big, link.",
+        ),
         (
             "top_k=2",
             "top_k = 2: there is no such setting. Did you mean model.moe.top_k?",
@@ -215,7 +220,11 @@ def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:
             "Set what is inside it, such as train.steps=8.",
         ),
         ("seed.x.y=1", "seed.x.y: seed is not a section. Set seed itself."),
-        ("seed", "seed: is not a setting with a value. Write section.key=value, such as train.steps=8."),
+        ("seed", "seed: is not a setting with a value. Write section.key=value, such as seed=8."),
+        (
+            "train.name",
+            'train.name: is not a setting with a value. Write section.key=value, such as train.name="first".',
+        ),
         ("=4", "=4: is not a setting with a value. Write section.key=value, such as train.steps=8."),
         ("links=[{speed = 2}]", "links[0].speed = 2: there is no such setting. [links[0]] has rate."),
     ],

@@ -79,6 +79,22 @@ def test_given_tables_stay_as_they_are() -> None:
     assert table == {"width": 16}
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("parallel.pp_size=2", "parallel.pp_size = 2: Penstock has no pipeline parallelism. Leave it out."),
+        ("parallel.pipeline_model_parallel_size=2", "no pipeline parallelism"),
+        ("parallel.context_parallel_size=2", "no context parallelism"),
+        ("megatron.cp_size=2", "megatron.cp_size: Penstock has no context parallelism"),
+        ("optimizer.zero_stage=1", "Use optimizer.sharded=true (ZeRO 1), optimizer.shard_gradients=true"),
+    ],
+)
+def test_what_others_have_and_penstock_has_not(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunConfig, None, [override])
+    assert said in str(caught.value) and "Did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("theirs", "ours"), list(ParallelConfig.ALSO_CALLED.items()))
 def test_megatrons_names(theirs: str, ours: str) -> None:
     with pytest.warns(OtherNameWarning, match=rf"parallel\.{theirs}: taken as parallel\.{ours}"):

@@ -41,7 +41,7 @@ MEASURED = ClusterFile(
             beta_s_per_byte=1e-8,
             in_steps=1.1,
             beside=1.3,
-            fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (4096.0, 2e-3))),
+            fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (2048.0, 1.4e-3), (4096.0, 2e-3))),
         ),
     ),
     tasks=(TaskModel(op="AT", phase="F", alpha_s=1e-4, scale=1.5, beside=1.1),),

@@ -110,3 +110,19 @@ def test_flops_of_one_token() -> None:
 def test_work_grows_linearly(first: int, second: int) -> None:
     for work in (WORK.attention_flops, WORK.expert_flops, WORK.head_flops, WORK.hidden_bytes):
         assert work(first) + work(second) == work(first + second)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        ({"world_size": 8, "devices_per_node": 4}, 2),
+        ({"world_size": 6, "devices_per_node": 4}, 2),
+        ({"world_size": 4, "devices_per_node": 4}, 1),
+        ({"world_size": 4, "devices_per_node": 8}, 1),
+        ({"world_size": 4, "devices_per_node": 1}, 4),
+        ({"world_size": 8, "ep_size": 4, "node_size": 2}, 4),
+        ({"world_size": 8}, 1),
+    ],
+)
+def test_nodes_of_the_world(sizes: dict[str, int], nodes: int) -> None:
+    assert replace(WORK, **sizes).world_nodes == nodes  # type: ignore[arg-type]  # sizes are numbers

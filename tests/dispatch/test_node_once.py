@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch import Leg, Place
+from penstock.dispatch import Leg, NodeOnceDispatch, Place
 from penstock.dispatch.node_once import arrivals, joined_legs, joined_sizes, num_sets, sets_of
 from tests.dispatch.test_legs import exchanged, permuted
 from tests.support.draws import draws
@@ -82,3 +83,29 @@ def test_sizes_are_those_of_the_legs(case: tuple[np.ndarray, int]) -> None:
                 other.input_splits,
                 other.output_splits,
             )
+
+
+@draws(60)
+@given(nodes=st.integers(1, 4), size=st.integers(1, 4), seed=st.integers(0, 999), most=st.integers(1, 3))
+def test_rows_for_one_rank_each_are_rows_for_sets_of_one_place(
+    nodes: int, size: int, seed: int, most: int
+) -> None:
+    ranks = nodes * size
+    table = np.random.default_rng(seed).integers(0, most + 1, (ranks, ranks))
+    by_set = np.zeros((ranks, nodes, num_sets(size)), dtype=np.int64)
+    by_set[:, :, 2 ** np.arange(size) - 1] = table.reshape(ranks, nodes, size)
+    for rank in range(ranks):
+        place = Place(rank, ranks, size)
+        assert NodeOnceDispatch().legs(table, place) == joined_legs(
+            by_set[rank], by_set[:, place.node], place
+        )
+
+
+def test_legs_of_a_thousand_ranks_take_little_memory() -> None:
+    ranks = 1024
+    table = np.broadcast_to(np.int64(1), (ranks, ranks))
+    tracemalloc.start()
+    NodeOnceDispatch().legs(table, Place(0, ranks, 8))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 8 << 20, "every set of every node at every rank would be 255 MiB"

@@ -31,7 +31,7 @@ def test_a_version_and_a_clock_that_differ_are_named() -> None:
     assert "Rank 2 (" in text and "has torch 1.13.1, and the rest 2." in text
     assert "has penstock 0.0.9, and the rest 0." in text
     assert "s ahead of that of rank 0: let all machines follow one time server" in text
-    assert "MEND" in text and max(map(len, told.out.splitlines())) <= 100
+    assert "FIX" in text and max(map(len, told.out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("hidden", [0, 2])

@@ -28,7 +28,7 @@ def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lan
     each = problem(cluster=cluster)
     found = find_plan(each)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
-    assert lane_words(lane) in told.binds
+    assert lane_words(lane, nodes=True) in told.binds
     assert told.busy[lane] == max(told.busy.values()) > 0.8
     assert all(0 < share <= 1 + 1e-9 for share in told.busy.values())
     assert told.faster[what] == min(told.faster.values()) < 0.7
@@ -103,6 +103,12 @@ def test_only_one_thing_is_faster() -> None:
         (mib(3 << 19), "1.5 MiB"),
         (mib(1 << 17), "128 KiB"),
         (gib(1 << 28), "256 MiB"),
+        (gib(600 << 10), "1 MiB"),
+        (gib(107), "107 bytes"),
+        (gib(1), "1 byte"),
+        (gib(3000), "3 KiB"),
+        (gib(0), "0 MiB"),
+        (mib(107), "107 bytes"),
         (gib(11 << 30), "11.0 GiB"),
     ],
 )
@@ -129,3 +135,42 @@ def test_latency_is_named_where_start_ups_take_most_of_the_communication(
     told = explain(each, find_plan(each, effort="low"))
     assert told.binds.startswith("latency limits the step: ") is late
     assert (told.faster["inter-node bandwidth"] > 0.97) is (late or cluster is SLOW_DEVICE)
+
+
+@pytest.mark.parametrize("slow", ["inter", "intra"])
+def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) -> None:
+    rates = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e9, intra_bytes_per_s=1e9)
+    each = problem(cluster=rates.faster(**{slow: 0.01}))
+    limit = explain(each, find_plan(each, budget=0.01)).lines[2]
+    assert ", network between nodes" in limit
+    assert ("network between nodes (mostly limited by links inside nodes)" in limit) == (slow == "intra")
+
+
+SLOW_INSIDE = ClusterConfig(flops_per_s=1e12, intra_bytes_per_s=1e7, intra_latency_s=1e-6)
+
+
+@pytest.mark.parametrize("two_nodes_in_the_file", [False, True])
+def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bool) -> None:
+    measured = ProfiledCluster.build(replace(FILE, rates=SLOW_INSIDE))
+    each = problem(cluster=measured if two_nodes_in_the_file else SLOW_INSIDE)
+    each = replace(each, workload=replace(each.workload, node_size=4, devices_per_node=4))
+    told = explain(each, find_plan(each, effort="low"))
+    assert told.busy["inter"] > 0.9 and set(told.faster) == {"bandwidth between ranks", "faster devices"}
+    assert told.faster["bandwidth between ranks"] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("cluster", "helps"),
+    [
+        (replace(SLOW_INSIDE, link_bytes_per_s=1e9), "intra-node"),
+        (
+            replace(SLOW_INSIDE, link_bytes_per_s=1e7, link_latency_s=1e-6, intra_bytes_per_s=1e9),
+            "inter-node",
+        ),
+    ],
+)
+def test_inside_nodes_links_may_limit_collectives_that_leave_them(cluster: ClusterConfig, helps: str) -> None:
+    each = problem(cluster=cluster)
+    told = explain(each, find_plan(each, effort="low"))
+    assert told.faster.pop(f"{helps} bandwidth") < 0.6
+    assert "bandwidth between ranks" not in told.faster and min(told.faster.values()) > 0.9

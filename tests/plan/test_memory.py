@@ -36,6 +36,21 @@ def test_guests_take_weights_and_gradients_and_no_moments() -> None:
     assert found.optimizer_bytes == without.optimizer_bytes
 
 
+def test_the_busiest_rank_has_more_rows_where_none_are_dropped() -> None:
+    """512 rows of the batch, 3 times as many at the experts of the busiest of 4 ranks."""
+    even, uneven = problem(), problem().with_imbalance(3)
+    before, found = (estimate_memory(each, Decision()) for each in (even, uneven))
+    layer = 4 * 2 * 512 * (2 * 128 + 2 * 256)
+    assert found.activations_bytes == before.activations_bytes + 2 * layer
+    assert found.buffers_bytes == before.buffers_bytes + layer + 2 * 512 * 128 * 4
+    again = (estimate_memory(each, Decision(recompute="experts")) for each in (even, uneven))
+    less, more = (each.activations_bytes for each in again)
+    assert more == less + 2 * 4 * 2 * 512 * 128
+    for size in ({"capacity_factor": 1.0}, {"slots_per_sample": 16}):
+        limited = replace(even, workload=replace(even.workload, **size))
+        assert estimate_memory(limited.with_imbalance(3), Decision()) == estimate_memory(limited, Decision())
+
+
 def test_microbatches_save_buffers_and_nothing_else() -> None:
     whole, cut = (estimate_memory(problem(), Decision(schedule="flowmoe", microbatches=n)) for n in (1, 4))
     assert whole.activations_bytes == cut.activations_bytes

@@ -44,15 +44,20 @@ def test_guests_pay_where_an_expert_is_hot(planner: str) -> None:
     found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE, Decision()])
     assert found.moves and found.best.choice.experts == planner
     assert found.best.predicted_s < WORTH * found.still.predicted_s
-    (line,) = found.lines
-    assert line.startswith(f"Experts  moving pays: {planner} with ")
+    base, line = found.lines
+    assert base == (
+        f"Moving   with the given routing instead of even routing, forward and backward take "
+        f"{found.still.predicted} without moves"
+    )
+    assert line.startswith(f"Experts  {planner} with ") and ", pays; " in line
     assert " times the mean load, 1." in line
 
 
 def test_even_routing_needs_none_and_it_is_said() -> None:
     found = weigh(routed("even", Movable(experts=("none", "planned"))), [CHOICE])
     assert not found.moves and found.best == found.still
-    assert found.lines[0].startswith("Experts  moving does not pay: planned with 1 guest slot would take ")
+    assert found.lines[1].startswith("Experts  planned with 1 guest slot: ")
+    assert ", does not pay; " in found.lines[1]
     assert weigh(routed("even", Movable()), [CHOICE]).lines == ()
 
 
@@ -77,7 +82,7 @@ def test_a_report_says_what_follows_from_a_routing() -> None:
         subject=subject, found=found, explanation=explain(problem(), found), seconds=1.0, weighed=weighed
     )
     text = " ".join(report.to_text(200).split())
-    assert weighed.lines[0].removeprefix("Experts").strip() in text
+    assert all(" ".join(line.split()) in text for line in weighed.lines)
     assert f"Placed {weighed.best.choice.words}" in text
     moving = report.to_dict()["moving"]
     assert moving["pays"] and moving["best"]["experts"] == "planned" and moving["still"]["experts"] == "none"
@@ -101,9 +106,9 @@ def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
     assert free.moves and free.best.memory_bytes > free.still.memory_bytes
     tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.best.memory_bytes - 1))
     assert tight.best.memory_bytes <= free.still.memory_bytes and tight.best.choice.experts == "none"
-    samples, experts = tight.lines
-    assert samples.startswith("Samples  moving ") and "not fit" not in samples
-    assert experts.startswith("Experts  moving does not fit: planned with 1 guest slot needs ")
+    _, samples, experts = tight.lines
+    assert samples.startswith("Samples  netmoe: ") and "not fit" not in samples
+    assert experts.startswith("Experts  does not fit: planned with 1 guest slot needs ")
 
 
 def test_what_was_weighed_by_a_quick_rule_gets_the_order_that_was_asked_for() -> None:
@@ -113,6 +118,7 @@ def test_what_was_weighed_by_a_quick_rule_gets_the_order_that_was_asked_for() ->
     with short_search():
         full = in_full(each, found, asked)
     assert found.best.choice.priority == "critical_path"
+    assert found.lines[0].endswith(" without moves (ordered by a quick rule, as with every move below)")
     assert full.best.choice == replace(found.best.choice, priority="search")
     assert full.best.predicted_s <= found.best.predicted_s
     assert in_full(each, replace(found, best=found.still), asked).best == found.still
@@ -123,7 +129,7 @@ def test_what_is_given_moves_in_every_plan_that_is_compared() -> None:
     found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE])
     for each in (found.still, found.best):
         assert (each.choice.experts, each.choice.guest_slots) == ("planned", 2)
-    assert [line.split()[0] for line in found.lines] == ["Samples"]
+    assert [line.split()[0] for line in found.lines] == ["Moving", "Samples"]
 
 
 def on_16_ranks(text: str) -> Problem:
@@ -138,9 +144,9 @@ def test_twice_the_guest_slots_are_taken_where_loads_drift_and_they_fit() -> Non
     drifting = on_16_ranks("slow_drift,drift=0.3")
     two = weigh(drifting, [CHOICE])
     assert (two.best.choice.experts, two.best.choice.guest_slots) == ("planned", 2)
-    assert two.lines[0].startswith("Experts  moving pays: planned with 2 guest slots would take ")
+    assert two.lines[1].startswith("Experts  planned with 2 guest slots: ")
     one = weigh(drifting, [CHOICE], memory=MemoryBudget(bytes=two.best.memory_bytes - 1))
-    assert one.best.choice.guest_slots == 1 and "with 1 guest slot would" in one.lines[0]
+    assert one.best.choice.guest_slots == 1 and "with 1 guest slot: " in one.lines[1]
     assert two.best.predicted_s < WORTH * one.best.predicted_s
     steady = weigh(on_16_ranks("hot_expert,hot_share=0.7"), [CHOICE])
     assert steady.moves and steady.best.choice.guest_slots == 1, "a second one would bring next to nothing"

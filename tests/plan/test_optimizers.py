@@ -69,7 +69,7 @@ def test_the_shorter_iteration_is_taken_and_both_are_told(
     plain_s, sharded_s = (whole_s(each, evaluate(each, CHOICE)) for each in (plain, sharded))
     chosen, _, line = find_updated(plain, sharded, finds(ROOM))
     assert (sharded_s < plain_s) is shares and chosen is (sharded if shares else plain)
-    assert line.count("MiB per rank") == 2 and "with AdamW" in line and "with shares of it" in line
+    assert line.count("MiB per rank") == 2 and "with AdamW" in line and "with a sharded AdamW (" in line
 
 
 def test_what_fits_is_taken_and_the_last_refusal_is_told_if_nothing_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -288,3 +289,14 @@ def test_what_is_no_plan_file(tmp_path: Path) -> None:
     (tmp_path / "text.json").write_text("plan: fast")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         PlanFile.read(tmp_path / "text.json")
+
+
+def test_a_file_says_last_what_a_run_has_changed_to(path: Path) -> None:
+    file = PlanFile.read(path)
+    first = replace(file, why=(f"Plan     {file.choice.words}", "Limit    ..."))
+    assert first.telling_use() == first
+    changed = replace(first, choice=replace(file.choice, microbatches=4))
+    assert not changed.explains_choice and changed.telling_use().explains_choice
+    assert changed.telling_use().why == (*first.why, f"In use   {changed.choice.words}")
+    back = replace(changed.telling_use(), choice=file.choice)
+    assert back.telling_use().why == first.why, "a plan that it has left is not told any more"

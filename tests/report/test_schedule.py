@@ -97,6 +97,7 @@ def test_notes_say_what_a_schedule_does_not_read() -> None:
     assert describe("flowmoe").notes == ("flowmoe ignores chunks = 2 and runs with 1",)
     assert describe("flowmoe", chunks=1).notes == ()
     assert "moe_pipeline ignores microbatches = 2 and runs with 1" in describe("moe_pipeline").notes
+    assert describe_schedule("moe_pipeline", layers=2).notes == (), "nobody has asked for two microbatches"
 
 
 def test_notes_say_where_a_form_changes_nothing() -> None:

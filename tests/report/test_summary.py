@@ -46,7 +46,7 @@ speed       51,234 tokens/s; a step takes 78.2 ms (median)
 network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed.
             Overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
 balance     the busiest process computes 1.28 times the mean number of expert rows; 50 % of rows go
-            to another node; 93 % of loads are as in the step before
+            to another node; expert loads overlap 93 % with those of the step before
 checkpoint  runs/first/checkpoints/step-1200
 metrics     runs/first/metrics.jsonl (one line of JSON per step)
 report      penstock report runs/first (writes a page: timelines, what bound the step, loads)

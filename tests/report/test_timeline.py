@@ -27,6 +27,7 @@ compute  AT  attention, router and order (a dense block: all
 inter    N   exchange of tokens per expert
          D   tokens to their experts
          C   expert outputs back home
+inter = network between ranks
 A name starts a task, ━ continues it, · is idle. X0 and X0.1
 are chunks 0 and 1 of microbatch 0, AR3.0 is piece 0 of
 layer 3. Where a name does not fit, its first letter stands
@@ -200,3 +201,11 @@ def test_busy_percentages_are_those_of_the_occupation(records: list[TaskRecord])
         for row in lines:
             if match := re.match(rf"{lane} .* (\d+) %$", row):
                 assert abs(float(match[1]) - 100 * seconds / used.iteration_s) <= 0.51
+
+
+def test_lanes_are_named_and_tasks_that_are_too_short_are_said_not_to_be_drawn() -> None:
+    inside = TaskRecord(replace(lone_task("L0.SD.m0.c0.F"), lane=Lane.INTRA), 0, 0.001, 0.0011)
+    text = " ".join(render_timeline([*ITERATION, inside], width=60).split())
+    assert "inter = network between nodes, intra = links inside a node" in text
+    assert text.endswith("Tasks shorter than half a column are not drawn.")
+    assert "not drawn" not in render_timeline(ITERATION, width=60)

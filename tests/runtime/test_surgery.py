@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -228,6 +229,51 @@ def test_a_hook_that_takes_gradients_away_is_told(name: str) -> None:
         stack(*batch_of(ALONE)).backward()
     handle.remove()
     run(stack, 0, ALONE)
+
+
+SGD: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+FUSED: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize("name", ["output.weight", "blocks.0.feed_forward.experts.w_up"])
+@pytest.mark.parametrize("optimizer", [SGD, FUSED])
+def test_a_hook_that_updates_its_parameter_is_told(
+    name: str, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Also if it leaves the gradient where it is. The fused AdamW does not raise a tensor's version."""
+    once = replace(ALONE, schedule=ScheduleConfig(name="sequential"))  # autograd refuses it in several
+    stack = stack_of(0, once)
+    weight = stack.model.get_parameter(name)
+    own = optimizer([weight], lr=0.1)
+
+    def update(parameter: nn.Parameter) -> None:
+        del parameter
+        own.step()
+        own.zero_grad(set_to_none=False)
+
+    handle = weight.register_post_accumulate_grad_hook(update)
+    with pytest.raises(RuntimeError, match=rf"gradient of {name} .*or the parameter was\s+updated, before"):
+        stack(*batch_of(once)).backward()
+    handle.remove()
+    run(stack, 0, once)
+
+
+def update_in_hooks(rank: int, case: Case) -> str:
+    """The error of an optimiser in every parameter's hook, with one microbatch."""
+    stack = stack_of(rank, case)
+    for parameter in stack.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    tokens, labels = batch_of(case)
+    with pytest.raises(RuntimeError) as caught:
+        stack(tokens[case.mine(rank)], labels[case.mine(rank)]).backward()
+    return str(caught.value)
+
+
+def test_ranks_that_would_drift_apart_by_updates_in_hooks_are_told(ranks: Pools) -> None:
+    once = replace(CASE, schedule=ScheduleConfig(name="sequential"))
+    for said in ranks(2).run(update_in_hooks, once):
+        assert "Update parameters after loss.backward(), not in a hook" in said
 
 
 def data_parallel(rank: int, case: Case) -> str:

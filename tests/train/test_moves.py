@@ -37,6 +37,61 @@ def test_what_would_change_nothing_is_refused(settings: list[str], ranks: int, k
 
 
 @pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["placement.experts=shadowing", "schedule.name=baseline_esp", "parallel.mp_size=2"],
+            r'placement\.experts = "shadowing": with schedule\.name = baseline_esp all ranks .*mp_size = 2\) '
+            r"have the same rows.*Use schedule\.name=flowmoe, or set placement\.experts=none",
+        ),
+        (
+            ["placement.experts=planned", "schedule.expert_form=s2", "parallel.mp_size=2"],
+            r"with schedule\.expert_form = s2 all ranks .*Use schedule\.expert_form=gather",
+        ),
+        (
+            ["placement.samples=netmoe", "schedule.name=parm_s1", "parallel.mp_size=2"],
+            r'samples = "netmoe": with schedule\.name = parm_s1 ranks .*\(parallel\.mp_size\) send',
+        ),
+        (
+            ["placement.samples=netmoe", "schedule.expert_form=s1", "parallel.esp_size=2"],
+            r"\(parallel\.esp_size\) send rows .*Use schedule\.expert_form=gather, or set",
+        ),
+        (
+            ["placement.samples=netmoe", "moe.capacity_factor=1.5"],
+            r"samples = .*: with moe\.capacity_factor = 1\.5 every expert has a fixed number of rows",
+        ),
+        (
+            ["placement.experts=planned", "moe.capacity_factor=1.5", "plan.source=auto"],
+            r"placement\.experts = .*a guest would spare nothing\. Use dropless routing",
+        ),
+        (["placement.experts=planned", "moe.gate=soft"], r"with moe\.gate = soft every expert"),
+        (
+            ["placement.samples=netmoe", "moe.one_copy_per_rank=true"],
+            "rank = true one row serves",
+        ),
+        (["placement.samples=netmoe", "moe.aux_loss_group=microbatch"], r"Use moe\.aux_loss_group=global"),
+    ],
+)
+def test_what_a_step_cannot_move_is_refused_before_it_starts(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(RunConfig, None, settings).resolved(4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["placement.samples=netmoe", "schedule.name=parm_s1"],
+        ["placement.experts=planned", "schedule.name=parm_s1", "parallel.mp_size=2"],
+        ["placement.experts=planned", "schedule.name=baseline_esp", "parallel.esp_size=2"],
+        ["placement.samples=netmoe", "placement.experts=planned", "parallel.mp_size=2"],
+    ],
+)
+def test_what_a_step_can_move_is_taken(settings: list[str]) -> None:
+    config = load(RunConfig, None, settings)
+    assert config.resolved(4) == config
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         ["placement.samples=netmoe", "placement.solver=kuhn_munkres"],

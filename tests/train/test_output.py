@@ -11,7 +11,7 @@ from typing import IO
 import pytest
 
 from penstock.config import ConfigError
-from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder
+from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder, check_writable
 
 HOLD = """
 import sys
@@ -196,3 +196,33 @@ def test_a_folder_nobody_may_write_to_is_refused() -> None:
     """Not even the superuser makes a folder in /proc."""
     with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
         OutputFolder(Path("/proc/penstock-run"), keep=False).__enter__()
+
+
+# ---- before anything is measured ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", [".", "a", "a/b/c"])
+def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path, below: str) -> None:
+    leave_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    check_writable(tmp_path / below)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/proc/x", "no folder can be created there (No such file or directory)"),
+        ("/proc/x/y", "no folder can be created there (No such file or directory)"),
+        ("/proc", "cannot be written to (No such file or directory)"),
+        ("/dev/null", "cannot be written to (Not a directory)"),
+        ("/dev/null/x", "no folder can be created there (Not a directory)"),
+        (f"/tmp/{'x' * 300}/y", "cannot be written to (File name too long)"),
+    ],
+)
+def test_what_no_run_could_write_to_is_refused(path: str, why: str) -> None:
+    """Not even the superuser writes to these."""
+    with pytest.raises(ConfigError) as caught:
+        check_writable(Path(path))
+    assert (caught.value.key, caught.value.value, caught.value.why) == ("output.dir", path, why)
+    assert caught.value.hint == "Choose a path that you can write to."

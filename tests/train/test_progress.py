@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 def test_a_step_in_words() -> None:
     words = describe(step(3, eval_loss=2.75), 72.4, 100)
-    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93%  eta 0:01:12"
+    assert words == "loss 2.500  held-out loss 2.750  12,346 tokens/s  network hidden 93 %  eta 0:01:12"
 
 
 def test_a_step_in_words_stays_within_its_width() -> None:
@@ -119,5 +119,5 @@ def test_a_terminal_gets_a_live_line(
     shown = terminal.getvalue()
     assert "plan [FlowMoE] chosen" in shown
     assert "4/20" in shown
-    assert "network hidden 93%  eta 0:00:08" in shown
+    assert "network hidden 93 %  eta 0:00:08" in shown
     assert capsys.readouterr().out == "the result\n"

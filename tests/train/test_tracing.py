@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,13 @@ from penstock.decision import ScheduleConfig
 from penstock.graph import Lane
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.runtime import PipelinedStack
+from penstock.simulate import simulate
 from penstock.trace import TaskRecord
-from penstock.train.tracing import StepAnalysis, analyse
+from penstock.trace.step_file import StepFile
+from penstock.train.pilot import Forecast
+from penstock.train.step_record import keep_step
+from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
@@ -36,6 +43,11 @@ def case_of(schedule: str, world_size: int) -> Case:
 def analysed(rank: int, case: Case, steps: int, folder: Path | None) -> StepAnalysis:
     """Some steps under one plan, analysed."""
     stack = stack_of(rank, case)
+    return analyse(stack, trained(stack, rank, case, steps), folder)
+
+
+def trained(stack: PipelinedStack, rank: int, case: Case, steps: int) -> list[list[TaskRecord]]:
+    """Records of some steps under one plan."""
     tokens, labels = batch_of(case)
     mine = slice(rank * case.batch, (rank + 1) * case.batch)
     kept: list[list[TaskRecord]] = []
@@ -44,7 +56,7 @@ def analysed(rank: int, case: Case, steps: int, folder: Path | None) -> StepAnal
         stack.zero_grad()
         stack.machinery.control.barrier("ending the step")
         kept.append(stack.records(step))
-    return analyse(stack, kept, folder)
+    return kept
 
 
 def orders(folder: Path) -> dict[tuple[str, int, int], list[str]]:
@@ -112,3 +124,25 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     analysed(0, case_of("sequential", 1), 1, None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(tmp_path: Path) -> None:
+    case = case_of("sequential", 1)
+    stack = stack_of(0, case)
+    kept = trained(stack, 0, case, 3)
+    late_s = 1 + max(record.end_s for step in kept for record in step)
+    kept[2] = [replace(record, end_s=record.end_s + late_s) for record in kept[2]]
+    plan = stack.plan
+    simulated = simulate(plan.schedule, plan.graph, lambda task: 1e-3, stack.machinery.layout.mesh)
+    keep_step(
+        stack,
+        kept,
+        analyse(stack, kept[1:], None),
+        lambda: Forecast("nothing", simulated),
+        tmp_path,
+        nullcontext,
+    )
+    file = StepFile.read(tmp_path / "step.json")
+    assert (file.step, file.typical_steps, file.traced_steps) == (3, 3, 2)
+    assert file.measured_s == max(map(span_s, kept[:2])) < late_s / 2 < (file.traced_s or 0)
+    assert file.efficiency == file.bound_s / (file.traced_s or 0)

@@ -275,3 +275,8 @@ def test_a_request_to_stop_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert (summary.steps, summary.interrupted) == (3, True)
     assert saved_steps(tmp_path) == [3]
     assert metrics(tmp_path)[-1].eval_loss is not None
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'output\.dir = "/proc/x"'):
+        trainer(tmp_path, "output.dir=/proc/x")

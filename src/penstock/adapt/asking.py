@@ -90,8 +90,8 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
         model = read_whole(path)
     else:
         raise ValueError(
-            f"{path} is neither a folder of transformers (config.json), nor a checkpoint or an output folder "
-            "of penstock train"
+            f"{path} is neither a Hugging Face model folder (config.json), nor a checkpoint or an output "
+            "folder of penstock train"
         )
     data = None if checkpoint is None else _data_of(checkpoint)
     words = words_of(path, model.config, data, tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import ERROR, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,26 @@ def read_table(file: Path) -> dict[str, Any]:
     return table
 
 
+def _errors_only(record: LogRecord) -> bool:
+    """Let only errors pass; a filter of loggers."""
+    return record.levelno >= ERROR
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from printing, inside this context, what is raised as an error afterwards."""
+    """Keep transformers from printing, inside this context, what is raised as an error afterwards, and any
+    progress; and DeepSpeed, which it imports where that is installed, from printing warnings."""
     from transformers.utils import logging
 
     before, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
+    deepspeed = getLogger("DeepSpeed")
+    deepspeed.addFilter(_errors_only)
     try:
         yield
     finally:
+        deepspeed.removeFilter(_errors_only)
         logging.set_verbosity(before)
         if shows:
             logging.enable_progress_bar()

@@ -40,8 +40,9 @@ class Diagnosis:
     @property
     def text(self) -> str:
         """The changes in words; empty if there are none."""
+        nodes = any(lane.is_inside for lane in self.transfers)
         parts = [
-            f"transfers over the {lane_words(lane)} take {ratio:.2f}x as long as before"
+            f"transfers over the {lane_words(lane, nodes=nodes)} take {ratio:.2f}x as long as before"
             for lane, ratio in self.transfers.items()
             if self.differs(ratio)
         ]

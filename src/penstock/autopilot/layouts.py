@@ -150,7 +150,9 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
     if name is None:
         files = _measured(config, possible, ranks, say)
     else:
-        files = (decided(control, lambda: find_cluster(name), "reading the cluster file"),) * 2
+        files = (
+            decided(control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file"),
+        ) * 2
     memory = MemoryBudget.of(files[0].memory_bytes)
 
     def decide(beat: Beat) -> tuple[LayoutSizes, tuple[str, ...]]:

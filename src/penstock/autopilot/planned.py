@@ -82,10 +82,12 @@ class Planned:
 
     @property
     def predicted_words(self) -> str:
-        """Text such as `: 812.0 ms predicted`; "" where nothing was measured from which to predict."""
+        """Text such as `: 812.0 ms predicted for the whole step, update included`; "" where nothing was
+        measured from which to predict."""
         if self.file is None:
             return ""
-        return f": {within(self.predicted_s, interval_s(self.problem, self.predicted_s))} predicted"
+        seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
+        return f": {seconds} predicted for the whole step, update included"
 
     @property
     def flops(self) -> ModelFlops:
@@ -139,7 +141,8 @@ class Planned:
         paper = PlanFile.of(
             self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
         )
-        replace(paper, others=self.others, trial_s=self.trial_s).save(folder / PLAN_FILE)
+        paper = replace(paper, others=self.others, trial_s=self.trial_s)
+        paper.telling_use().save(folder / PLAN_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from penstock.autopilot.run_problem import (
 )
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
-from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.doubts import IN_A_RUN, summary
 from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
@@ -38,9 +38,9 @@ from penstock.plan import (
 )
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
-from penstock.plan.predict import interval_s
 from penstock.plan.search import FoundPlan
 from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
@@ -161,11 +161,9 @@ def _fastest(
     plan, lines = found[number]
     if len(problems) == 1:
         return number, plan, lines
-    plain, sharded = (
-        within(seconds, interval_s(problem, seconds))
-        for problem, seconds in zip(problems, times_s, strict=True)
+    both = ", ".join(
+        Updated(problem=problem, found=each).words for problem, (each, _) in zip(problems, found, strict=True)
     )
-    both = f"{plain} with AdamW, {sharded} with shares of it"
     return (
         number,
         plan,
@@ -205,7 +203,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
     plan = paper.step_plan(problem, str(path))
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
-    say(f"plan 1, from {path}: {paper.choice.words}; made for cluster {paper.cluster}, where {predicted}")
+    where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
+    say(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
     planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
     return planned.knowing(paper)
 
@@ -220,7 +219,7 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
         say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         return profile_run(config, machinery, budget_s=plan.profile_s)
     name = plan.cluster
-    file = decided(machinery.control, lambda: find_cluster(name), "reading the cluster file")
+    file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
     if warning is not None:
         say(f"warning: {warning}")

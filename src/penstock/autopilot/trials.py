@@ -99,7 +99,7 @@ class Trials:
             for number, (entry, text, seconds) in enumerate(tried, first)
         )
         return (
-            f"trials of {TRIAL_STEPS} steps each, time per step:",
+            f"trials of {TRIAL_STEPS} steps each, time per whole step (update included):",
             f"  plan  {'predicted':>{width}}  {'measured':>9}",
             *rows,
             f"keeping plan {first + self._best}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from penstock.autopilot.deciding import Beat, decided_slowly
-from penstock.autopilot.observing import Observer
+from penstock.autopilot.observing import OBSERVED_STEPS, Observer
 from penstock.autopilot.planned import Order, Planned
 from penstock.decision import Decision
 from penstock.decision.field import NOTHING_MOVES, Movable
@@ -16,6 +16,9 @@ from penstock.train.config import RunConfig
 
 LEAST_STEPS = 20
 """Runs with fewer steps do not weigh placement: measuring would take most of their time."""
+
+
+OBSERVED = f"the routing of the last {OBSERVED_STEPS} steps"
 
 
 def is_open(config: RunConfig, planned: Planned) -> bool:
@@ -81,7 +84,7 @@ def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
     """Return another plan where something is to move that stays now, or to stay that moves now."""
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
-    found = weigh(problem, [planned.choice], beat, memory)
+    found = weigh(problem, [planned.choice], beat, memory, OBSERVED)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(problem, found, planned.choice):
         return _Verdict(lines=found.lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated
 
 from penstock.bench.naming import AUTO, Named
@@ -63,7 +64,9 @@ class CompareConfig:
             Named.of(name)
         for name in self.peers:
             if name not in PEERS:
-                hint = f"Use some of {', '.join(PEERS)}."
+                near = get_close_matches(name, PEERS, n=1)
+                nearest = f"Nearest: {near[0]}. " if near else ""
+                hint = f"{nearest}Use some of {', '.join(PEERS)}."
                 raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
 
 

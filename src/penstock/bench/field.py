@@ -161,7 +161,7 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
     stacks = Stacks(config, layout)
     if AUTO in config.compare.schedules:
         return _field_with_choice(stacks, say)
-    say("measuring what predictions rest on")
+    say("measuring the cluster for the predictions")
     problem = profiled_for(stacks)
     best = {name: fastest(several) for name, several in predicted(stacks, problem).items()}
     return RealField(stacks, best, notes=_doubts(problem), peers=config.compare.peers)

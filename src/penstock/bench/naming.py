@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Final, get_args
 
 from penstock.config import ConfigError
@@ -48,7 +49,9 @@ class Named:
         schedule, *moves = name.split("+")
         found = Named(schedule=schedule)
         if schedule not in SCHEDULES and not (schedule == AUTO and not moves):
-            hint = f"Use some of {', '.join(SCHEDULES)}, {AUTO}."
+            near = get_close_matches(schedule, [*SCHEDULES, AUTO], n=1)
+            nearest = f"Nearest: {near[0]}. " if near else ""
+            hint = f"{nearest}Use some of {', '.join(SCHEDULES)}, {AUTO}."
             raise ConfigError("schedules", name, f"no schedule is called {schedule}", hint)
         for move in moves:
             found = found._with(move, name)

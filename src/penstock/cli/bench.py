@@ -15,9 +15,10 @@ import torch
 from penstock.bench import BenchConfig, BenchResult, checkout
 from penstock.bench.compare import compare
 from penstock.bench.field import Field, planned_field, schedules_field
-from penstock.bench.naming import Named
+from penstock.bench.naming import AUTO, Named
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
+from penstock.bench.tune import variants
 from penstock.bench.virtual_field import VirtualField
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
@@ -57,6 +58,10 @@ def bench(
     """Run the comparison and return its exit code; rank 0 prints the table or one JSON object."""
     config = load(BenchConfig, path, overrides)
     _check_together(config, wanted)
+    if not wanted.virtual:
+        _check_read(config, overrides)
+    if not wanted.plan:
+        _check_pieces(config)
     _check_fits(config, wanted, emulate)
 
     def work(info: ProcessInfo) -> int:
@@ -74,6 +79,12 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
     if wanted.virtual and names:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(names), why, "Leave --virtual out.")
+    if names and not config.parallel.mp_size == config.parallel.esp_size == 1:
+        why = (
+            "other systems are compared only with parallel.mp_size = 1 and parallel.esp_size = 1 "
+            "(docs/peers.md)"
+        )
+        raise ConfigError("compare.peers", list(names), why, "Leave --peers out, or set both to 1.")
     if not wanted.virtual and config.moe.capacity_factor is None:
         why = "computation alone, without a network, has no routing to go by"
         hint = "Give a capacity factor such as 1.25, or use --virtual."
@@ -89,6 +100,27 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
         checkout.peers(name).require(name)
     if wanted.plot is not None:
         checkout.figures(str(wanted.plot))
+
+
+def _check_read(config: BenchConfig, overrides: Sequence[str]) -> None:
+    """Refuse settings of virtual devices that were typed where there are none."""
+    for override in overrides:
+        section, _, name = override.partition("=")[0].strip().partition(".")
+        if section == "virtual":
+            value = getattr(config.virtual, name)
+            raise ConfigError(f"virtual.{name}", value, "only virtual devices follow it", "Add --virtual.")
+
+
+def _check_pieces(config: BenchConfig) -> None:
+    """Refuse more microbatches than samples, which a schedule would find out after links were measured."""
+    samples, usual = config.compare.batch_per_device, BenchConfig().schedule.microbatches
+    tried = (each for name in config.compare.schedules if name != AUTO for each in variants(config, name))
+    pieces = max((each.microbatches for each in tried if each.reads("microbatches")), default=1)
+    if pieces > samples:
+        default = " (the default of bench)" if pieces == usual else ""
+        why = f"{pieces} microbatches{default} need at least {pieces} samples"
+        hint = f"Use compare.batch_per_device={pieces}, or schedule.microbatches={samples}."
+        raise ConfigError("compare.batch_per_device", samples, why, hint)
 
 
 def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | None) -> None:

@@ -1,4 +1,4 @@
-"""`penstock doctor`: checks a cluster before a job, and says what has to be mended."""
+"""`penstock doctor`: checks a cluster before a job, and says what has to be fixed."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: W
     meeting.announce(END, {"code": code})
     if code:
         mended = (finding.text for check in checks for finding in check.findings if finding.mend)
-        tell_torchrun(" ".join(["penstock doctor found something to mend:", *mended]))
+        tell_torchrun(" ".join(["penstock doctor found something to fix:", *mended]))
     print(
         json.dumps(_plain(found, checks)) if asked.options.json else doctor_text(checks, terminal_width()),
         flush=True,
@@ -179,7 +179,7 @@ def doctor_text(checks: Sequence[Check], width: int) -> str:
     for name in ("check", "found", ""):
         table.add_column(name, no_wrap=name != "found", overflow="fold")
     for check in checks:
-        verdict = Text("ok", style="green") if check.passed else Text("MEND", style="bold red")
+        verdict = Text("ok", style="green") if check.passed else Text("FIX", style="bold red")
         table.add_row(check.name, Text(check.found), verdict)
     console = Console(width=width, highlight=False)
     with console.capture() as captured:
@@ -191,7 +191,7 @@ def doctor_text(checks: Sequence[Check], width: int) -> str:
         for finding in notes:
             console.print(Text(f"Note: {finding.text}"))
         count = "Nothing" if not mended else "One thing" if len(mended) == 1 else f"{len(mended)} things"
-        console.print(Text(f"{count} to mend."))
+        console.print(Text(f"{count} to fix."))
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 

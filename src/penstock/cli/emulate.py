@@ -132,20 +132,26 @@ def _add_id(parser: argparse.ArgumentParser) -> None:
 
 def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> None:
     for name, what, default in (
-        ("--inter-rate", "each node's uplink, in each direction", DEFAULT_INTER),
-        ("--intra-rate", "each device's link inside its node", DEFAULT_INTRA),
+        ("--inter-rate", "rate of each node's uplink, per direction", DEFAULT_INTER),
+        ("--intra-rate", "rate of each device's link inside its node", DEFAULT_INTRA),
     ):
-        note = f" ({default})" if defaults else ""
-        parser.add_argument(name, metavar="RATE", help=f"of {what}, such as 700mbit{note}")
+        note = f" (default: {default})" if defaults else ""
+        parser.add_argument(name, metavar="RATE", help=f"{what}{note}")
 
 
 def _add_mtu(parser: argparse._ActionsContainer) -> None:
-    what = "largest packet: 9000, as in cluster networks, or 1500 (9000)"
+    what = "largest packet: 9000, as in cluster networks, or 1500 (default: 9000)"
     parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
 
 
 def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> EmulateConfig:
-    parsed = parse_shape(shape, key)
+    try:
+        parsed = parse_shape(shape, key)
+    except ConfigError as error:
+        if error.key == key:
+            raise
+        own = error.why if error.key == "shape" else f"{error.key} {error.why}"
+        raise ConfigError(key, shape, own, error.hint) from error
     return EmulateConfig(
         nodes=parsed.nodes,
         devices=parsed.devices,

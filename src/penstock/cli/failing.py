@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+NOT_BEGUN = "stopped before training began; nothing was saved"
+
 
 def tell(text: str) -> None:
     """Write `text` to standard error, and leave it for torchrun."""

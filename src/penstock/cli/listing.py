@@ -18,9 +18,12 @@ from penstock.plan.models import MODELS
 from penstock.schedule import SCHEDULES
 from penstock.schedule.system import System
 from penstock.words import terminal_width
-from penstock.workloads.config import READ_BY
+from penstock.workloads.config import ABOUT, READ_BY
 
 Rows = Sequence[Mapping[str, str]]
+
+SIDES, GAP = 2, 3
+"""Columns that a table takes on both sides together, and between two cells."""
 
 TAKEN_BY: Final[Mapping[str, str]] = {
     "models": "penstock plan --model NAME",
@@ -52,7 +55,7 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
     console = Console(width=terminal_width(), highlight=False)
     for name, rows in found.items():
         console.print(f"{name.capitalize()}: {TAKEN_BY[name]}", style="bold")
-        console.print(_table(rows))
+        console.print(_table(rows, console.width))
     return 0
 
 
@@ -61,7 +64,10 @@ def _listed() -> dict[str, Rows]:
         "models": [_model(name) for name in MODELS],
         "clusters": [_cluster(name) for name in cluster_names()],
         "schedules": [{"name": name, "what it does": _about(system)} for name, system in SCHEDULES.items()],
-        "workloads": [{"name": name, "settings": ", ".join(read)} for name, read in READ_BY.items()],
+        "workloads": [
+            {"name": name, "what it does": ABOUT[name], "settings": ", ".join(read)}
+            for name, read in READ_BY.items()
+        ],
     }
 
 
@@ -77,7 +83,7 @@ def _model(name: str) -> dict[str, str]:
         "study": model.study,
         "layers": str(model.num_layers),
         "tokens per rank": f"{model.batch} x {model.seq_len}",
-        "width": f"{model.hidden_size} / {model.ffn_hidden_size}",
+        "hidden / expert hidden": f"{model.hidden_size} / {model.ffn_hidden_size}",
         "experts": f"{experts}, top-{model.top_k}",
     }
 
@@ -93,10 +99,27 @@ def _about(system: System) -> str:
     return (inspect.getdoc(inspect.getmodule(type(system))) or "").partition("\n")[0]
 
 
-def _table(rows: Rows) -> Table:
+def _table(rows: Rows, width: int) -> Table:
+    """Make a table of at most `width` columns, wrapped between words; what does not fit so is left out."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column, no_wrap=column == "name", overflow="fold")
+    cells = {head: [head, *(row[head] for row in rows)] for head in rows[0]}
+    for head, columns in _widths(cells, width - SIDES).items():
+        table.add_column(head, no_wrap=head == "name", width=columns)
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(row[column.header] for column in table.columns if isinstance(column.header, str)))
     return table
+
+
+def _widths(cells: Mapping[str, Sequence[str]], width: int) -> dict[str, int]:
+    """Return columns for the heads that fit: for its longest word at least, the rest where most lacks."""
+    wanted = {head: max(map(len, column)) for head, column in cells.items()}
+    found = {
+        head: wanted[head] if head == "name" else max(len(word) for cell in column for word in cell.split())
+        for head, column in cells.items()
+    }
+    while sum(found.values()) + GAP * (len(found) - 1) > width and len(found) > 1:
+        del found[max((head for head in found if head != "name"), key=lambda head: found[head])]
+    for _ in range(width - sum(found.values()) - GAP * (len(found) - 1)):
+        neediest = max(found, key=lambda head: wanted[head] / found[head])
+        found[neediest] += wanted[neediest] > found[neediest]
+    return found

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
+from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
+from penstock.cli.failing import NOT_BEGUN, say
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.paths import user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
-from penstock.cli.run import exit_code, parse, replace_unencodable
+from penstock.cli.run import commands, exit_code, parse, replace_unencodable
 from penstock.config import ConfigError, expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
@@ -40,14 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     replace_unencodable()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(_parser(), given)
+    parser = _parser()
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
+    _check_command(parser, given)
+    options = parse(parser, given)
     return exit_code(lambda: options.run(options, given))
+
+
+def _check_command(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """Say which command was meant; argparse lists them all."""
+    known = list(commands(parser))
+    for word in given[:1]:
+        if not word.startswith("-") and word not in known:
+            near = get_close_matches(word, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(known)}."
+            parser.error(f"there is no command {word!r}. {hint}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="penstock",
         description="Trains mixture-of-experts transformers and overlaps communication with computation.",
+        epilog="penstock help COMMAND prints the help of a command.",
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -85,7 +104,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
     add_emulation_options(train)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train_or_stop)
 
 
 def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,19 +115,22 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog="Example: penstock schedule flowmoe --layers 2 --microbatches 2",
     )
     schedule.add_argument("name", metavar="NAME", help=", ".join(SCHEDULES))
-    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (2)")
-    schedule.add_argument("--microbatches", type=_count, default=2, metavar="R", help="microbatches (2)")
+    schedule.add_argument("--layers", type=_count, default=2, metavar="N", help="MoE layers (default: 2)")
+    schedule.add_argument("--microbatches", type=_count, metavar="R", help="microbatches (default: 2)")
     schedule.add_argument(
-        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (the schedule's default)"
+        "--chunks", type=_count, metavar="C", help="chunks per MoE layer (default: the schedule's)"
     )
     schedule.add_argument(
         "--backward-chunks",
         type=_count,
         metavar="C",
-        help="chunks per MoE layer in the backward pass (same as forward)",
+        help="chunks per MoE layer in the backward pass (default: same as forward)",
     )
     schedule.add_argument(
-        "--all-reduce-chunks", type=_count, default=4, metavar="K", help="chunks per layer's all-reduce (4)"
+        "--all-reduce-chunks",
+        type=_count,
+        metavar="K",
+        help="chunks per layer's all-reduce (default: 4)",
     )
     _add_sharing(schedule)
     _add_moving(schedule)
@@ -129,42 +151,50 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_sharing(schedule: argparse.ArgumentParser) -> None:
     own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
     schedule.add_argument(
-        "--mp-size", type=_count, metavar="N", help=f"ranks that share attention (2 for {own}; else 1)"
+        "--mp-size",
+        type=_count,
+        metavar="N",
+        help=f"ranks that share attention (default: 2 for {own}; else 1)",
     )
-    schedule.add_argument("--esp-size", type=_count, metavar="N", help="ranks that share every expert (same)")
+    schedule.add_argument(
+        "--esp-size", type=_count, metavar="N", help="ranks that share every expert (default: as --mp-size)"
+    )
     schedule.add_argument(
         "--tokens",
         choices=dict.fromkeys(FORM_TOKENS.values()),
-        help="what ranks that share attention have of every sample between blocks (split)",
+        help="what ranks that share attention have of every sample between blocks (default: split)",
     )
     schedule.add_argument(
-        "--expert-form", choices=FORM_TOKENS, help="how rows meet all shards of their experts (gather)"
+        "--expert-form",
+        choices=FORM_TOKENS,
+        metavar="FORM",
+        help=f"how rows meet all shards of their experts: {', '.join(FORM_TOKENS)} (default: gather)",
     )
 
 
 def _add_moving(schedule: argparse.ArgumentParser) -> None:
     schedule.add_argument(
-        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (none)"
+        "--samples", choices=get_args(SampleMoves), default="none", help="how samples move (default: none)"
     )
     schedule.add_argument(
         "--experts",
         choices=get_args(ExpertMoves),
         default="none",
         metavar="PLANNER",
-        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (none)",
+        help=f"how experts move: {', '.join(get_args(ExpertMoves))} (default: none)",
     )
     schedule.add_argument(
         "--guest-slots",
         type=_count,
         default=1,
         metavar="N",
-        help="experts of other ranks that a rank hosts per MoE layer, where experts move (1)",
+        help="experts of other ranks that a rank hosts per MoE layer, where experts move (default: 1)",
     )
     schedule.add_argument(
         "--recompute",
         choices=get_args(Recompute),
         default="none",
-        help="what is computed again before its backward, to save memory (none)",
+        help="what is recomputed before its backward, to save memory (default: none)",
     )
 
 
@@ -183,7 +213,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="section.key=value",
         help="settings that override the defaults",
     )
-    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file; default: built in")
+    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file (default: built in)")
     bench.add_argument(
         "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"
     )
@@ -219,20 +249,24 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog="Example: penstock profile --emulate 2x1 --inter-rate 400mbit --out slow.json",
     )
     profile.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="a TOML file; default: the model of penstock bench"
+        "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
     )
     profile.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
     profile.add_argument(
-        "--budget", type=float, default=60.0, metavar="SECONDS", help="approximate measuring time (60)"
+        "--budget",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="approximate measuring time (default: 60)",
     )
     profile.add_argument(
         "--out",
         type=user_path,
         default=Path("cluster.json"),
         metavar="FILE",
-        help="cluster file to write (cluster.json)",
+        help="cluster file to write (default: cluster.json)",
     )
     profile.add_argument(
         "--plot",
@@ -250,8 +284,8 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="check a cluster before a job",
         description="Checks versions, clocks, names, interfaces, links, memory, disks and limits on all "
-        "ranks, and says in one sentence each what to mend. Start it as the job itself: by torchrun, srun "
-        "or with parallel.processes. Exit code 1 if something is to be mended.",
+        "ranks, and says in one sentence each what to fix. Start it as the job itself: by torchrun, srun "
+        "or with parallel.processes. Exit code 1 if something is to be fixed.",
         epilog="Example: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
         "node0:29500 -m penstock doctor configs/tiny.toml",
     )
@@ -267,15 +301,15 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     doctor.add_argument(
         "--cluster",
         metavar="NAME|FILE",
-        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared; "
-        "default: that of plan.cluster, or beside the plan file of plan.source",
+        help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
+        "(default: that of plan.cluster, or beside the plan file of plan.source)",
     )
     doctor.add_argument(
         "--wait",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long to wait for ranks to come (60)",
+        help="how long to wait for ranks to come (default: 60)",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(doctor)
@@ -284,9 +318,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= MOST_PIECES:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of pieces; use 1 or more, {MOST_PIECES} at most"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: must be from 1 to {MOST_PIECES}")
     return int(text)
 
 
@@ -295,6 +327,16 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     cluster = emulation(options)
     return train(options.config, options.overrides, given, json_wanted=options.json, emulate=cluster)
+
+
+def _train_or_stop(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Train, or say on the first rank that there was a stop before; once they train, ranks say more."""
+    try:
+        return _train(options, given)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            say(NOT_BEGUN)
+        return INTERRUPTED
 
 
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:

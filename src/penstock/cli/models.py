@@ -18,7 +18,7 @@ from penstock.extras import install, needs
 LEAST_TEMPERATURE = 1e-4
 """Logits are divided by it: far below, they overflow, and already here one token has all the probability."""
 
-CHECKPOINT = "an output folder or a checkpoint of penstock train, or a folder of transformers"
+CHECKPOINT = "an output folder or a checkpoint of penstock train, or a Hugging Face model folder"
 MISSING = f"this command {needs('transformers')}. {install('transformers')}"
 
 
@@ -32,7 +32,7 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     generate = commands.add_parser(
         "generate",
-        help="let a trained model go on with a text",
+        help="continue a text with a trained model",
         description="Prints a prompt and what a trained model makes of it, on one process.",
         epilog="Example: penstock generate runs/tiny --prompt 'def main' --max-new-tokens 40",
     )
@@ -41,22 +41,29 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--prompt", type=_unicode, required=True, metavar="TEXT", help="the beginning of the text"
     )
     generate.add_argument(
-        "--max-new-tokens", type=_positive, default=64, metavar="N", help="tokens to add at most (64)"
+        "--max-new-tokens",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="tokens to add at most (default: 64)",
     )
     generate.add_argument(
         "--temperature",
         type=_temperature,
         metavar="T",
-        help="0 takes the likeliest token (0; 1 where --top-k or --top-p is given)",
+        help="0 takes the likeliest token (default: 0; 1 where --top-k or --top-p is given)",
     )
     generate.add_argument(
-        "--top-k", type=_positive, metavar="K", help="draw from the K likeliest tokens (all)"
+        "--top-k", type=_positive, metavar="K", help="sample from the K likeliest tokens (default: all)"
     )
     generate.add_argument(
-        "--top-p", type=_share, metavar="P", help="draw from the likeliest of this share (1)"
+        "--top-p",
+        type=_share,
+        metavar="P",
+        help="sample from the smallest set of tokens whose probabilities sum to P (default: 1)",
     )
     _add_tokenizer(generate)
-    generate.add_argument("--seed", type=_seed, default=0, metavar="N", help="of what is drawn (0)")
+    generate.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed for sampling (default: 0)")
     generate.add_argument("--json", action="store_true", help="print one JSON object")
     generate.set_defaults(run=lambda options, given: _explained(lambda: _generate(options)))
 
@@ -64,7 +71,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     evaluate = commands.add_parser(
         "evaluate",
-        help="perplexity of a trained model on a file",
+        help="loss and perplexity of a trained model on a text",
         description="Prints how well a trained model predicts a text: mean loss in nats and perplexity, on "
         "one process.",
         epilog="Example: penstock evaluate runs/tiny README.md",
@@ -72,7 +79,10 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     evaluate.add_argument("checkpoint", type=user_path, metavar="CHECKPOINT", help=CHECKPOINT)
     evaluate.add_argument("file", type=user_path, metavar="FILE", help="a text in UTF-8")
     evaluate.add_argument(
-        "--length", type=_positive, metavar="N", help="tokens of a window (as many as the model has places)"
+        "--length",
+        type=_positive,
+        metavar="N",
+        help="tokens per window (default: the model's context length)",
     )
     _add_tokenizer(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
@@ -80,14 +90,14 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:
-    usual = "a tokenizer.json, or bytes (what the model was trained with)"
+    usual = "a tokenizer.json, or bytes (default: what the model was trained with)"
     command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=usual)
 
 
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     convert = commands.add_parser(
         "convert",
-        help="a checkpoint as a folder of transformers, and back",
+        help="turn a checkpoint into a Hugging Face folder, or back",
         description="Writes the model of a checkpoint as configuration and safetensors, which "
         "AutoModelForCausalLM reads after `import penstock.adapt.own`; or such a folder as a checkpoint "
         "without moments, from which penstock train continues; or a checkpoint of penstock.save_checkpoint "
@@ -148,6 +158,7 @@ def _text_of(file: Path) -> str:
 def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import find_checkpoint, read_whole
     from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
+    from penstock.adapt.described import quiet
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
 
     source, target = options.source, options.target
@@ -157,14 +168,15 @@ def _convert(options: argparse.Namespace) -> int:
         raise ValueError(f"{target} is not empty: name a folder that is not there yet")
     checkpoint = find_checkpoint(source)
     if checkpoint is not None:
-        from_checkpoint(checkpoint).save_pretrained(target)
-        print(f"{checkpoint} as a model of transformers: {target}")
+        with quiet():
+            from_checkpoint(checkpoint).save_pretrained(target)
+        print(f"{checkpoint} as a Hugging Face model folder: {target}")
         return 0
     refuse_adapters(source)
     model = read_whole(source)
     if is_trained(source):
         export(source, target)
-        print(f"{source} as a model of transformers: {target}")
+        print(f"{source} as a Hugging Face model folder: {target}")
         return 0
     if not isinstance(model, PenstockForCausalLM):
         raise ValueError(
@@ -210,7 +222,7 @@ def _temperature(text: str) -> float:
     value = float(text)
     if value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no temperature; use 0 for the likeliest token, else {LEAST_TEMPERATURE} or more"
+            f"{text!r}: must be 0, for the likeliest token, or at least {LEAST_TEMPERATURE}"
         )
     return value
 
@@ -226,5 +238,5 @@ def _unicode(text: str) -> str:
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; use more than 0, and 1 at most")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1")
     return value

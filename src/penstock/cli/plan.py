@@ -24,7 +24,7 @@ from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
-from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
@@ -122,7 +122,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--shard-gradients",
         action="store_true",
         default=None,
-        help="with a sharded optimizer: gradients are given up once summed, but for a share (ZeRO 2)",
+        help="with a sharded optimizer: gradients are freed once summed, but for a share (ZeRO 2)",
     )
     plan.add_argument(
         "--layout",
@@ -132,14 +132,15 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--recompute",
         choices=("auto", "none", "experts", "blocks"),
-        help="what is computed again before its backward, to save memory; auto: what has to be for a plan to "
-        "fit (default: auto)",
+        metavar="WHAT",
+        help="none, experts or blocks are recomputed before their backward, to save memory; auto: what has "
+        "to be for a plan to fit (default: auto)",
     )
     plan.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        help="the busiest rank's experts get X times the mean number of tokens (1: even routing)",
+        help="the busiest rank's experts get X times the mean number of tokens (default: 1, even routing)",
     )
     plan.add_argument(
         "--routing",
@@ -151,8 +152,8 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--budget",
         type=float,
         metavar="X",
-        help=f"search effort as a multiple of the default (1: {PLACEMENTS['usual']:,} simulated tasks, "
-        "some seconds)",
+        help=f"search effort as a multiple of the usual one (default: 1, which is "
+        f"{PLACEMENTS['usual']:,} simulated tasks)",
     )
 
 
@@ -169,12 +170,15 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     if options.out is not None:
         check_out(options.out, EXAMPLE)
     routed = None if options.routing is None else _routed(subject, options)
+    weighed: Weighed | None = None
     started = time.monotonic()
     with _progress() as progress:
         find = partial(find_plan, memory=memory, progress=progress, budget=budget)
         subject, found, updates = _found(subject, find)
         explanation = explain(subject.problem, found, memory)
-        weighed = None if routed is None else _weighed(_updating(routed, subject), found.best.choice, memory)
+        if routed is not None:
+            asked = _updating(routed, subject), found.best.choice, memory
+            weighed = _weighed(*asked, f"routing {options.routing}")
     moves = weighed is not None and weighed.moves
     best = weighed.best if weighed is not None and moves else found.best
     moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
@@ -210,9 +214,9 @@ def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str,
     return replace(subject, problem=problem), found, (line,)
 
 
-def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None) -> Weighed:
-    """Return the chosen plan with and without moving, in the chosen order."""
-    return in_full(problem, weigh(problem, [choice], memory=memory), choice)
+def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None, routing: str) -> Weighed:
+    """Return the chosen plan with and without moving, in the chosen order. routing: in words."""
+    return in_full(problem, weigh(problem, [choice], memory=memory, routing=routing), choice)
 
 
 def _updating(routed: Problem, subject: Subject) -> Problem:
@@ -234,8 +238,8 @@ def _show(options: argparse.Namespace, width: int) -> int:
         return 0
     if not file.explains_choice:
         note = (
-            f"Edited   the plan was changed, by hand or during its run, and is now {file.choice.words}; "
-            f"the following lines describe the earlier plan"
+            f"Edited   the plan was changed after the following lines were written, and is now "
+            f"{file.choice.words}"
         )
         file = replace(file, why=(note, *file.why))
     print(saved_plan(file, str(options.show), width), end="")
@@ -258,6 +262,7 @@ def _subject(options: argparse.Namespace) -> Subject:
             "--cluster", UNSET, why, "For example, --cluster fsmoe-testbed-b, or a cluster file."
         )
     file = find_cluster(options.cluster)
+    file = replace(file, name=options.cluster) if file.name == UNNAMED else file
     if options.model is not None:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"

@@ -39,25 +39,31 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     usual = DataConfig()
     prepare.add_argument("inputs", nargs="+", metavar="INPUT", help="files, or folders of files")
     prepare.add_argument("--out", type=user_path, required=True, metavar="FOLDER", help="folder to write")
-    prepare.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (bytes, every byte a token)")
     prepare.add_argument(
-        "--end-of-document", metavar="TOKEN", help="token between two documents (the tokenizer's usual one)"
+        "--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes, every byte a token)"
     )
     prepare.add_argument(
-        "--field", default=usual.field, help=f"of JSON lines and Parquet: the one with text ({usual.field})"
+        "--end-of-document",
+        metavar="TOKEN",
+        help="token between two documents (default: the tokenizer's usual one)",
+    )
+    prepare.add_argument(
+        "--field",
+        default=usual.field,
+        help=f"the field with text in JSON lines and Parquet (default: {usual.field})",
     )
     prepare.add_argument(
         "--suffixes",
         default=",".join(usual.suffixes),
         metavar="A,B,...",
-        help=f"which files of a folder are read ({','.join(usual.suffixes)})",
+        help=f"which files of a folder are read (default: {','.join(usual.suffixes)})",
     )
     prepare.add_argument(
         "--shard-tokens",
         type=_tokens,
         default=SHARD_TOKENS,
         metavar="N",
-        help=f"tokens per shard; what is read again after a stop ({SHARD_TOKENS})",
+        help=f"tokens per shard; what is read again after a stop (default: {SHARD_TOKENS})",
     )
     prepare.add_argument("--json", action="store_true", help="print one JSON object")
     prepare.set_defaults(run=lambda options, given: run_prepare(options))

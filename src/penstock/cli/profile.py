@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +44,8 @@ DEFAULTS = (
 """The model that `penstock bench` runs, small enough for one core per rank. It has an expert per rank."""
 
 EXAMPLE = "cluster.json"
+MOST_BUDGET_S = 86400
+"""A day, as in a benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +60,9 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.plot is not None and not is_there("matplotlib"):
             raise ConfigError("--plot", str(self.plot), needs("matplotlib"), install("matplotlib"))
-        if not 0 < self.budget_s < math.inf:
-            raise ConfigError("--budget", self.budget_s, "measuring takes some time, and must end", "Use 60.")
+        if not 0 < self.budget_s <= MOST_BUDGET_S:
+            why = f"must be above 0 and at most {MOST_BUDGET_S} seconds: measuring takes time, and has to end"
+            raise ConfigError("--budget", self.budget_s, why, "Use 60.")
 
 
 def profile(

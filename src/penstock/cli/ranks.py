@@ -38,6 +38,7 @@ from penstock.train.launcher import Place, launch
 
 T = TypeVar("T")
 
+NOTHING_MEASURED = "stopped; nothing had been measured yet"
 SPARE_S = 10.0
 PROGRAM = "penstock"
 
@@ -132,8 +133,12 @@ def measure_as_rank(
     num_experts: int,
     measure: Callable[[Layout, torch.device], T],
     finish: Callable[[T], int],
+    stopped: Callable[[], object] | None = None,
 ) -> int:
-    """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result."""
+    """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
+
+    stopped: says, on every rank, what a stop has left; None = nothing is left.
+    """
     try:
         keep_freed_memory()
         device = pick_device(info.local_rank)
@@ -147,8 +152,10 @@ def measure_as_rank(
         tell(str(error))
         return FAILED
     except KeyboardInterrupt:
-        if info.rank == 0:
-            print("penstock: stopped before anything was measured", file=sys.stderr)
+        if stopped is not None:
+            stopped()
+        elif info.rank == 0:
+            say(NOTHING_MEASURED)
         return INTERRUPTED
     leave()
     return finish(found) if info.rank == 0 else 0

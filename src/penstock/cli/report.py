@@ -33,7 +33,10 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "folder", type=user_path, metavar="RUN", help="the output.dir of a run, such as runs/tiny"
     )
     report.add_argument(
-        "--out", type=user_path, metavar="FILE", help=f"where to write the page ({PAGE} in the run's folder)"
+        "--out",
+        type=user_path,
+        metavar="FILE",
+        help=f"where to write the page (default: {PAGE} in the run's folder)",
     )
     report.add_argument("--json", action="store_true", help="print one JSON object with what the page says")
     report.set_defaults(run=lambda options, given: write_report(options.folder, options.out, options.json))
@@ -69,6 +72,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         "steps": len(run.course.steps),
         "predicted_s": None if step is None else step.predicted_s,
         "measured_s": None if step is None else step.measured_s,
+        "traced_s": None if step is None else step.traced_s,
         "bound_s": None if step is None else step.bound_s,
         "binding": None if binding is None else binding.to_dict(),
         "tasks": [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import tell
@@ -17,21 +19,54 @@ from penstock.config import ConfigError, HintWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 
+EXAMPLE: Final = "train.steps=5"
+SIMILAR = {"━": "=", "·": ".", "└": "|", "→": ">", "±": "+-", "\N{MINUS SIGN}": "-"}
+"""What stands for a character on a terminal that lacks it."""
+
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Namespace:
     """Parse arguments with settings before and after options: argparse alone takes them in one place only."""
     options, rest = parser.parse_known_args(given)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        text = f"unrecognized arguments: {' '.join(rest)}"
+        if hasattr(options, "overrides") and rest[0].startswith("--"):
+            setting = rest[0].lstrip("-")
+            text += f"; settings are written without dashes: {setting if _is_setting(setting) else EXAMPLE}"
+        _parser_of(parser, given).error(text)
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
 
 
+def _is_setting(word: str) -> bool:
+    return re.fullmatch(r"\w+(\.\w+)+=.+", word) is not None
+
+
+def _parser_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the subcommand, whose usage helps more."""
+    return next((commands(parser)[word] for word in given[:1] if word in commands(parser)), parser)
+
+
+def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the subcommands by name."""
+    found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return next((each.choices for each in found), {})
+
+
 def replace_unencodable() -> None:
-    """Show a character that the terminal's encoding lacks as a `?`, so that no command fails over one."""
+    """Show a character that the terminal's encoding lacks as a similar one, or as a `?`, so that no command
+    fails over one."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error escapes them by default
-        sys.stdout.reconfigure(errors="replace")
+        codecs.register_error("similar", _similar)
+        sys.stdout.reconfigure(errors="similar")
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    """Replace the characters that an encoding lacks; an error handler of codecs."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(SIMILAR.get(each, "?") for each in lacking), error.end
 
 
 def exit_code(command: Callable[[], int]) -> int:

@@ -5,17 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 
+from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
-from penstock.report import describe_schedule
+from penstock.report import ScheduleDescription, describe_schedule
 from penstock.report.schedule import usual_sharing
 from penstock.step import Sharing
 from penstock.words import terminal_width
 
 
 def print_schedule(options: argparse.Namespace) -> int:
-    """Print the schedule for the terminal's width, or one JSON object; return exit code 0."""
+    """Print the schedule for the terminal's width, or one JSON object; return exit code 0.
+
+    Raises ConfigError that names the option.
+    """
+    try:
+        description = _described(options)
+    except ConfigError as error:
+        if not hasattr(options, error.key):
+            raise
+        name = f"--{error.key.replace('_', '-')}"
+        raise ConfigError(name, error.value, error.why, error.hint) from error
+    print(json.dumps(description.to_dict()) if options.json else description.to_text())
+    return 0
+
+
+def _described(options: argparse.Namespace) -> ScheduleDescription:
     usual = usual_sharing(options.name)
-    description = describe_schedule(
+    return describe_schedule(
         options.name,
         layers=options.layers,
         microbatches=options.microbatches,
@@ -36,5 +52,3 @@ def print_schedule(options: argparse.Namespace) -> int:
         shard_gradients=options.shard_gradients,
         width=terminal_width(),
     )
-    print(json.dumps(description.to_dict()) if options.json else description.to_text())
-    return 0

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from penstock.cli.ranks import processes_of, start_ranks
-from penstock.config import ConfigError, load
+from penstock.config import ConfigError, is_missing, load
+from penstock.cost.clusters import find_cluster
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
@@ -20,6 +21,7 @@ from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
+from penstock.train.output import check_writable
 from penstock.train.source import check_source
 from penstock.train.wandb_sink import check_wandb
 
@@ -80,9 +82,22 @@ def _start_ranks(
 
         require_checkpoint(config)
     check_wandb(config.metrics)
+    check_writable(config.output.dir)
+    _check_plan(config)
     if announced:
         print(announced, flush=True)
     return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
+
+
+def _check_plan(config: RunConfig) -> None:
+    """Refuse a cluster or a plan file that is not there; a run that is continued may have its own."""
+    if config.train.resume is not False:
+        return
+    if config.plan.cluster is not None:
+        find_cluster(config.plan.cluster, "plan.cluster")
+    if config.plan.file is not None and is_missing(config.plan.file):
+        hint = "Use given, auto, or the path of a plan file."
+        raise ConfigError("plan.source", config.plan.source, "there is no such file", hint)
 
 
 def _check_layout(config: RunConfig, processes: int) -> None:

@@ -7,7 +7,7 @@ import traceback
 
 from penstock.autopilot import Autopilot
 from penstock.cli.codes import FAILED, INTERRUPTED
-from penstock.cli.failing import tell
+from penstock.cli.failing import NOT_BEGUN, say, tell
 from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
@@ -32,14 +32,18 @@ def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
 
 
 def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
+    trainer = None
     try:
         device = pick_device(info.local_rank)
         keep_freed_memory()
         join(info, config.parallel.timeout_s, device)
-        summary = Trainer(config, info, device, Autopilot, quiet=False).run()
+        trainer = Trainer(config, info, device, Autopilot, quiet=False)
+        summary = trainer.run()
     except ConfigError as error:
         return refused(error)
     except KeyboardInterrupt:
+        if trainer is None and info.rank == 0:
+            say(NOT_BEGUN)
         return INTERRUPTED
     except EXPECTED as error:
         return _report_failure(config, info, str(error))

@@ -22,7 +22,7 @@ from penstock.config.bounds import bare, check_length, check_type
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown, toml_value
 from penstock.config.files import MOST_TOML_BYTES, expanded, found_or_shipped, parse_toml, read_text
 from penstock.config.kinds import PLAIN, example, expected, inner, section_of, settable, types_of
-from penstock.config.other_names import own_name, rename
+from penstock.config.other_names import NOT_HERE, own_name, rename
 from penstock.config.table import Table
 
 T = TypeVar("T")
@@ -88,7 +88,9 @@ def _split(cls: type, override: str) -> tuple[str, str]:
     key, equals, text = (part.strip() for part in override.partition("="))
     if key and equals:
         return key, text
-    hint = f"Write section.key=value, such as {_example_override(cls, '')}."
+    asked = next((leaf for leaf in _leaves(cls, "") if leaf[0] == override.strip()), None)
+    such = _example_override(cls, "") if asked is None else f"{asked[0]}={example(asked[1])}"
+    hint = f"Write section.key=value, such as {such}."
     raise ConfigError(override, UNSET, "is not a setting with a value", hint)
 
 
@@ -97,7 +99,7 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
     rename(cls, table, here)
     name, *rest = own_name(cls, path[0], here), *path[1:]
     if name not in types_of(cls):
-        raise _unknown(cls, here, name, _parse(text))
+        raise _unknown(cls, here, name, _parse(text)) if not rest else _no_section(cls, here, name, rest)
     key, tp = dotted(here, name), types_of(cls)[name]
     section = section_of(tp)
     if not rest:
@@ -267,7 +269,9 @@ def _leaves(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _example_override(cls: type, prefix: str) -> str:
-    key, tp = next(_leaves(cls, prefix))
+    """Return an override of a number if there is one: not every text fits every setting."""
+    leaves = list(_leaves(cls, prefix))
+    key, tp = next((leaf for leaf in leaves if bare(leaf[1]) is int), leaves[0])
     return f"{key}={example(tp)}"
 
 
@@ -278,6 +282,8 @@ def _not_a_section(cls: type, key: str, value: object) -> ConfigError:
 
 def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     """Return the error for an unknown setting, with the nearest name, its place below, or all names."""
+    if name in NOT_HERE:
+        return ConfigError(dotted(section, name), value, *NOT_HERE[name])
     names = list(types_of(cls))
     near = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
     near += [key for key, _ in _leaves(cls, section) if key.rpartition(".")[2] == name]
@@ -286,6 +292,22 @@ def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     what = "section" if isinstance(value, dict) else "setting"
     shown = UNSET if isinstance(value, dict) else value
     return ConfigError(dotted(section, name), shown, f"there is no such {what}", hint)
+
+
+def _no_section(cls: type, section: str, name: str, rest: Sequence[str]) -> ConfigError:
+    """No section of that name for the setting `rest`: hints at the same setting of the nearest one, or of
+    any."""
+    if rest[-1] in NOT_HERE:
+        return ConfigError(".".join((dotted(section, name), *rest)), UNSET, *NOT_HERE[rest[-1]])
+    sections = [each for each, tp in types_of(cls).items() if section_of(tp)]
+    leaves = [key for key, _ in _leaves(cls, section)]
+    near = [
+        ".".join((dotted(section, each), *rest)) for each in get_close_matches(shorten(name), sections, n=1)
+    ]
+    near += [key for key in leaves if key.rpartition(".")[2] == rest[-1]]
+    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sections)}."
+    key = ".".join((dotted(section, name), *rest))
+    return ConfigError(key, UNSET, f"there is no section {dotted(section, name)}", hint)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------

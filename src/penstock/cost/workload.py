@@ -14,7 +14,7 @@ from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
 from penstock.decision.field import PartialByForm
 from penstock.dispatch import DISPATCHES
-from penstock.mesh import Axes, Mesh, num_nodes
+from penstock.mesh import Axes, Mesh, node_of, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import ExpertForm
@@ -170,10 +170,19 @@ class Workload:
         """Whether every expert has slots that travel whether they are used or not."""
         return (self.capacity_factor is not None and not self.joins_rows) or self.slots_per_sample > 0
 
+    @property
+    def known_per_node(self) -> int:
+        """Ranks of the world in one node; 0 = not known."""
+        return self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
+
+    @property
+    def world_nodes(self) -> int:
+        """Nodes that all ranks cover; 1 where nodes are not known."""
+        return node_of(self.world_size - 1, self.known_per_node or self.world_size) + 1
+
     def span(self, axes: Axes) -> Span:
         """Return the span of the groups along `axes`: where they are, and what they share."""
-        known = self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
-        return span_of(self.mesh, axes, known)
+        return span_of(self.mesh, axes, self.known_per_node)
 
     def tokens(self, microbatch: int, microbatches: int, shares: int = 1) -> int:
         """Return tokens of one microbatch on one rank: that with most, if `shares` ranks cut every sample."""

@@ -40,10 +40,9 @@ class NodeOnceDispatch:
     joins_rows = True
 
     def legs(self, table: Table, place: Place) -> tuple[Leg, ...]:
-        single = 2 ** np.arange(place.node_size) - 1  # the sets of one place
-        rows_PNS = np.zeros((len(table), place.nodes, num_sets(place.node_size)), dtype=np.int64)
-        rows_PNS[:, :, single] = table.reshape(len(table), place.nodes, place.node_size)
-        return joined_legs(rows_PNS[place.rank], rows_PNS[:, place.node], place)
+        here = slice(place.node * place.node_size, (place.node + 1) * place.node_size)
+        sent_NG = table[place.rank].reshape(place.nodes, place.node_size)
+        return _legs(sent_NG, table[:, here], np.eye(place.node_size, dtype=np.int64), place)
 
 
 def joined_legs(sent_NS: Table, received_PS: Table, place: Place) -> tuple[Leg, Leg]:
@@ -51,8 +50,13 @@ def joined_legs(sent_NS: Table, received_PS: Table, place: Place) -> tuple[Leg, 
 
     sent: rows for every node, by set. received: rows from every rank for this node, by set.
     """
+    return _legs(sent_NS, received_PS, sets_of(place.node_size), place)
+
+
+def _legs(sent_NS: Table, received_PS: Table, reached_SG: Table, place: Place) -> tuple[Leg, Leg]:
+    """Return the same for rows for some of the sets only. reached: which places are in each of these."""
     received_NGS = received_PS.reshape(place.nodes, place.node_size, -1)
-    held_NS, reached_SG = received_NGS[:, place.local], sets_of(place.node_size)
+    held_NS = received_NGS[:, place.local]
     to_nodes = blocks(sent_NS.sum(axis=1))
     across = Leg(Group.RAIL, to_nodes, tuple(range(place.nodes)), to_nodes, blocks(held_NS.sum(axis=1)))
     filled = np.flatnonzero(held_NS)  # most sets are empty where there are many

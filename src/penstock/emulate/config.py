@@ -75,7 +75,7 @@ class EmulateConfig:
             check_rate(getattr(self, key), key)
         if not SMALLEST_MTU_BYTES <= self.mtu_bytes <= LARGEST_MTU_BYTES:
             why = f"must be from {SMALLEST_MTU_BYTES} to {LARGEST_MTU_BYTES} bytes"
-            raise ConfigError("mtu", self.mtu_bytes, why, "Use 9000 or 1500.")
+            raise ConfigError("--mtu", self.mtu_bytes, why, "Use 9000 or 1500.")
 
     @property
     def shape(self) -> Shape:

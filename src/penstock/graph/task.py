@@ -32,6 +32,11 @@ class Lane(StrEnum):
     __hash__ = str.__hash__  # see Phase
 
     @property
+    def is_inside(self) -> bool:
+        """Whether its transfers stay inside a node, of which there are several."""
+        return self is Lane.INTRA
+
+    @property
     def computes(self) -> bool:
         """Whether the model's own computation runs on this lane."""
         return self is Lane.COMPUTE

@@ -15,7 +15,7 @@ from penstock.ops.work import WorkOf
 
 
 class Kind(StrEnum):
-    """What an op occupies: the processor, memory, the network, or the host beside them."""
+    """What an op occupies: the processor, memory, the network, or the host."""
 
     COMPUTE = "compute"
     COPY = "copy"

@@ -58,16 +58,17 @@ class Searched:
     @property
     def words(self) -> str:
         """A description of the search that claims no more than was done."""
-        looked = (
-            f"{counted(self.simulated, 'choice')} simulated, {self.ruled_out:,} ruled out by lower bounds"
-        )
+        looked = f"{counted(self.simulated, 'plan')} simulated, {self.ruled_out:,} ruled out by lower bounds"
         if self.stopped is None:
             return looked if not self.left_out else f"{looked}, {self.left_out:,} not examined"
-        skipped = f" and the plans of {', '.join(self.skipped)}" if self.skipped else ""
+        left_out = [f"{self.left_out:,} plan{'s' if self.left_out > 1 else ''}"] if self.left_out else []
+        if self.skipped:
+            left_out += [f"the choices of these planners: {', '.join(self.skipped)}"]
+        examined = f"Not examined: {' and '.join(left_out)}. " if left_out else ""
         return (
-            f"{looked}, {self.left_out:,}{skipped} not examined: the budget of {self.budget:g} "
-            f"({self.allowed:,} simulated tasks) was used up in stage '{self.stopped}'. "
-            f"A larger one may find a better plan (--budget; in a run plan.budget)"
+            f"{looked}. {examined}The budget of {self.budget:g} ({self.allowed:,} simulated tasks) was used "
+            f"up in stage '{self.stopped}'; a larger one may find a better plan (--budget; in a run "
+            f"plan.budget)"
         )
 
     @property

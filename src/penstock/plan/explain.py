@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate, evaluate
@@ -38,7 +37,8 @@ MOST_TASKS = 20_000
 class Explanation:
     """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource made twice
     as fast, the predicted step time over the present one, both ordered by the same rules. rows: what rounded
-    rows save. again: what recomputation saves and takes."""
+    rows save. again: what recomputation saves and takes. nodes: whether there are several; inside: whether
+    the network between them mostly waits for links inside nodes."""
 
     best: Candidate
     next_best: Candidate | None
@@ -50,6 +50,8 @@ class Explanation:
     lower_bound_s: float
     rows: str = ""
     again: str = ""
+    nodes: bool = False
+    inside: bool = False
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -93,8 +95,12 @@ class Explanation:
 
     def _limit(self) -> str:
         busy = {lane: share for lane, share in self.busy.items() if share > 0}
-        shares = ", ".join(f"{lane_words(lane)} {100 * share:.0f} %" for lane, share in busy.items())
+        shares = ", ".join(f"{self._lane(lane)} {100 * share:.0f} %" for lane, share in busy.items())
         return f"{self.binds}; busy share of the step: {shares}"
+
+    def _lane(self, lane: str) -> str:
+        words = lane_words(lane, nodes=self.nodes)
+        return f"{words} (mostly limited by links inside nodes)" if self.inside and lane == "inter" else words
 
     def _next(self) -> str:
         if self.next_best is None:
@@ -126,14 +132,25 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         best=best,
         next_best=found.others[0] if found.others else None,
         busy=busy,
-        binds=_binds(best, _start_up_share(apart, best, work)),
-        faster=_faster(problem, found, intra=Lane.INTRA in work),
+        binds=_binds(best, _start_up_share(apart, best, work), nodes=problem.has_nodes),
+        faster=_faster(problem, found),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
         rows=row_words(problem, best.choice, best.plan),
         again=again_words(problem, best),
+        nodes=problem.has_nodes,
+        inside=problem.has_nodes and _is_inside(apart, best, work),
     )
+
+
+def _is_inside(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> bool:
+    """Return whether transfers between nodes take most of their time on links inside nodes."""
+    endless = replace(apart, cluster=apart.cluster.faster(intra=INFINITELY))
+    cost = endless.cost(best.choice, best.plan.shape)
+    left = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane.is_network})
+    now_s, left_s = (each.get(Lane.INTER, 0.0) for each in (work, left))
+    return left_s < (1 - MOSTLY) * now_s
 
 
 def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float]) -> float:
@@ -147,13 +164,14 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
 
 
-def _binds(best: Candidate, start_up_share: float) -> str:
+def _binds(best: Candidate, start_up_share: float, *, nodes: bool) -> str:
     bound = best.bound
     chain, lane = bound.critical_path_s > bound.busiest_lane_s, bound.busiest_lane
+    words = lane_words(lane, nodes=nodes)
     text = (
-        f"the longest chain of tasks that wait for each other limits the step; busiest: {lane_words(lane)}"
+        f"the longest chain of tasks that wait for each other limits the step; busiest: {words}"
         if chain
-        else f"{lane_words(lane)} limits the step"
+        else f"{words} limits the step"
     )
     if start_up_share <= MOSTLY or lane.computes:
         return text
@@ -161,21 +179,24 @@ def _binds(best: Candidate, start_up_share: float) -> str:
     return f"latency limits the step: {share}; {text}"
 
 
-def _faster(problem: Problem, found: FoundPlan, *, intra: bool) -> dict[str, float]:
-    """Return the best predicted time of a few plans over their best now, by the resource made faster."""
+def _faster(problem: Problem, found: FoundPlan) -> dict[str, float]:
+    """Return the best predicted time of a few plans over their best now, by the resource made faster.
+
+    On one node, or where nodes are not known, all links are between ranks.
+    """
     near = (found.best, *found.others[:RIVALS])
     tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
     fits = [so_far <= MOST_TASKS for so_far in tasks]
     tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
     choices = [by_rule(candidate.choice) for candidate in tried]
-    cluster = problem.cluster
-    nodes = cluster.file.nodes if isinstance(cluster, ProfiledCluster) else problem.workload.nodes
-    link = "inter-node bandwidth" if nodes > 1 else "bandwidth between ranks"
+    work = problem.workload
     parts: dict[str, dict[str, float]] = {}
-    if problem.workload.world_size > 1:
-        parts[link] = {"inter": FASTER}
-    if intra:
-        parts["intra-node bandwidth"] = {"intra": FASTER}
+    if work.world_nodes > 1:
+        parts["inter-node bandwidth"] = {"inter": FASTER}
+        if work.world_nodes < work.world_size:
+            parts["intra-node bandwidth"] = {"intra": FASTER}
+    elif work.world_size > 1:
+        parts["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}
     now_s = _best_s(problem, choices)
     # A rule may order shorter tasks worse; the present order would still do, and would not take more time.

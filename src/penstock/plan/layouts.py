@@ -69,7 +69,11 @@ class RankedLayout:
     def _costs(self) -> str:
         bound = self.best.bound
         chain = bound.critical_path_s > bound.busiest_lane_s
-        limit = "the longest chain of tasks" if chain else lane_words(bound.busiest_lane)
+        limit = (
+            "the longest chain of tasks"
+            if chain
+            else lane_words(bound.busiest_lane, nodes=self.problem.has_nodes)
+        )
         return f"limited by {limit}, {gib(self.best.memory_bytes)} per rank"
 
 

@@ -53,7 +53,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank in the middle of a step.
+    """Bytes of one rank, the busiest where loads are said, in the middle of a step.
 
     buffers_bytes: gradients of the piece of one layer that is being computed, and rows sent and received.
     """
@@ -95,11 +95,13 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
     before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c
     H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2
-    H_dense); logits twice in float32. Ranks that share attention divide heads, dense widths, the vocabulary
-    and, where tokens are split, what stays between blocks; the shards of an expert all have its rows. What
-    the framework and the transports need themselves is not counted. Where experts are recomputed, only the
-    rows that they received are kept, e r M; where blocks are, e (M + 2 r M): a block's input, its rows,
-    received and returned, and the input of shared experts. Then buffers hold one whole block.
+    H_dense); logits twice in float32. Where nothing is dropped and the problem's load says that the experts
+    of a rank get more than the mean, the rows that they receive are that many times more. Ranks that share
+    attention divide heads, dense widths, the vocabulary and, where tokens are split, what stays between
+    blocks; the shards of an expert all have its rows. What the framework and the transports need themselves
+    is not counted. Where experts are recomputed, only the rows that they received are kept, e r M; where
+    blocks are, e (M + 2 r M): a block's input, its rows, received and returned, and the input of shared
+    experts. Then buffers hold one whole block.
 
     Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -108,9 +110,9 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     guests = _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
-    whole = replace(cut, recompute="none")
-    per_layer = [_layer_bytes(work, cut, is_moe) for is_moe in layers]
-    largest = max(_layer_bytes(work, whole, is_moe) for is_moe in layers)
+    whole, busiest = replace(cut, recompute="none"), _busiest(problem)
+    per_layer = [_layer_bytes(work, cut, is_moe, busiest) for is_moe in layers]
+    largest = max(_layer_bytes(work, whole, is_moe, busiest) for is_moe in layers)
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
     moe = any(problem.shape.moe_layers)
@@ -120,7 +122,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
         gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(sum(per_layer) + logits),
-        buffers_bytes=int(largest / microbatches + 2 * work.wire_bytes(piece_rows)),
+        buffers_bytes=int(largest / microbatches + (1 + busiest) * work.wire_bytes(piece_rows)),
     )
 
 
@@ -170,8 +172,18 @@ def _guest_bytes(problem: Problem, choice: Decision) -> int:
     return int(choice.guests * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
 
 
-def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
-    """Return the bytes that one layer keeps for its backward, for the whole batch of one rank."""
+def _busiest(problem: Problem) -> float:
+    """Return the rows that the busiest rank's experts receive over those with even routing."""
+    work = problem.workload
+    limited = work.capacity_factor is not None or work.slots_per_sample > 0
+    return 1.0 if limited or problem.evidence is not None else max(problem.load, default=1.0)
+
+
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, busiest: float) -> float:
+    """Return the bytes that one layer keeps for its backward, for the whole batch of one rank.
+
+    busiest: how many times the mean number of rows its experts receive.
+    """
     tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
     kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
     block = hidden * (tokens * (GATHERED_COPIES + HEAD_COPIES / mp_size) + kept * BLOCK_COPIES)
@@ -183,7 +195,7 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool) -> float:
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
-    there = work.rows(0, 1, 0, 1, *_row_shares(work, cut))
+    there = busiest * work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
     wide_shared = wide * work.shared_ffn_hidden_size
     if cut.recompute != "none":

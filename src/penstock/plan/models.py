@@ -85,7 +85,8 @@ def _pro_prophet(layers: int, hidden: int) -> PublishedModel:
         experts_per_device=1,
         top_k=1,
         capacity_factor=None,
-        note="1024 tokens per device are published, and top-1 and top-2; taken as 4 samples of 256, top-1",
+        note="the study gives 1024 tokens per device and both top-1 and top-2; used here: 4 samples of 256, "
+        "top-1",
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from penstock.cost import RoutedCost, routing_sizes
 from penstock.cost.placed import Evidence
@@ -27,6 +27,10 @@ from penstock.workloads import RoutingConfig, routing_of
 
 WORTH = 0.97
 """Moves must shorten a step to less than this part of its time; predictions err by about as much."""
+
+
+QUICK_RULE: Final = "critical_path"
+"""By which plans are ordered when they are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +76,12 @@ def weigh(
     choices: Sequence[Decision],
     progress: Callable[[], None] = lambda: None,
     memory: MemoryBudget | None = None,
+    routing: str = "the given routing",
 ) -> Weighed:
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
     progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
-    known. Raises RefusalError if no choice is possible without moves.
+    known. routing: the evidence in words. Raises RefusalError if no choice is possible without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
@@ -104,6 +109,8 @@ def weigh(
     worth = best.predicted_s < WORTH * still.predicted_s
     told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
     lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most)]
+    if any(priced.found for _, priced in told):
+        lines.insert(0, _base(still, choices, routing))
     return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
 
 
@@ -128,7 +135,7 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 
 def _settled(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without open moves and with a quick rule, so that like is compared with like."""
-    quick = "critical_path" if choice.reads("priority") else choice.priority
+    quick = QUICK_RULE if choice.reads("priority") else choice.priority
     return replace(staying(problem, choice), priority=quick)
 
 
@@ -181,6 +188,15 @@ def _least(candidates: Sequence[Candidate]) -> Candidate:
 # ---- words -------------------------------------------------------------------------------------------------
 
 
+def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
+    """Return what moves are compared with, and why it is not the time predicted for the plan before."""
+    of = "forward and backward take"
+    of = of if still.plan.shape.updating is None else "the step, updates included, takes"
+    quick = any(choice.reads("priority") and choice.priority != QUICK_RULE for choice in choices)
+    order = " (ordered by a quick rule, as with every move below)" if quick else ""
+    return f"Moving   with {routing} instead of even routing, {of} {still.predicted} without moves{order}"
+
+
 def _lines(
     problem: Problem, what: str, still: Candidate, priced: _Priced, most_bytes: float
 ) -> Iterator[str]:
@@ -198,11 +214,12 @@ def _line(
     """Return whether the best of some moves pays: the step with and without it, and what the move saves."""
     if not (usable := _usable(moving, most_bytes)):
         leanest = min(moving, key=lambda each: each.memory_bytes)
-        return f"{what}  moving does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
+        return f"{what}  does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
     best = _least(usable)
     verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
+    against = f"{best.predicted} ({change(best.predicted_s, still.predicted_s)})"
     saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
-    return f"{what}  moving {verdict}: {_words(best)} {_against(best, still)}; {saved}"
+    return f"{what}  {_words(best)}: {against}, {verdict}; {saved}"
 
 
 def _words(candidate: Candidate) -> str:
@@ -216,16 +233,11 @@ def _moves(choice: Decision) -> str:
     return " and ".join(name for name in (choice.samples, choice.experts) if name != "none")
 
 
-def _against(moving: Candidate, still: Candidate) -> str:
-    difference = change(moving.predicted_s, still.predicted_s)
-    return f"would take {moving.predicted} per step, {still.predicted} without ({difference})"
-
-
 def _saved(problem: Problem, still: Candidate, moving: Candidate) -> str:
     before, after = (_routed(problem, each).crossing_rows(each.plan.graph.tasks) for each in (still, moving))
     where = "nodes" if problem.workload.nodes > 1 else "ranks"
     share = 0.0 if not before else 100 * (before - after) / before
-    return f"it saves {share:.0f} % of what crosses {where}"
+    return f"{share:.0f} % of what crosses {where} is saved"
 
 
 def _evened(problem: Problem, still: Candidate, moving: Candidate) -> str:

@@ -16,6 +16,8 @@ from penstock.words import gib, within
 
 Find = Callable[[Problem], FoundPlan]
 
+SHARDED = "a sharded AdamW"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Updated:
@@ -36,9 +38,9 @@ class Updated:
     @property
     def words(self) -> str:
         """Seconds and memory as text, or that the optimiser does not fit."""
-        of = "AdamW" if self.problem.shape.updating is None else "shares of it"
+        of = "AdamW" if self.problem.shape.updating is None else SHARDED
         if self.found is None:
-            return f"{of} does not fit" if self.problem.shape.updating is None else f"{of} do not fit"
+            return f"{of} does not fit"
         seconds = within(self.iteration_s, interval_s(self.problem, self.iteration_s))
         return f"{seconds} with {of} ({gib(self.found.best.memory_bytes)} per rank)"
 

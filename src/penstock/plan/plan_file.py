@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,8 +86,12 @@ class PlanSizes:
         )
 
 
+LABEL = 9
+"""Columns of the label of a line that explains a plan."""
 PLACED = "Placed "
 """Begins the line that names the plan that runs instead of the one that was found, where moving pays."""
+IN_USE = "In use "
+"""Begins the line that names the plan to which a run has changed since its plan was found."""
 MOST_OTHERS = 5
 """The number of plans reported besides the best."""
 
@@ -194,9 +198,17 @@ class PlanFile:
     @property
     def explains_choice(self) -> bool:
         """Whether the explanation, if any, describes the choice: the file may have been edited."""
-        said = [line.partition(" ")[2].strip() for line in self.why if line.startswith(("Plan ", PLACED))]
+        said = [line for line in self.why if line.startswith(("Plan ", PLACED, IN_USE))]
+        told = [line[LABEL:].strip() for line in said]
         words = self.choice.words
-        return not said or said[-1] == words or said[-1].startswith(f"{words} (")  # what rounded rows save
+        return not told or told[-1] == words or told[-1].startswith(f"{words} (")  # what rounded rows save
+
+    def telling_use(self) -> PlanFile:
+        """Return the same with a line that names the plan, where the explanation is of an earlier one."""
+        file = replace(self, why=tuple(line for line in self.why if not line.startswith(IN_USE)))
+        if file.explains_choice:
+            return file
+        return replace(file, why=(*file.why, f"{IN_USE}  {self.choice.words}"))
 
     def step_plan(self, problem: Problem, name: str = "plan") -> StepPlan:
         """Return what to run. Raises ConfigError if the file does not fit the problem, or order and choice.
@@ -232,7 +244,7 @@ class PlanFile:
             raise ConfigError(key, choice.dispatch, "this layout cannot run that dispatch", hint)
         same = problem.workload_of(choice).wire_row_bytes == problem.workload.wire_row_bytes
         if choice.compression not in problem.compressions and not same:
-            key, why = f"{name}.choice.compression", "rounds rows under way, which this run does not allow"
+            key, why = f"{name}.choice.compression", "rounds rows in transit, which this run does not allow"
             raise ConfigError(key, choice.compression, why, "Set plan.lossy=true, or use another plan.")
         self._check_partition(problem, choice, name)
         samples = problem.workload.batch

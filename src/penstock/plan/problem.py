@@ -58,6 +58,11 @@ class Problem:
     placement: PlacementConfig = USUAL
     evidence: Evidence | None = None
 
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes."""
+        return self.workload.world_nodes > 1
+
     @cached_property
     def mesh(self) -> Mesh:
         return self.workload.mesh

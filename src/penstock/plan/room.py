@@ -62,7 +62,7 @@ def again_words(problem: Problem, best: Candidate) -> str:
     more, less = (estimate_memory(problem, each).total_bytes for each in (once, best.choice))
     longer = f"takes {milliseconds(twice_s - once_s)} ({change(twice_s, once_s)})"
     took = longer if twice_s > once_s else "takes no time: it runs under transfers"
-    return f"; computing {best.choice.recompute} again saves {gib(more - less)} and {took}"
+    return f"; recomputing {best.choice.recompute} saves {gib(more - less)} and {took}"
 
 
 def by_rule(choice: Decision) -> Decision:

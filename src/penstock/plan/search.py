@@ -325,7 +325,7 @@ class _Search:
 WAYS_OUT = {
     STATE: "Spread the experts over more nodes, use fewer layers or smaller experts.",
     ACTIVATIONS: "Use a smaller batch per rank or shorter samples, or more shards per node, or let blocks be "
-    "computed again (plan.recompute=auto).",
+    "recomputed (plan.recompute=auto).",
     BUFFERS: "Use a smaller batch per rank or shorter samples.",
 }
 

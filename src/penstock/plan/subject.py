@@ -18,6 +18,7 @@ from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.shape import Recompute, Sharing
+from penstock.words import counted
 
 ELEMENT_BYTES = FLOAT32_BYTES = 4
 MATRICES = {"gelu": 2, "swiglu": 3}
@@ -89,8 +90,8 @@ class Subject:
         work, shape = self.problem.workload, self.problem.shape
         capacity = "dropless" if work.capacity_factor is None else f"capacity {work.capacity_factor:g}"
         return (
-            f"{shape.num_layers} layers ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
-            f"{work.num_experts} experts of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
+            f"{counted(shape.num_layers, 'layer')} ({sum(shape.moe_layers)} MoE), hidden {work.hidden_size}, "
+            f"{counted(work.num_experts, 'expert')} of {work.ffn_hidden_size}, top-{work.top_k}, {capacity}; "
             f"{work.batch} x {work.seq_len} tokens per {self._sharing_attention}"
         )
 
@@ -103,13 +104,16 @@ class Subject:
     def ranks(self) -> str:
         """The use of the ranks in one line of text."""
         work = self.problem.workload
-        parts = [f"{work.world_size} ranks, {work.devices_per_node or work.ranks_per_node} per node"]
+        parts = [
+            f"{counted(work.world_size, 'rank')}, {work.devices_per_node or work.ranks_per_node} per node"
+        ]
         shared = {"attention and samples": work.mp_size, "every expert": work.esp_size}
         if work.mp_size == work.esp_size:
             shared = {"attention, samples and every expert": work.mp_size}
         parts += [f"{size} ranks of a node share {what}" for what, size in shared.items() if size > 1]
-        groups = "groups of ranks" if work.esp_size > 1 else "ranks"
-        return "; ".join([*parts, f"experts spread over {work.ep_size} {groups}"])
+        places = counted(work.ep_size, "group" if work.esp_size > 1 else "rank")
+        of = " of ranks" if work.esp_size > 1 else ""
+        return "; ".join([*parts, f"experts spread over {places}{of}"])
 
 
 def published_problem(name: str, file: ClusterFile, overrides: Overrides | None = None) -> Subject:
@@ -193,7 +197,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     usual = model.experts_per_device * ranks + model.experts_per_node * nodes
     experts = changes.num_experts or usual
     if model.top_k > experts:
-        why = f"there are {experts} experts"
+        why = f"there {'is' if experts == 1 else 'are'} {counted(experts, 'expert')}"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
     given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.esp_size else None)
     ep_size = _ep_size(given, groups, experts)
@@ -252,5 +256,5 @@ def _ep_size(wanted: int | None, groups: int, experts: int) -> int:
     if ep_size in valid:
         return ep_size
     nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
-    why = f"must divide the {groups} groups of ranks and the {experts} experts"
+    why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
     raise IndivisibleError("--ep-size", ep_size, why, f"Nearest valid: {nearest}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
-from penstock.words import change, folded, gib, milliseconds
+from penstock.words import change, counted, folded, gib, milliseconds
 
 LEGEND = {
     "R": "microbatches",
@@ -49,7 +49,7 @@ class PlanReport:
             "\n".join(folded(line, width) for line in (*self.explanation.lines, *self.updates)),
             _table(candidates, width, dispatches=dispatches),
             *([] if self.weighed is None else [self._moving(self.weighed, width)]),
-            folded("Search   " + self._search(), width),
+            "\n".join(folded(line, width) for line in self._search()),
         ]
         return "\n\n".join(parts) + "\n"
 
@@ -81,18 +81,20 @@ class PlanReport:
         lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
         return "\n".join(folded(line, width) for line in (*lines, weighed.verdict))
 
-    def _search(self) -> str:
-        saved = "" if self.saved is None else f"; saved to {self.saved}"
-        return f"{self.seconds:.1f} s: {self.found.searched.words}{saved}"
+    def _search(self) -> Iterator[str]:
+        yield f"Search   {self.seconds:.1f} s: {self.found.searched.words}"
+        if self.saved is not None:
+            yield f"Saved    {self.saved}"
 
 
 def saved_plan(file: PlanFile, name: str, width: int) -> str:
     """Return a plan file as text."""
-    sizes, order = file.sizes, "as saved" if file.schedule is not None else "computed when the plan is used"
+    kept = "the task order in the file"
+    sizes, order = file.sizes, kept if file.schedule is not None else "computed when the plan is used"
     lines = [
         f"{name}: {file.model} on {file.cluster}",
-        f"step     {sizes.layers} layers, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
-        f"hidden {sizes.hidden_size}, {sizes.num_experts} experts, {_ranks(sizes)}",
+        f"step     {counted(sizes.layers, 'layer')}, {sizes.batch_per_rank} x {sizes.seq_len} tokens, "
+        f"hidden {sizes.hidden_size}, {counted(sizes.num_experts, 'expert')}, {_ranks(sizes)}",
         f"order    {order}",
         *file.why,
     ]
@@ -101,9 +103,11 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
 
 def _ranks(sizes: PlanSizes) -> str:
     shared = [
-        f"{name} = {size}" for name, size in (("mp", sizes.mp_size), ("esp", sizes.esp_size)) if size > 1
+        f"{size} share {what}"
+        for what, size in (("attention", sizes.mp_size), ("every expert", sizes.esp_size))
+        if size > 1
     ]
-    return ", ".join([f"{sizes.ranks} ranks", *shared])
+    return ", ".join([counted(sizes.ranks, "rank"), *shared])
 
 
 def heading(subject: Subject, width: int) -> str:

@@ -20,6 +20,9 @@ KERNEL_HEAD = ("kernel", "start us", "rate", *FIT_HEAD)
 LEAST_R2 = 0.5
 """A line that explains less than half of the scatter says nothing about how time grows with size."""
 
+LEAST_POINTS = 3
+"""A line goes through two points exactly, however wrong they are."""
+
 UNKNOWN = "unknown"
 EXPLANATION = (
     "start-up + bytes / bandwidth; bytes: through the link of the busiest rank, in one direction",
@@ -97,6 +100,9 @@ def _rest(file: ClusterFile) -> list[str]:
     if not all(map(_is_line, fits)):
         why = f"R2 is below {LEAST_R2:g}, so time hardly grew with size"
         lines.append(f"{UNKNOWN}: {why}; measure with a larger --budget, while nothing else runs")
+    if any(fit is not None and not is_checked(fit) for fit in fits):
+        why = f"fewer than {LEAST_POINTS} points do not say how well a line fits"
+        lines.append(f"R2 and residual {UNKNOWN}: {why}; measure with a larger --budget")
     if file.links:
         lines.append(_transfer_line(file))
     if file.tasks:
@@ -160,7 +166,15 @@ def _is_line(fit: Fit | None) -> bool:
 def _fit_cells(fit: Fit | None) -> tuple[str, str, str]:
     if fit is None:
         return "-", "-", "-"
-    return f"{fit.r2:.3f}", _percent(fit.residual), str(len(fit.points))
+    points = str(len(fit.points))
+    return (
+        (f"{fit.r2:.3f}", _percent(fit.residual), points) if is_checked(fit) else (UNKNOWN, UNKNOWN, points)
+    )
+
+
+def is_checked(fit: Fit) -> bool:
+    """Return whether there were points enough to tell how well the line fits; a file need not keep them."""
+    return not fit.points or len(fit.points) >= LEAST_POINTS
 
 
 def _micro(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, LinkModel
-from penstock.report.profile import alike, link_name
+from penstock.report.profile import UNKNOWN, alike, is_checked, link_name
 
 if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def _draw_panel(axes: Axes, panel: Panel, colour: str) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda x, _, unit=unit: _short(x, unit)))
     axes.set_title(panel.title, fontsize=8.5, color=TEXT, loc="left", pad=4)
-    note = f"R2 {panel.fit.r2:.3f}"
+    note = f"R2 {panel.fit.r2:.3f}" if is_checked(panel.fit) else f"R2 {UNKNOWN}"
     axes.text(0.97, 0.05, note, transform=axes.transAxes, color=QUIET, fontsize=8, ha="right")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)

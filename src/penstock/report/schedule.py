@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ SLOW_LINK_BYTES_PER_S = 5e7
 SHARERS = (1, 2, 4, 8)
 """Numbers of ranks that can share the step that is drawn, whose widths are powers of two."""
 
+MICROBATCHES, ALL_REDUCE_CHUNKS = 2, 4
 BASELINE = "sequential"
 LABEL_WIDTH = 13
 
@@ -149,6 +150,7 @@ class ScheduleDescription:
 
     def _result(self) -> Iterator[tuple[str, str]]:
         bound, hidden_s = self.bound, self.communication_s - self.exposed_communication_s
+        busiest = lane_words(bound.busiest_lane, nodes=not self.shape.sharing.is_none)
         against = (
             f"{self.speedup:.2f}x the speed of {BASELINE} ({duration_text(self.sequential_iteration_s)})"
         )
@@ -163,7 +165,7 @@ class ScheduleDescription:
         )
         yield (
             "efficiency",
-            f"{100 * self.efficiency:.0f} % of the limit: {lane_words(bound.busiest_lane)} has "
+            f"{100 * self.efficiency:.0f} % of the limit: {busiest} has "
             f"{duration_text(bound.busiest_lane_s)} of work, which no overlap can shorten",
         )
         yield (
@@ -178,10 +180,10 @@ def describe_schedule(
     name: str,
     *,
     layers: int,
-    microbatches: int,
-    chunks: int | None,
+    microbatches: int | None = None,
+    chunks: int | None = None,
     backward_chunks: int | None = None,
-    all_reduce_chunks: int,
+    all_reduce_chunks: int | None = None,
     sharing: Sharing | None = None,
     expert_form: ExpertForm | None = None,
     placement: PlacementConfig | None = None,
@@ -193,12 +195,16 @@ def describe_schedule(
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
 
+    microbatches, all_reduce_chunks: None = MICROBATCHES and ALL_REDUCE_CHUNKS, where the schedule reads them.
     chunks: None = the schedule's usual number; backward_chunks: None = as many as forward. sharing: on two
     nodes with as many ranks each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
     recompute: what is recomputed before its backward.
     sharded_optimizer: the step updates parameters, each rank a share, after clipping. Raises ConfigError for
     settings that this step cannot have.
     """
+    given = {"microbatches": microbatches, "all_reduce_chunks": all_reduce_chunks}
+    microbatches = MICROBATCHES if microbatches is None else microbatches
+    all_reduce_chunks = ALL_REDUCE_CHUNKS if all_reduce_chunks is None else all_reduce_chunks
     sharing = usual_sharing(name) if sharing is None else sharing
     _check_counts(
         layers=layers,
@@ -225,7 +231,7 @@ def describe_schedule(
     run = _run(asked, workload, cluster, sharing, updating)
     still = replace(asked, schedule=BASELINE, samples="none", experts="none")
     baseline = _run(still, workload, cluster, sharing, updating)
-    notes = tuple(_notes(asked, run.plan.shape, all_reduce_chunks))
+    notes = tuple(_notes(asked, run.plan.shape, given))
     return _described(name, run, baseline, workload=workload, cluster=cluster, notes=notes, width=width)
 
 
@@ -367,13 +373,16 @@ def _run(
 # ---- words -------------------------------------------------------------------------------------------------
 
 
-def _notes(asked: Decision, shape: StepShape, all_reduce_chunks: int) -> Iterator[str]:
-    """Yield the settings that have no effect, by the shape that the system made."""
+def _notes(asked: Decision, shape: StepShape, given: Mapping[str, int | None]) -> Iterator[str]:
+    """Yield the settings that have no effect, by the shape that the system made.
+
+    given: numbers that were asked for; None = nobody asked, and the request has a usual one.
+    """
     used = {
-        "microbatches": (shape.microbatches, asked.microbatches),
+        "microbatches": (shape.microbatches, given["microbatches"]),
         "chunks": (max(shape.chunks, shape.pair_slices), asked.chunks),
         "backward_chunks": (shape.backward_chunks, asked.backward_chunks),
-        "all_reduce_chunks": (max(shape.all_reduce_chunks), all_reduce_chunks),
+        "all_reduce_chunks": (max(shape.all_reduce_chunks), given["all_reduce_chunks"]),
         "expert_form": ("gather" if shape.sharing.is_none else shape.expert_form, asked.expert_form),
     }
     for key, (ran, wanted) in used.items():

@@ -44,8 +44,8 @@ def again_text(shape: StepShape) -> str:
 def updating_text(updating: Updating) -> str:
     """Say what a sharded optimiser adds to a step."""
     text = (
-        "every rank owns a share of what is replicated: gradients are summed in shares (RA), the norm (NM) "
-        "clips them, shares are updated (OA; all of a rank's experts: OX), and gathered (PA): the first "
+        "every rank owns a share of what is replicated: gradients are summed in shares (RA) and clipped by "
+        "their norm (NM), shares are updated (OA; all of a rank's experts: OX), and gathered (PA): the first "
         "layer's at once, all others by the next step"
     )
     room = "; whole gradients of two layers at a time are kept, the others wait for their sums"
@@ -59,6 +59,6 @@ def pieces_text(shape: StepShape) -> str:
     if backward != shape.chunks:
         chunks = f"{shape.chunks} forward and {counted(backward, 'backward chunk')}"
     if shape.pair_slices > 1:
-        chunks = f"{shape.pair_slices} slices of what runs at the same time"
+        chunks = f"{shape.pair_slices} slices of combine and gather (which overlap)"
     reduced = counted(max(shape.all_reduce_chunks), "all-reduce chunk")
     return f"{microbatches}, {chunks} per MoE layer, {reduced} per layer"

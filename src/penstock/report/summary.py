@@ -202,7 +202,11 @@ class RunSummary:
         away = self.rows_crossing_nodes
         crossing = "" if away is None else f"; {100 * away:.0f} % of rows go to another node"
         alike = self.loads_in_common
-        lasting = "" if alike is None else f"; {100 * alike:.0f} % of loads are as in the step before"
+        lasting = (
+            ""
+            if alike is None
+            else f"; expert loads overlap {100 * alike:.0f} % with those of the step before"
+        )
         computed = f"the busiest process computes {ratio:.2f} times the mean number of expert rows"
         return f"{computed}{crossing}{lasting}"
 

@@ -16,6 +16,7 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -45,9 +46,10 @@ def render_timeline(records: Sequence[TaskRecord], *, width: int = 100) -> str:
     if not records:
         return "nothing ran\n"
     columns = width - LABEL_WIDTH - BUSY_WIDTH
-    lanes = _by_lane(records)
-    pictures = [_picture(window, lanes) for window in _windows(records, columns)]
-    return "\n\n".join([*pictures, _legend(records, width)]) + "\n"
+    lanes, windows = _by_lane(records), _windows(records, columns)
+    pictures = [_picture(window, lanes) for window in windows]
+    hidden = any(_is_hidden(window, tasks) for window in windows for tasks in lanes.values())
+    return "\n\n".join([*pictures, _legend(records, width, hidden=hidden)]) + "\n"
 
 
 def duration_text(seconds: float) -> str:
@@ -150,6 +152,12 @@ def _shown(window: _Window, records: Sequence[TaskRecord]) -> list[Task | None]:
     return [_majority(share, window.column_s) for share in shares]
 
 
+def _is_hidden(window: _Window, records: Sequence[TaskRecord]) -> bool:
+    """Return whether a lane is busy and drawn wholly idle."""
+    busy = any(window.overlap_s(record) > 0 for record in records)
+    return busy and not any(_shown(window, records))
+
+
 def _majority(share: Mapping[Task, float], column_s: float) -> Task | None:
     """Return the longest task of the symbol with the most seconds; None if most of the column was idle."""
     if 2 * sum(share.values()) < column_s:
@@ -207,8 +215,11 @@ def _round_up(value: float) -> float:
 # ---- legend ------------------------------------------------------------------------------------------------
 
 
-def _legend(records: Sequence[TaskRecord], width: int) -> str:
-    """Return the meaning of names: the ops that occur, lane by lane, and how to read an index."""
+def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
+    """Return the meaning of names: the ops that occur, lane by lane, and how to read an index.
+
+    hidden: a lane has tasks, and all are too short to be drawn.
+    """
     ops = {(record.task.op, record.lane) for record in records}
     lines = []
     for lane in Lane:
@@ -217,7 +228,7 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
             label = lane if op == on_lane[0] else ""
             lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
         if lane.computes and any(record.task.phase is Phase.AGAIN for record in records):
-            lines.append(f"{'':<{LABEL_WIDTH}}x   in lower case: computed again, before its backward")
+            lines.append(f"{'':<{LABEL_WIDTH}}x   in lower case: recomputed, before its backward")
         if lane.computes and any(record.task.phase is Phase.WEIGHT for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts (separate tasks)")
     reading = (
@@ -225,6 +236,20 @@ def _legend(records: Sequence[TaskRecord], width: int) -> str:
         "microbatch 0, AR3.0 is piece 0 of layer 3. Where a name does not fit, its first letter stands for "
         "it; of several tasks in one column the largest is shown."
     )
+    reading += " Tasks shorter than half a column are not drawn." if hidden else ""
+    if meanings := _lane_meanings({record.lane for record in records}):
+        lines.append(meanings)
     indent = " " * (LABEL_WIDTH + 4)
     wrapped = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
     return "\n".join([*wrapped, textwrap.fill(reading, width)])
+
+
+def _lane_meanings(lanes: AbstractSet[Lane]) -> str:
+    """Explain those lanes whose names say too little."""
+    nodes = any(lane.is_inside for lane in lanes)
+    meanings = {
+        Lane.INTER: "network between nodes" if nodes else "network between ranks",
+        Lane.INTRA: "links inside a node",
+        Lane.HOST: "a CPU thread",
+    }
+    return ", ".join(f"{lane} = {meaning}" for lane, meaning in meanings.items() if lane in lanes)

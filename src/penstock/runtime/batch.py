@@ -2,8 +2,9 @@
 
 Ranks may bring different numbers of samples, or none. Dropless routing sends whatever rows there are. With a
 fixed number of slots per expert, sizes must be known without asking, so smaller batches are filled up with
-samples that are nothing but padding: they go to no expert and count for nothing. Shapes: B samples of this
-rank, L tokens per sample.
+samples that are nothing but padding: they go to no expert and count for nothing.
+
+Shapes: B samples of this rank, L tokens per sample.
 """
 
 from __future__ import annotations

@@ -28,4 +28,4 @@ class ScheduleMismatchError(RuntimeError):
 
 
 class ParameterMismatchError(RuntimeError):
-    """Ranks would train different parameters: sums of their gradients would mean nothing."""
+    """Ranks would train different parameters, so sums of their gradients would be meaningless."""

@@ -74,7 +74,7 @@ class Execution:
     def _raise(self, failure: LaneError) -> None:
         cause = failure.__cause__
         assert cause is not None
-        if not isinstance(cause, Exception):  # an interrupt stays what it is
+        if not isinstance(cause, Exception):  # an interrupt is raised unchanged
             raise cause
         grid = self._plan.schedule.grid(self._plan.graph, mark=failure.task)
         raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause

@@ -25,7 +25,7 @@ class Machinery:
     autocast_dtype: torch.dtype | None = None
 
     def close(self) -> None:
-        """End its threads and connections, which nothing may use any more."""
+        """End the machinery's threads and connections, which nothing may use any more."""
         self.lanes.close()
         self.transports.close()
 

@@ -216,5 +216,5 @@ class Programs:
             if len(self._known) >= MOST_KEPT:
                 self._known.pop(next(iter(self._known)))
             program = compile_plan(plan, self._handlers, stops, self._silent, all=training, twice=self._twice)
-            self._known[key] = plan, program  # with the plan, or its id might become another's
+            self._known[key] = plan, program  # kept with the plan, or another could get its id
         return self._known[key][1]

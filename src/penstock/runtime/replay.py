@@ -87,7 +87,7 @@ class Replay:
         """
         forked = torch.random.fork_rng([self._device] if self._on_gpu else [])
         with ExitStack() as modes, forked, torch.enable_grad(), _Repeating(self._selected):
-            for mode in self._modes:  # inside a backward there are none
+            for mode in self._modes:  # a backward has none of them
                 modes.enter_context(mode)
             torch.set_rng_state(self._random)
             if self._random_there is not None:

@@ -62,7 +62,7 @@ class Segment:
         self._edges = []
         if reached:
             edges, given = zip(*reached, strict=True)
-            # The engine entered directly: `torch.autograd.backward` checks in Python, for 15 us per segment,
+            # The engine is entered directly: `torch.autograd.backward` checks in Python, for 15 us a segment,
             # what the engine checks again.
             _engine_run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._caught

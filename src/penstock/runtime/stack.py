@@ -41,6 +41,7 @@ from penstock.runtime.checks.layers import (
 from penstock.runtime.checks.misuse import (
     check_no_checkpoint,
     check_no_data_parallel,
+    check_no_second_derivative,
     check_not_sharded,
     check_updates,
     refuse_data_parallel,
@@ -381,5 +382,6 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        check_no_second_derivative()
         ctx.step.backward(grads[0])
         return None, None

@@ -19,6 +19,7 @@ from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.sharded.strays import refuse_left_out
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology.rollcall import ACTIVITY
 
@@ -100,7 +101,7 @@ class Step:
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         wish = self.stack.wish
         if device == "cuda" and not (gradients.taken_up or wish):
-            return  # reading the sums would make the host wait; a rank that has changed something does
+            return  # reading the sums makes the host wait, so only ranks with a change do
         check_wishes(total, wish, machinery.layout, machinery.control)
         if wish:
             return  # its marks are those of the last step, for which the plan was good enough
@@ -111,18 +112,19 @@ class Step:
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()
 
-    def _parameter_versions(self) -> tuple[int, ...]:
-        """Return the parameters' version counters; () where nothing is recomputed, so that none matter."""
+    def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
+        """Return the parameters' places and version counters; () where nothing is recomputed, so that none
+        matter. `parameter.data = ...` gives a parameter another place and leaves its counter."""
         if self.shape.recompute == "none":
             return ()
-        return tuple(parameter._version for parameter in self.stack.model.parameters())
+        return tuple((p.data_ptr(), p._version) for p in self.stack.model.parameters())
 
     def _check_unchanged(self) -> None:
         if self._parameter_versions() != self.versions:
             raise RuntimeError(
-                "parameters were changed in place between forward and backward, and what is computed again "
-                "before its backward would not be what it was: update them after backward, or compute the "
-                "loss again"
+                "parameters were changed between forward and backward, in place or by parameter.data = ..., "
+                "and what is recomputed before its backward would not be what it was: update them after "
+                "backward, or compute the loss again"
             )
 
     def backward(self, loss_gradient: Tensor) -> None:
@@ -130,6 +132,7 @@ class Step:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = loss_gradient
         if self.context.updates is not None:
+            refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
         gradients = self.stack.gradients.backward_pass(self.buckets)
         gradients.check()

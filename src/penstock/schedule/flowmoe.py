@@ -14,7 +14,8 @@ from penstock.step import StepShape
 
 
 class FlowMoE(System):
-    """Attention, router, experts and all-to-all of R microbatches form one pipeline (Eq. 2-5).
+    """Attention, router, experts and all-to-all of R microbatches form one pipeline (FlowMoE, equations 2 to
+    5).
 
     The gradients of a block are cut into chunks of S_p bytes that fill the holes between all-to-alls of
     the blocks below it: an all-to-all that is ready goes before an all-reduce chunk (Algorithm B). The

@@ -1,4 +1,4 @@
-"""From a shape to the graph of one iteration: the plain step, rewritten by passes."""
+"""Builds the graph of one iteration from its shape: the plain step, rewritten by passes."""
 
 from __future__ import annotations
 

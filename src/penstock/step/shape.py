@@ -74,7 +74,7 @@ class Updating:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What decides which tasks exist.
+    """The facts that decide which tasks exist.
 
     moe_layers: for every layer, whether its feed-forward part is an MoE layer.
     microbatches: pieces of the batch, split along samples, that go through whole blocks (FlowMoE's R).
@@ -187,7 +187,7 @@ class StepShape:
     def copies_differ(self) -> bool:
         """Whether ranks with the same tokens compute them in different places, and so differ by rounding.
 
-        In the baseline form every copy of a row is computed for itself. Gradients of what those ranks have
+        In the baseline form every copy of a row is computed separately. Gradients of what those ranks have
         whole must then be averaged over them, or their parameters would drift apart.
         """
         return self.sharing.mp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)

@@ -287,5 +287,6 @@ def _not_joined(info: ProcessInfo, timeout_s: float, where: str) -> str:
     return (
         f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s. "
         f"Check that all {info.world_size} processes were started and are still running, that MASTER_ADDR is "
-        "the host of rank 0 as seen from this one, and that no firewall closes the port."
+        "the host of rank 0 as seen from this one, and that no firewall closes the port, or another program "
+        "already uses that port: choose another MASTER_PORT."
     )

@@ -58,11 +58,12 @@ class StepFile:
     """The last step of a run.
 
     step: its number. ranks: of the run; shown: those that have timelines. source: what predictions are made
-    from, in words. predicted_s, measured_s: of a step, the latter the median of the last steps on the slowest
-    rank; bound_s: what no order of the same tasks with their measured durations beats. tasks, lanes: of every
-    task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each takes,
-    the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a transfer the
-    rank that waited least. path: the measured critical path.
+    from, in words. predicted_s, measured_s: of a step, the latter the median of the last `typical_steps` on
+    the slowest rank. bound_s: what no order of the same tasks beats with the durations that they had in the
+    last `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that. tasks, lanes:
+    of every task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each
+    takes, the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a
+    transfer the rank that waited least. path: the measured critical path.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -81,6 +82,8 @@ class StepFile:
     typical_predicted_s: Row
     typical_measured_s: Row
     path: Annotated[tuple[PathLink, ...], Items(MOST_TASKS, "one per task")]
+    traced_s: Seconds | None = None
+    traced_steps: Annotated[int, Within(1, 2**62, "a step was traced")] | None = None
 
     def __post_init__(self) -> None:
         if self.version != VERSION:
@@ -102,6 +105,12 @@ class StepFile:
                 Name.parse(task)
             except ScheduleError as error:
                 raise ConfigError("tasks", task, f"names no task: {error}", REMOVE) from error
+
+    @property
+    def efficiency(self) -> float | None:
+        """How near the traced steps came to their bound; None = they took no time."""
+        traced_s = self.measured_s if self.traced_s is None else self.traced_s
+        return self.bound_s / traced_s if traced_s > 0 else None
 
     @staticmethod
     def _check_length(key: str, found: int, wanted: int, of: str) -> None:

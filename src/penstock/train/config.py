@@ -14,9 +14,9 @@ from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
 from penstock.moe import MoEConfig
-from penstock.plan.plan_config import GIVEN, PlanConfig
+from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
-from penstock.train.moves import check_moves
+from penstock.train.moves import check_movable, check_moves
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.shares import check_shares
 from penstock.train.wandb_sink import MetricsConfig
@@ -120,6 +120,9 @@ class RunConfig:
         found = self._with_preset(world_size)
         check_shares(found.model, found.moe, found.parallel, world_size)
         check_moves(found.placement, found.plan.source, found.parallel, world_size)
+        if found.plan.source in (GIVEN, AUTO):
+            given = found.schedule if found.plan.source == GIVEN else None
+            check_movable(found.placement, given, found.moe, found.parallel)
         return found
 
     def computing_in(self, usual: Precision) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Finds settings of section [placement] that would have no effect, before any process starts."""
+"""Finds settings of section [placement] without effect, or impossible ones, before any process starts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import fields
 from typing import Final
 
 from penstock.config import ConfigError
-from penstock.decision import PlacementConfig
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.mesh import holders
+from penstock.moe import MoEConfig
 from penstock.plan.plan_config import AUTO, GIVEN
+from penstock.step.shape import FORM_TOKENS
 from penstock.topology import ParallelConfig
 
 READ_WITH: Final = {"samples": ("solver", "prediction"), "experts": ("guest_slots", "split", "every")}
 """Settings that count only where samples move, and only where experts move."""
 
 NONE: Final = "none"
+
+DROPLESS: Final = "dropless routing (moe.capacity_factor=none, moe.gate=softmax)"
 
 
 def check_moves(placement: PlacementConfig, source: str, parallel: ParallelConfig, ranks: int) -> None:
@@ -30,6 +34,72 @@ def check_moves(placement: PlacementConfig, source: str, parallel: ParallelConfi
             _check_unread(placement, what, settings, source)
         elif asked != AUTO:
             _check_effect(f"placement.{what}", asked, parallel, ranks)
+
+
+def check_movable(
+    placement: PlacementConfig, schedule: ScheduleConfig | None, moe: MoEConfig, parallel: ParallelConfig
+) -> None:
+    """Raise ConfigError for a move that a step of this schedule, routing and layout cannot make.
+
+    schedule: None where a search chooses one with which samples and experts can move.
+    """
+    choice = (schedule or ScheduleConfig()).decision("flat", placement)
+    if choice.samples != NONE and (found := _why_samples_stay(choice, moe, parallel)):
+        raise ConfigError("placement.samples", choice.samples, *_or_none(found, "samples"))
+    if choice.experts != NONE and (found := _why_experts_stay(choice, moe, parallel)):
+        raise ConfigError("placement.experts", choice.experts, *_or_none(found, "experts"))
+
+
+def _why_samples_stay(choice: Decision, moe: MoEConfig, parallel: ParallelConfig) -> tuple[str, str] | None:
+    """Return why samples cannot move, and what to use instead; None if they can."""
+    if moe.one_copy_per_rank or moe.joins_rows:
+        said = "one_copy_per_rank = true" if moe.one_copy_per_rank else f"dispatch = {moe.dispatch}"
+        use = "moe.one_copy_per_rank=false" if moe.one_copy_per_rank else "moe.dispatch=flat"
+        return f"with moe.{said} one row serves several experts and cannot be told apart by sample", use
+    if not moe.exchanges_counts:
+        return f"with {_fixed(moe)}, and which tokens they are of depends on the samples of a rank", DROPLESS
+    if moe.aux_loss_group == "microbatch":
+        why = "moe.aux_loss_group = microbatch judges balance by the samples that share a rank"
+        return why, "moe.aux_loss_group=global"
+    shared = [f"parallel.{name}" for name in ("mp_size", "esp_size") if getattr(parallel, name) > 1]
+    if shared and choice.form != "gather":
+        form, other = _form(choice)
+        return (
+            f"with {form} ranks that share attention or experts ({', '.join(shared)}) send rows of each "
+            "other's samples, or sums of them, and no rank alone has a sample's rows to move"
+        ), other
+    return None
+
+
+def _why_experts_stay(choice: Decision, moe: MoEConfig, parallel: ParallelConfig) -> tuple[str, str] | None:
+    """Return why experts cannot move, and what to use instead; None if they can."""
+    if not moe.exchanges_counts:
+        return f"with {_fixed(moe)}, whoever computes them, so a guest would spare nothing", DROPLESS
+    if parallel.mp_size > 1 and FORM_TOKENS[choice.form] == "replicated":
+        form, other = _form(choice)
+        return (
+            f"with {form} all ranks that share attention (parallel.mp_size = {parallel.mp_size}) have the "
+            "same rows, and would each send them to another host of an expert"
+        ), other
+    return None
+
+
+def _fixed(moe: MoEConfig) -> str:
+    limited = moe.capacity_factor is not None
+    said = f"capacity_factor = {moe.capacity_factor:g}" if limited else f"gate = {moe.gate}"
+    return f"moe.{said} every expert has a fixed number of rows"
+
+
+def _form(choice: Decision) -> tuple[str, str]:
+    """Return the setting from which the form of experts' shards comes, and what to use instead."""
+    if choice.reads("expert_form"):
+        return f"schedule.expert_form = {choice.form}", "schedule.expert_form=gather"
+    return f"schedule.name = {choice.schedule}", "schedule.name=flowmoe"
+
+
+def _or_none(found: tuple[str, str], what: str) -> tuple[str, str]:
+    why, other = found
+    return why, f"Use {other}, or set placement.{what}=none."
 
 
 def _check_unread(placement: PlacementConfig, what: str, settings: tuple[str, ...], source: str) -> None:

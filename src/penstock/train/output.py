@@ -6,6 +6,7 @@ import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import TracebackType
 from typing import IO
 
@@ -20,6 +21,25 @@ CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
 
 CONFIG = "config.toml"
 """A run leaves this file, too, but a project may also have one; a run's stands beside a lock."""
+
+CHOOSE = "Choose a path that you can write to."
+
+
+def check_writable(path: Path) -> None:
+    """Raise ConfigError if a run could not write to the folder `path`, or make it; nothing is left behind."""
+    there = path
+    try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if there == path:
+            with TemporaryFile(dir=path):
+                return
+        with TemporaryDirectory(dir=there, prefix=".penstock-"):
+            return
+    except OSError as error:
+        what = "cannot be written to" if there == path else "no folder can be created there"
+        why = f"{what} ({error.strerror})"
+        raise ConfigError("output.dir", str(path), why, CHOOSE) from None
 
 
 class OutputFolder:
@@ -85,7 +105,7 @@ class OutputFolder:
             lock = (self.path / LOCK).open("w", encoding="utf-8")
         except OSError as error:
             why = f"cannot be written to: {error.strerror}"
-            raise self._refused(why, "Choose a folder that you own.") from None
+            raise self._refused(why, CHOOSE) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

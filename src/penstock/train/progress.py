@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 from penstock.train.metrics import StepMetrics
-from penstock.words import folded, terminal_width
+from penstock.words import folded, percent, terminal_width
 
 
 class Display(Protocol):
@@ -40,7 +40,7 @@ class Progress:
 
     On a terminal it is one line that changes::
 
-        ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93%  eta 0:01:12
+        ━━━━━━━━━━━━━━━━━━━━╺━━━━━ 160/200 loss 1.871  12,345 tokens/s  network hidden 93 %  eta 0:01:12
 
     Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
     the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
@@ -104,7 +104,7 @@ def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
     eta = [f"eta {timedelta(seconds=round(eta_s))}"]
     more = [f"{metrics.tokens_per_s:,.0f} tokens/s"]
     if metrics.communication_s > 0:
-        more.append(f"network hidden {metrics.hidden_communication:.0%}")
+        more.append(f"network hidden {percent(metrics.hidden_communication)}")
     while (more or eta) and len("  ".join([*parts, *more, *eta])) > width:
         (more or eta).pop()
     return "  ".join([*parts, *more, *eta])

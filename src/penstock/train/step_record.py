@@ -19,7 +19,7 @@ from penstock.trace import TaskRecord
 from penstock.trace.critical import Link, critical_path
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
 from penstock.train.pilot import Forecast
-from penstock.train.tracing import StepAnalysis
+from penstock.train.tracing import StepAnalysis, slowest_s, span_s
 
 DIGITS = 7
 """Decimal places of seconds: a tenth of a microsecond."""
@@ -27,10 +27,11 @@ DIGITS = 7
 
 @dataclass(frozen=True)
 class _OfRank:
-    """What one rank contributes. typical_s: by task of the graph."""
+    """What one rank contributes. typical_s: by task of the graph. spans_s: of every step."""
 
     last: list[TaskRecord]
     typical_s: list[float]
+    spans_s: list[float]
 
 
 def keep_step(
@@ -53,7 +54,7 @@ def keep_step(
         known = _Known(tasks, stack.machinery.layout.mesh, everyone, forecast())
         path = critical_path((r for each in everyone for r in each.last), plan.graph.needs, known.mesh)
         with writing():
-            known.file(path, analysis, len(steps)).save(folder)
+            known.file(path, analysis).save(folder)
     control.barrier("waiting for the last step's file")
 
 
@@ -62,7 +63,11 @@ def _of_rank(tasks: Sequence[Task], steps: Sequence[Sequence[TaskRecord]]) -> _O
     for step in steps:
         for record in step:
             seconds[record.task].append(record.duration_s)
-    return _OfRank(list(steps[-1]), [median(seconds[task]) for task in tasks])
+    return _OfRank(
+        last=list(steps[-1]),
+        typical_s=[median(seconds[task]) for task in tasks],
+        spans_s=[span_s(step) for step in steps],
+    )
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,8 @@ class _Known:
     everyone: Sequence[_OfRank]
     forecast: Forecast
 
-    def file(self, path: Sequence[Link], analysis: StepAnalysis, steps: int) -> StepFile:
-        timeline = self.forecast.timeline
+    def file(self, path: Sequence[Link], analysis: StepAnalysis) -> StepFile:
+        timeline, spans_s = self.forecast.timeline, [each.spans_s for each in self.everyone]
         shown = self._shown(path)
         return StepFile(
             step=self.everyone[0].last[0].step,
@@ -83,9 +88,11 @@ class _Known:
             shown=shown,
             source=self.forecast.source,
             predicted_s=timeline.iteration_s,
-            measured_s=analysis.measured_s,
+            measured_s=slowest_s(spans_s),
             bound_s=analysis.bound_s,
-            typical_steps=steps,
+            traced_s=analysis.measured_s,
+            traced_steps=analysis.steps,
+            typical_steps=len(spans_s[0]),
             tasks=tuple(map(str, self.tasks)),
             lanes=tuple(str(task.lane) for task in self.tasks),
             predicted=self._predicted(timeline, shown),

@@ -18,14 +18,15 @@ Steps = list[list[TaskRecord]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepAnalysis:
-    """Analysis of the kept steps of all ranks. Seconds.
+    """Analysis of the traced steps of all ranks. Seconds.
 
-    measured_s: the median step of the slowest rank, from its first task to its last. simulated_s: the
-    simulated time of the same tasks with their median durations. bound_s: what no order of these tasks can
-    beat, the busiest lane or the critical path. A collective counts with its shortest duration over ranks:
-    the rest is waiting for each other.
+    steps: their number. measured_s: the median step of the slowest rank, from its first task to its last.
+    simulated_s: the simulated time of the same tasks with their median durations. bound_s: what no order of
+    these tasks can beat, the busiest lane or the critical path. A collective counts with its shortest
+    duration over ranks: the rest is waiting for each other.
     """
 
+    steps: int
     measured_s: float
     simulated_s: float
     bound_s: float
@@ -58,7 +59,8 @@ def analyse(
             _write(folder, everyone, timeline)
     control.barrier("waiting for the trace")
     return StepAnalysis(
-        measured_s=median(max(_span_s(step) for step in turn) for turn in zip(*everyone, strict=True)),
+        steps=len(steps),
+        measured_s=slowest_s([[span_s(step) for step in rank] for rank in everyone]),
         simulated_s=timeline.iteration_s,
         bound_s=lower_bound(plan.graph, cost.on_ranks, ranks).seconds,
     )
@@ -82,7 +84,14 @@ def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
     return shifted
 
 
-def _span_s(records: Sequence[TaskRecord]) -> float:
+def slowest_s(spans_s: Sequence[Sequence[float]]) -> float:
+    """Return the median step of the slowest rank. spans_s: by rank, of every step."""
+    slowest: list[float] = [max(step) for step in zip(*spans_s, strict=True)]
+    return median(slowest)
+
+
+def span_s(records: Sequence[TaskRecord]) -> float:
+    """Return the seconds from the first task of a step to the end of its last."""
     return max(r.end_s for r in records) - min(r.start_s for r in records)
 
 

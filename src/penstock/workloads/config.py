@@ -38,6 +38,21 @@ READ_BY: Final[Mapping[RoutingName, tuple[str, ...]]] = {
 }
 """The settings that each workload reads, besides the seed; any other setting is refused."""
 
+ABOUT: Final[Mapping[RoutingName, str]] = {
+    "even": "every expert is chosen alike, up to chance",
+    "zipf": "the expert of popularity rank r is chosen in proportion to r to the power of -zipf_exponent, in "
+    "another order in every layer",
+    "dirichlet": "every sample has preferences of its own: strong locality with a small concentration, weak "
+    "with a large one",
+    "hot_rank": "the experts of one rank get hot_share of all rows, in every layer another rank's",
+    "hot_expert": "one expert gets hot_share of all rows (at most one copy of every token)",
+    "rotating": "a hot rank; after every period steps it is the next rank",
+    "burst": "even, with a hot expert in the last burst_steps of every period steps",
+    "slow_drift": "zipf, which drifts by 0.01 per step, or by drift",
+    "recorded": "what a training run with output.routing=true left",
+}
+"""One sentence on each workload."""
+
 WORDS: Final = {
     "zipf_exponent": "exponent {:g}",
     "dirichlet_concentration": "concentration {:g}",
@@ -101,7 +116,7 @@ class RoutingConfig:
     def words(self) -> str:
         """The workload in words, as in `zipf routing (exponent 1)`."""
         details = [
-            WORDS[key].format(value)
+            WORDS[key].format(value).replace("%", " %")
             for key in READ_BY[self.routing]
             if (value := getattr(self, key)) not in (None, 0.0)
         ]

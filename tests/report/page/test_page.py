@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -22,7 +23,7 @@ from penstock.report.page.findings import binding_of, kinds_of
 from penstock.report.page.finished import Course, FinishedRun
 from penstock.report.page.html import write_page
 from penstock.report.page.timelines import timeline_figure
-from tests.report.page.examples import course, finished, loads, step_file
+from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
 NOTHING = Course(**dict.fromkeys(Course.__dataclass_fields__, ()))
 
@@ -87,6 +88,48 @@ def test_every_figure_has_its_place_and_nothing_leads_elsewhere(run: FinishedRun
     assert "NaN" not in without_library(page).replace("isNaN", "")
 
 
+def cards(run: FinishedRun) -> list[tuple[str, str]]:
+    """Numbers and what is said of them."""
+    return re.findall(r'<div class="card"><b>(.*?)</b><span>(.*?)</span></div>', write_page(run))
+
+
+def test_cards_say_of_which_steps_they_are() -> None:
+    step = replace(
+        step_file(),
+        predicted_s=0.08,
+        measured_s=0.09,
+        bound_s=0.06,
+        typical_steps=10,
+        traced_steps=2,
+        traced_s=0.12,
+    )
+    (_, whole), (part, of), (reached, traced), *_ = cards(finished(step=step))
+    assert whole == "per step (median), update included"
+    assert part == "90.00 ms"
+    assert of == "forward and backward of steps 21 to 30 (median); +12 % against the predicted 80.00 ms"
+    assert (reached, traced.partition(":")[0]) == ("0.50", "overlap efficiency of steps 29 and 30 (traced)")
+    once = replace(step, typical_steps=1, traced_steps=1)
+    assert "of step 30;" in cards(finished(step=once))[1][1]
+    older = replace(step, traced_steps=None, traced_s=None)
+    (_, of), (reached, traced) = cards(finished(step=older))[1:3]
+    assert of.startswith("forward and backward of the last steps (median);")
+    assert (reached, traced.partition(":")[0]) == ("0.67", "overlap efficiency of the last steps (traced)")
+
+
+def test_a_part_that_is_longer_than_the_whole_is_explained() -> None:
+    usual = course()
+    slow = (*usual.iteration_s[:-2], 0.5, 0.7)
+    step = replace(
+        step_file(), predicted_s=0.2, measured_s=0.55, typical_steps=2, traced_steps=2, traced_s=0.55
+    )
+    of = cards(finished(step=step, course=replace(usual, iteration_s=slow)))[1][1]
+    assert of.endswith(
+        "longer than a median step of the run: these steps were slower, 600.0 ms with their updates"
+    )
+    unknown = replace(step, step=STEPS + 9)
+    assert cards(finished(step=unknown))[1][1].endswith("these steps were slower")
+
+
 def test_names_cannot_break_out_of_the_page() -> None:
     evil = "</script><script>alert(1)</script>"
     page = write_page(finished(name=evil, settings=evil, missing=(evil,)))
@@ -143,7 +186,7 @@ def test_what_bound_the_step_is_told_in_shares_of_its_path() -> None:
     assert binding.length_s == pytest.approx(step_file().measured_s)
     assert binding.compute_share + binding.network_share + binding.gap_share == pytest.approx(1.0)
     first, verdict = binding.sentences()
-    assert f"{binding.compute_share:.0%} computation" in first
+    assert f"{100 * binding.compute_share:.0f} % computation" in first
     assert "by" in verdict and "at most" in verdict
     alone = binding_of(step_file(1))
     assert alone is not None and alone.network_share == 0.0

@@ -94,6 +94,24 @@ def test_parameters_that_are_computed_are_refused() -> None:
         torch.func.functional_call(stack, computed, batch_of(case()))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # autograd's, of a cycle that is not made here
+def test_second_derivatives_of_a_step_are_refused() -> None:
+    """Gradients would be without a graph, so that a penalty on them trains nothing."""
+    stack = stack_of(0, case())
+    loss = stack(*batch_of(case()))
+    with pytest.raises(RuntimeError, match=r"create_graph=True.* cannot be differentiated again"):
+        loss.backward(create_graph=True)
+    assert all(p.grad is None for p in stack.parameters())
+    loss.backward()
+    assert all(p.grad is not None for p in stack.parameters())
+
+
+def test_gradients_of_a_step_are_not_returned() -> None:
+    stack = stack_of(0, case())
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(stack(*batch_of(case())), list(stack.parameters()))
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()

@@ -13,6 +13,7 @@ from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
+from penstock.cost.clusters import UNNAMED
 from penstock.cost.doubts import STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
@@ -37,7 +38,7 @@ def profile_run(
     *,
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = ignore,
-    name: str = "this cluster",
+    name: str = UNNAMED,
     asked: Asked = never,
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; return the same file on every rank.
@@ -117,7 +118,7 @@ def _with_links(
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, asked=asked)
     return ClusterFile(
-        name="this cluster",
+        name=UNNAMED,
         nodes=layout.nodes,
         ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links, layout.nodes),

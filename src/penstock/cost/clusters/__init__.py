@@ -14,25 +14,34 @@ WRITTEN_BY = (
     "(runs/tiny/cluster.json); `penstock list clusters` names those that come with Penstock."
 )
 
+NEAR = 0.5
+"""A name that has so much in common with what was asked for may be meant: `fsmoe` is half of one."""
+
+UNNAMED = "this cluster"
+"""The name of a cluster that a run measures for itself."""
+
 
 def names() -> tuple[str, ...]:
     """Return the names of the shipped clusters, in alphabetical order."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
-def find_cluster(name_or_path: str) -> ClusterFile:
+def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     """Return a shipped cluster by its name, or the file at a path.
 
-    Raises ConfigError for an unknown name, naming the nearest one, and for a file that cannot be used.
+    key: the setting that names it, for errors; "" = the name itself is shown. Raises ConfigError for an
+    unknown name, naming one that is near, and for a file that cannot be used.
     """
+    subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
     if name_or_path in names():
         return ClusterFile.read(FOLDER / f"{name_or_path}.json")
     path = expanded(name_or_path, "cluster")
     if path.suffix == ".json" and is_missing(path):
-        raise ConfigError(name_or_path, UNSET, "there is no such file", WRITTEN_BY)
+        raise ConfigError(*subject, "there is no such file", WRITTEN_BY)
     if not is_missing(path) or path.suffix == ".json" or len(path.parts) > 1:
         return ClusterFile.read(path)
-    near = get_close_matches(name_or_path, names(), n=1, cutoff=0.0)[0]
+    near = get_close_matches(name_or_path, names(), n=1, cutoff=NEAR)
     why = "is neither the path of a cluster file nor the name of a cluster that comes with Penstock"
-    hint = f"Nearest: {near}. All: {', '.join(names())}. Or measure one with `penstock profile`."
-    raise ConfigError(name_or_path or "cluster", UNSET, why, hint)
+    nearest = f"Nearest: {near[0]}. " if near else ""
+    hint = f"{nearest}All: {', '.join(names())}. Or measure one with `penstock profile`."
+    raise ConfigError(*subject, why, hint)

@@ -11,7 +11,7 @@ from penstock.graph import Lane, Name, Phase
 from penstock.ops import OPS
 from penstock.ops.families import Family, family_of
 from penstock.trace.step_file import PathLink, StepFile
-from penstock.words import milliseconds
+from penstock.words import milliseconds, percent
 
 PHASES: Final = {
     Phase.FORWARD: "forward",
@@ -114,10 +114,12 @@ class Binding:
             (self.network_share, "transfers between ranks", self.moved_s),
         ]
         told = [
-            f"{share:.0%} {what} ({self._families(seconds)})" for share, what, seconds in sides if share > 0
+            f"{percent(share)} {what} ({self._families(seconds)})"
+            for share, what, seconds in sides
+            if share > 0
         ]
         if self.gap_share >= LEAST_SHARE:
-            told.append(f"{self.gap_share:.0%} pauses between two tasks")
+            told.append(f"{percent(self.gap_share)} pauses between two tasks")
         return [
             f"The longest chain of tasks that waited for each other took {milliseconds(self.length_s)}: "
             f"{', '.join(told)}.",
@@ -130,22 +132,23 @@ class Binding:
         if self.network_share > MOSTLY:
             return (
                 "The network limits this step: with devices of any speed it would be shorter by "
-                f"{self.compute_share:.0%} at most."
+                f"{percent(self.compute_share)} at most."
             )
         if self.compute_share > MOSTLY:
             return (
                 "Computation limits this step: with a network of any speed it would be shorter by "
-                f"{self.network_share:.0%} at most."
+                f"{percent(self.network_share)} at most."
             )
         return (
             "Neither limits this step alone: with a network of any speed it would be shorter by "
-            f"{self.network_share:.0%} at most, with devices of any speed by {self.compute_share:.0%}."
+            f"{percent(self.network_share)} at most, with devices of any speed by "
+            f"{percent(self.compute_share)}."
         )
 
     def _families(self, seconds: Mapping[Family, float]) -> str:
         shares = {family: each / self.length_s for family, each in seconds.items()}
         ordered = sorted(shares.items(), key=lambda each: -each[1])
-        return ", ".join(f"{family} {share:.0%}" for family, share in ordered if share >= LEAST_SHARE)
+        return ", ".join(f"{family} {percent(share)}" for family, share in ordered if share >= LEAST_SHARE)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -22,7 +22,7 @@ from penstock.report.page.tables import kinds_table, plans_table, relative, sign
 from penstock.report.page.template import choice, figure, legend, page, paragraph, section
 from penstock.report.page.timelines import families_of, path_figure, timeline_figure
 from penstock.trace.step_file import StepFile
-from penstock.words import counted, gib, milliseconds
+from penstock.words import counted, gib, milliseconds, percent
 
 WARM_UP_STEPS = 2
 """First steps, which allocate buffers and open connections; medians leave them out."""
@@ -59,26 +59,50 @@ def _cards(run: FinishedRun) -> Iterator[str]:
     if (iteration_s := _typical(course.iteration_s)) is not None:
         yield _card(milliseconds(iteration_s), "per step (median), update included")
     if step is not None:
-        told = "forward and backward"
-        if step.predicted_s > 0:
-            ratio = relative(step.measured_s / step.predicted_s)
-            against = "the" if ratio.endswith("times") else "against the"
-            told += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
-        yield _card(milliseconds(step.measured_s), told)
-        yield _card(
-            f"{step.bound_s / step.measured_s:.2f}" if step.measured_s > 0 else "unknown",
-            "overlap efficiency: 1.00 = no order of the same tasks is faster",
-        )
+        yield _card(milliseconds(step.measured_s), _forward_and_backward(step, course, iteration_s))
+        reached = "unknown" if step.efficiency is None else f"{step.efficiency:.2f}"
+        traced = f"{_last_steps(step, step.traced_steps)} (traced)"
+        yield _card(reached, f"overlap efficiency of {traced}: 1.00 = no order of the same tasks is faster")
     if (tokens_per_s := _typical(course.tokens_per_s)) is not None:
         yield _card(f"{tokens_per_s:,.0f}", "tokens per second (median)")
     if (hidden := _hidden(course)) is not None:
-        yield _card(f"{hidden:.0%}", "of the communication hidden under computation")
+        yield _card(percent(hidden), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
         told = "model FLOPs utilisation: of the fastest matrix product that the profile measured"
-        yield _card(f"{used:.1%}", told)
+        yield _card(f"{100 * used:.1f} %", told)
     if (memory := _largest(course.peak_memory_bytes)) is not None:
         yield _card(gib(memory), "held by rank 0 at most")
     yield from _loss_cards(course)
+
+
+def _forward_and_backward(step: StepFile, course: Course, iteration_s: float | None) -> str:
+    """Return what its card says. iteration_s: of a typical step, update included."""
+    steps = None if step.traced_steps is None else step.typical_steps
+    told = f"forward and backward of {_last_steps(step, steps)}"
+    told += "" if steps == 1 else " (median)"
+    if step.predicted_s > 0:
+        ratio = relative(step.measured_s / step.predicted_s)
+        against = "the" if ratio.endswith("times") else "against the"
+        told += f"; {ratio} {against} predicted {milliseconds(step.predicted_s)}"
+    if iteration_s is not None and step.measured_s > iteration_s:
+        told += "; longer than a median step of the run: these steps were slower"
+        at = range(step.step - (steps or 0) + 1, step.step + 1)
+        of_these = [
+            each for number, each in zip(course.steps, course.iteration_s, strict=True) if number in at
+        ]
+        if known := [each for each in of_these if each is not None]:
+            told += f", {milliseconds(median(known))} with their updates"
+    return told
+
+
+def _last_steps(step: StepFile, count: int | None) -> str:
+    """Name the last `count` steps up to that of the file; None = their number is not known."""
+    if count is None:
+        return "the last steps"
+    first = step.step - count + 1
+    if count == 1:
+        return f"step {first}"
+    return f"steps {first} {'and' if count == 2 else 'to'} {step.step}"
 
 
 def _loss_cards(course: Course) -> Iterator[str]:

@@ -23,7 +23,9 @@ def kinds_table(kinds: Sequence[KindOfTask]) -> str:
     head = ("kind of task", "lane", "tasks", "predicted", "measured", "difference", "", "")
     rows = [_kind_row(kind, widest) for kind in kinds[:MOST_KINDS]]
     lanes = dict.fromkeys(kind.lane for kind in kinds)
-    totals = [_total_row(lane, [kind for kind in kinds if kind.lane == lane]) for lane in lanes]
+    totals = [
+        _total_row(lane, "intra" in lanes, [kind for kind in kinds if kind.lane == lane]) for lane in lanes
+    ]
     more = len(kinds) - MOST_KINDS
     note = f'<p class="quiet">and {more} more kinds of smaller differences</p>' if more > 0 else ""
     return _table(head, [*rows, *totals]) + note
@@ -62,11 +64,11 @@ def _kind_row(kind: KindOfTask, widest: float) -> str:
     )
 
 
-def _total_row(lane: str, kinds: Sequence[KindOfTask]) -> str:
+def _total_row(lane: str, nodes: bool, kinds: Sequence[KindOfTask]) -> str:
     predicted_s = sum(kind.predicted_s for kind in kinds)
     measured_s = sum(kind.measured_s for kind in kinds)
     cells = [
-        f"all of {lane_words(lane)}",
+        f"all of {lane_words(lane, nodes=nodes)}",
         lane,
         str(sum(kind.count for kind in kinds)),
         milliseconds(predicted_s),

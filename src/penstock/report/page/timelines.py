@@ -11,7 +11,7 @@ from penstock.ops.families import Family, family_of
 from penstock.report.page.findings import Binding, title_of
 from penstock.report.page.style import COLOURS, DARK, FAINT, PAUSE, QUIET, TEXT, Figure, axis, layout
 from penstock.trace.step_file import Spans, StepFile
-from penstock.words import milliseconds
+from penstock.words import milliseconds, percent
 
 ROW, GAP = 1.0, 1.15
 """Heights of a lane, and of the gap between the two runs, in units of the axis."""
@@ -122,7 +122,7 @@ def path_figure(binding: Binding) -> Figure:
             "x": [1e3 * seconds],
             "name": name,
             "marker": {"color": colour, "line": {"color": "white", "width": 1}},
-            "text": [f"{seconds / binding.length_s:.0%}"],
+            "text": [percent(seconds / binding.length_s)],
             "textposition": "inside",
             "insidetextanchor": "middle",
             "textangle": 0,

@@ -43,7 +43,7 @@ def check_guests(layers: Layers, shape: StepShape, machinery: Machinery) -> None
 
 
 def check_can_host(layers: Layers, shape: StepShape, layout: Layout) -> None:
-    """Raise ValueError that says why experts of these layers cannot be hosted under a plan of this shape."""
+    """Raise ValueError, saying why, if a plan of this shape cannot host experts of these layers."""
     if not shape.guest_slots:
         return
     _check_form(shape, layout)

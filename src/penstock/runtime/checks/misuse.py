@@ -45,7 +45,7 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def refuse_pickle() -> NoReturn:
-    """Raise TypeError: the threads and process groups of a stack are of this process."""
+    """Raise TypeError: the threads and process groups of a stack belong to this process."""
     raise TypeError(
         "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
         "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
@@ -53,11 +53,11 @@ def refuse_pickle() -> NoReturn:
 
 
 def raise_replaced(name: str) -> NoReturn:
-    """Raise RuntimeError: a gradient that a hook put into `.grad` during a step was not synchronised."""
+    """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
     raise RuntimeError(
-        f"the gradient of {name} was replaced or removed while backward was running, before it was summed "
-        "over ranks and microbatches: what has been updated from it is wrong. Update parameters after "
-        "loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
+        f"the gradient of {name} was replaced or removed while backward was running, or the parameter was "
+        "updated, before its gradient was summed over ranks and microbatches: the update is wrong. "
+        "Update parameters after loss.backward(), not in a hook (register_post_accumulate_grad_hook)."
     )
 
 
@@ -75,6 +75,19 @@ def check_no_checkpoint() -> None:
         )
 
 
+def check_no_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass that is to be differentiated again (create_graph=True).
+
+    Autograd enables gradients in such a pass alone.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True) of a PipelinedStack's loss: a step sums finished gradients over "
+            "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
+            "create_graph, and take second derivatives of the model alone, outside of the stack"
+        )
+
+
 def check_updates(updating: Updating | None, updates: Updates | None) -> None:
     """Raise RuntimeError if the steps update parameters and no optimizer is given for that."""
     if updating is not None and updates is None:
@@ -85,7 +98,7 @@ def check_updates(updating: Updating | None, updates: Updates | None) -> None:
 
 
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
-"""The stack that trains a model; a model itself knows nothing of it, so that it can be copied and pickled."""
+"""The stack that trains a model. The model itself has no reference to it, so it can be copied and pickled."""
 
 
 def watch_model(model: nn.Module, stack: Any) -> None:

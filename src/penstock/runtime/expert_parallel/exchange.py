@@ -95,11 +95,11 @@ class ExpertParallel:
         return exchange_counts(plan.counts_CN, maker, self._transport).value
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, route, self._transport, True)
+        moved: Tensor = _Travel.apply(rows, _anchor(route), route, self._transport, True)
         return moved
 
     def to_home(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, route, self._transport, False)
+        moved: Tensor = _Travel.apply(rows, _anchor(route), route, self._transport, False)
         return moved
 
     def adopt(self, experts: nn.Module) -> None:
@@ -150,7 +150,7 @@ class ExpertParallel:
         if self.layout.edp_size == 1:
             return
         for tensor in _state(experts).values():
-            # A sum with zeros: the transport has no broadcast, and this happens once.
+            # Copied by a sum with zeros: the transport has no broadcast, and this happens once.
             held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
             held = held.contiguous()
             if not self._ranks.is_first_replica:
@@ -233,7 +233,8 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grads[0], *(ctx.exchange.finish_gradient(grad) for grad in grads[1:])
+        finished = (ctx.exchange.finish_gradient(grad.detach()) for grad in grads[1:])
+        return None, *_once(grads[0].detach(), *finished)
 
 
 class _Call(nn.Module):
@@ -248,17 +249,56 @@ class _Call(nn.Module):
 
 
 class _Travel(torch.autograd.Function):
-    """Moves rows along all legs, outward or home; gradients travel the opposite way."""
+    """Moves rows along all legs, outward or home; gradients travel the opposite way.
+
+    anchor: makes autograd call `backward` on every rank, since all have to take part in it, also on one whose
+    tokens need no gradient (a rank without samples, say).
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: ChunkRoute, transport: Transport, outward: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, anchor: Tensor | None, route: ChunkRoute, transport: Transport, outward: bool
+    ) -> Tensor:
+        del anchor
         ctx.route, ctx.transport, ctx.outward = route, transport, outward
         return _travel(rows, route, transport, outward=outward)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = _travel(grads[0].contiguous(), ctx.route, ctx.transport, outward=not ctx.outward)
-        return back, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        came = grads[0].detach().contiguous()
+        (back,) = _once(_travel(came, ctx.route, ctx.transport, outward=not ctx.outward))
+        return back, None, None, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Passes gradients unchanged, and says why they cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        del ctx
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        del ctx, grads
+        raise RuntimeError(
+            "the gradients of an MoELayer with ExpertParallel have crossed ranks and cannot be "
+            "differentiated again (create_graph=True, a penalty on gradients): take second derivatives of a "
+            "layer without an exchange, which holds all experts"
+        )
+
+
+def _once(*gradients: Tensor) -> tuple[Tensor, ...]:
+    """Return gradients for which a second derivative, where one is to be possible, is an error."""
+    if not torch.is_grad_enabled():
+        return gradients
+    passed: tuple[Tensor, ...] = _Once.apply(*(gradient.requires_grad_() for gradient in gradients))
+    return passed
+
+
+def _anchor(route: ChunkRoute) -> Tensor | None:
+    """Return a tensor that needs a gradient, where rows leave the rank and gradients are wanted."""
+    return torch.empty(0, requires_grad=True) if route.legs and torch.is_grad_enabled() else None
 
 
 def _travel(rows: Tensor, route: ChunkRoute, transport: Transport, *, outward: bool) -> Tensor:

@@ -23,6 +23,8 @@ class FlatGradients:
     sum over ranks that is the gradient.
     """
 
+    _compares_values = True
+
     def __init__(self, parameters: Sequence[nn.Parameter], share: float = 1.0) -> None:
         self.parameters, self.share = list(parameters), share
         self.sizes = [p.numel() for p in self.parameters]
@@ -31,6 +33,7 @@ class FlatGradients:
         self._idle = 0
         self._views: list[Tensor] = []
         self._before: list[Tensor | None] = []
+        self._were: _Values | None = None
         self._parts: tuple[int, ...] = ()
         self._pieces: list[tuple[int, int]] = []
 
@@ -64,6 +67,7 @@ class FlatGradients:
         parts = zip(self.flat.split(self.sizes), self.parameters, strict=True)
         self._views = [part.view(p.shape) for part, p in parts]
         self._before = [p.grad for p in self.parameters]
+        self._were = _Values.of(self.parameters, deeply=self._compares_values)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
@@ -88,12 +92,13 @@ class FlatGradients:
 
     @torch.no_grad()
     def finish(self) -> list[nn.Parameter]:
-        """Add the sums to earlier gradients; return parameters whose gradient is not in the buffer.
+        """Add the sums to earlier gradients; return parameters that something else has used in the pass.
 
-        As in PyTorch, an earlier gradient is added to in place, and a parameter that has been frozen since
-        the forward pass keeps its earlier gradient.
+        Such a parameter's gradient is not in the buffer, or its values have changed since `begin`. As in
+        PyTorch, an earlier gradient is added to in place, and a parameter that has been frozen since the
+        forward pass keeps its earlier gradient.
         """
-        replaced = []
+        replaced = self._changed()
         if self.share != 1.0 and self._views:
             self.flat.mul_(self.share)
         for parameter, view, before in zip(self.parameters, self._views, self._before, strict=True):
@@ -106,11 +111,50 @@ class FlatGradients:
         self._views, self._before = [], []
         return replaced
 
+    def _changed(self) -> list[nn.Parameter]:
+        """Return parameters that something has updated since `begin`: an optimiser in a hook, say."""
+        were, self._were = self._were, None
+        if were is None:
+            return []
+        return were.changed(_Values.of(self.parameters, deeply=self._compares_values))
+
     def abandon(self) -> None:
         """Restore every parameter's earlier gradient after a failed pass, whether that had begun or not."""
         for parameter, before in zip(self.parameters, self._before, strict=False):
             parameter.grad = before
-        self._views, self._before = [], []
+        self._views, self._before, self._were = [], [], None
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What tells whether parameters have changed. norms: int64, the bits of norms of those with a hook.
+
+    Not every update raises the version of a tensor: the fused AdamW does not.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    versions: Sequence[int]
+    hooked: Sequence[nn.Parameter]
+    norms: Tensor | None
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, parameters: Sequence[nn.Parameter], *, deeply: bool) -> _Values:
+        """Return the present values. deeply: also where parameters with a hook may change unnoticed."""
+        hooked = [p for p in parameters if deeply and getattr(p, "_post_accumulate_grad_hooks", None)]
+        norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in hooked]
+        bits = torch.stack(norms).view(torch.int64) if norms else None  # of a NaN, too, to be equal
+        return cls(parameters, [p._version for p in parameters], hooked, bits)
+
+    def changed(self, now: _Values) -> list[nn.Parameter]:
+        """Return the parameters whose values are others now."""
+        versions = zip(self.parameters, self.versions, now.versions, strict=True)
+        found = [p for p, before, after in versions if before != after]
+        if found or self.norms is None or now.norms is None or len(self.hooked) != len(now.hooked):
+            return found
+        return [
+            p for p, differs in zip(self.hooked, (self.norms != now.norms).tolist(), strict=True) if differs
+        ]
 
 
 class ScatteredGradients(FlatGradients):
@@ -119,6 +163,8 @@ class ScatteredGradients(FlatGradients):
     No parameter has a gradient after a backward pass: some parts of the buffer hold the sum, others what this
     rank has added.
     """
+
+    _compares_values = False  # the optimiser itself may update parameters while backward runs
 
     def check(self) -> None:
         """Raise RuntimeError also for a parameter that has a gradient, or was frozen since forward."""
@@ -133,8 +179,9 @@ class ScatteredGradients(FlatGradients):
                 )
 
     def finish(self) -> list[nn.Parameter]:
-        """Take the gradients away; return parameters whose gradient is not in the buffer."""
-        replaced = [p for p, view in zip(self.parameters, self._views, strict=True) if p.grad is not view]
+        """Take the gradients away; return parameters that something else has used in the pass."""
+        replaced = self._changed()
+        replaced += [p for p, view in zip(self.parameters, self._views, strict=True) if p.grad is not view]
         for parameter in self.parameters:
             parameter.grad = None
         self._views, self._before = [], []
@@ -218,7 +265,7 @@ class GradientBucket:
         return [piece for piece in pieces if piece.numel()]
 
     def finish(self) -> list[nn.Parameter]:
-        """Add to earlier gradients; return parameters whose gradient was replaced in backward."""
+        """Add to earlier gradients; return parameters replaced or updated, or whose gradient was."""
         return [parameter for flat in self.flats for parameter in flat.finish()]
 
     def abandon(self) -> None:

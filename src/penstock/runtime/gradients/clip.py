@@ -128,7 +128,7 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
     )
     device = parameters[0].device if parameters else torch.device("cpu")
     row = torch.stack([_norm(_gradients(kind), order, foreach).to(device) for kind in kinds])
-    # Ranks may list their parameters in different orders, and still choose the same way to meet.
+    # Ranks may list their parameters in different orders, and must still choose the same transport.
     homes = (home for _, home in (*experts, *dense) if home is not None)
     spread = [home for home in homes if home.layout.world_size > 1]
     if not spread:

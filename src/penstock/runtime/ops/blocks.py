@@ -199,7 +199,7 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     residual_BLM, weights, shared_TM = beside
     with context.autocast():
         out_TM = experts_of(block).unorder(entered["rows"], weights, plan, shared_TM)
-        if residual_BLM is None:  # it is in the rows
+        if residual_BLM is None:  # rows have it
             out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
         else:
             out_BLM = block.add(residual_BLM, out_TM, known.keys)

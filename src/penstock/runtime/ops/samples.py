@@ -194,7 +194,7 @@ def _by_sample(
     context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """Return tensors [T, N] as [B, L, N]."""
-    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps as many
+    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps their number
     return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
 
 

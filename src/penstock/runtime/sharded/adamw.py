@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
-from penstock.runtime.sharded.updates import Groups, Updates
+from penstock.runtime.sharded.strays import Groups, refuse_strays
+from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.stack import PipelinedStack
 
 SHARDED = "penstock_sharded"
@@ -84,24 +85,37 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Let the backward pass inside update parameters, too: it must be the last one before `step`."""
+        """Let the backward pass inside update parameters, too: it must be the last one before `step`.
+
+        Raises RuntimeError, as `step` does, for gradients that are in no share.
+        """
         self._check_current()
         self.updates.in_backward = True
         try:
             yield
         finally:
             self.updates.in_backward = False
+        refuse_strays(self.param_groups, self._stack.model)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update by the sums of the last backward passes, unless they have updated already."""
+        """Update by the sums of the last backward passes, unless they have updated already.
+
+        Raises RuntimeError, naming the parameter, if one has a gradient that the stack's steps have not
+        summed: the update would leave it out.
+        """
         if closure is not None:
             raise ValueError("a sharded optimizer updates once per backward pass and takes no closure")
         self._check_current()
+        refuse_strays(self.param_groups, self._stack.model)
         self.updates.run()
 
     def flush(self) -> None:
-        """Gather all parameters that wait for the next forward pass; all ranks must call it."""
+        """Gather all parameters that wait for the next forward pass; all ranks must call it.
+
+        Raises RuntimeError, as `step` does, for gradients that are in no share.
+        """
+        refuse_strays(self.param_groups, self._stack.model)
         self.updates.flush(self._stack.plan.graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -140,7 +154,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         check_state(state_dict["param_groups"], pairs)
         self._stack.settle()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.updates.groups = self.param_groups  # a new list
+        self.updates.groups = self.param_groups  # super() has made a new list
         for parameter, saved in pairs:
             found = self.updates.share_of(parameter)
             if found is None and saved:  # frozen; it may be trained later

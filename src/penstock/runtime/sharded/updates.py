@@ -16,6 +16,7 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.sharded.failed import Failed
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
+from penstock.runtime.sharded.strays import Groups, group_numbers
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
@@ -24,8 +25,6 @@ from penstock.topology import Layout
 TINY = 1e-6
 Shares = dict[tuple[str, int], list[Share]]
 """By kind of gradients and layer."""
-Groups = Sequence[Mapping[str, Any]]
-"""Parameter groups as in `torch.optim`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Updates:
         self._buckets: Buckets | None = None
         self._cut: tuple[object, ...] = ()
         self._shares: Shares = {}
-        self._asleep: Shares = {}  # of frozen parameters: they may be trained again
+        self._asleep: Shares = {}  # those of frozen parameters: they may be trained again
         self._stale: set[Name] = set()
         self._group_of: dict[int, int] = {}  # the number of every parameter's group, by its id
         self.steps: dict[nn.Parameter, Tensor] = {}
@@ -64,7 +63,7 @@ class Updates:
         self.judged: Judged | None = None
         self.in_backward = False
         self.changes = 0  # how often parameters have been updated
-        self._summed: Graph | None = None  # of the step that has left sums
+        self._summed: Graph | None = None  # that of the step that has left sums
         self.failed = Failed()
 
     @property
@@ -84,7 +83,7 @@ class Updates:
 
         All ranks must call it together; it costs an exchange where the cut or a parameter has changed.
         """
-        self._group_of = {id(p): number for number, group in enumerate(self.groups) for p in group["params"]}
+        self._group_of = group_numbers(self.groups)
         layers = range(shape.num_layers)
         cut = tuple(shape.parts_of(layer, kind) for kind in REDUCTIONS for layer in layers)
         if buckets is self._buckets and cut == self._cut:
@@ -326,6 +325,7 @@ class Updates:
         self.failed.refuse()
         if (graph := self._summed) is None:
             return
+        self._group_of = group_numbers(self.groups)  # parameters may have changed groups after backward
         loss = torch.zeros((), device=self._device)
         for task in graph.tasks:
             if of_optimizer(task) == "norm":

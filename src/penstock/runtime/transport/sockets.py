@@ -41,7 +41,7 @@ class Sockets:
     def _each(self, act: Callable[[socket.socket], None]) -> None:
         # A descriptor whose socket was closed may stand for something else by now: both must be as they were.
         for descriptor, _ in self.targets & Sockets.now().targets:
-            # A connection that a peer has closed already is as dead as it can be.
+            # A connection that a peer has closed already needs nothing more.
             with suppress(OSError), closing(socket.socket(fileno=os.dup(descriptor))) as connection:
                 connection.getpeername()  # a listener has no peer; cutting one would abort the process
                 act(connection)

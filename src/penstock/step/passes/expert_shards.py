@@ -25,7 +25,7 @@ class GatheredShards:
     before  D ─rows─ X ─rows─ C
     after   D ─rows─ XG ─rows─ X ─rows─ XS ─rows─ C          XG, XS intra
 
-    shards: of every expert.
+    shards: shards of every expert.
     """
 
     shards: int
@@ -65,7 +65,7 @@ class DealtSlots:
     before  AT ─rows─ D ... C ─rows─ U
     after   AT ─rows─ SD ─rows─ D ... C ─rows─ SG ─rows─ U          SD, SG intra
 
-    ranks: that share attention.
+    ranks: ranks that share attention.
     """
 
     ranks: int
@@ -93,7 +93,7 @@ class RepeatedRows:
     before  AT ─rows─ D ... X ─rows─ C ─rows─ U
     after   AT ─rows─ BG ─rows─ D ... X ─rows─ BR ─rows─ C ─rows─ BS ─rows─ U          BG, BR, BS intra
 
-    shards: of every expert.
+    shards: shards of every expert.
     """
 
     shards: int

@@ -26,7 +26,7 @@ class Guests:
     before  D ─rows─ X
     after   D ─rows─ X          GP.p0, GP.p1 ─guests─ X
 
-    pieces: into which every guest is cut.
+    pieces: number of pieces into which every guest is cut.
     """
 
     pieces: int
@@ -59,7 +59,7 @@ class GuestGradients:
     before  X.m1.B, X.m0.B
     after   X.m1.B, X.m0.B ─gradients─ GG.p0, GG.p1
 
-    pieces: into which every guest is cut.
+    pieces: number of pieces into which every guest is cut.
     """
 
     pieces: int

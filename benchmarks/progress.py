@@ -1,0 +1,67 @@
+"""What a benchmark does now, on standard error, and what it has measured so far, for when it is stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+LINE_EVERY_S: Final = 1.0
+
+
+class Board:
+    """Of this process, which measures one thing. Silent until a command has begun it."""
+
+    def __init__(self) -> None:
+        self._name, self._row, self._told_s = "", "", 0.0
+        self._result: Callable[[], Any] | None = None
+
+    def begin(self, name: str, *, shown: bool) -> None:
+        """name: of the benchmark. shown: whether this process is the one that tells what is done."""
+        self._name, self._row, self._told_s = name if shown else "", "", -LINE_EVERY_S
+        self._result = None
+
+    def row(self, what: str) -> None:
+        """Print it, and from now on before all that is said; "" = no row any more."""
+        self._row, self._told_s = "", -LINE_EVERY_S
+        if what:
+            self.say(what)
+            self._row = f"{what}: "
+
+    def say(self, what: str) -> None:
+        """Print it, unless something was printed a moment ago."""
+        now_s = time.monotonic()
+        if self._name and now_s - self._told_s >= LINE_EVERY_S:
+            self._told_s = now_s
+            print(f"{self._name}: {self._row}{what}", file=sys.stderr, flush=True)
+
+    def keep(self, result: Callable[[], Any]) -> None:
+        """What a stop from now on prints: the result of what has been measured."""
+        self._result = result
+
+    def kept(self) -> Any:
+        """The result of what had been measured by the last `keep`; None if nothing had."""
+        return None if self._result is None else self._result()
+
+
+BOARD: Final = Board()
+
+
+def in_rows(
+    rows: Sequence[tuple[str, Callable[[], T]]], result: Callable[[tuple[T, ...]], Any]
+) -> tuple[T, ...]:
+    """What every row measures, one after the other; told with its number, and kept as far as it is there.
+
+    rows: what to say, and what to call. result: of some of them, as the whole benchmark returns it.
+    """
+    found: list[T] = []
+    for number, (what, measure) in enumerate(rows, 1):
+        BOARD.row(f"{what}, {number} of {len(rows)}")
+        found.append(measure())
+        until_here = tuple(found)
+        BOARD.keep(lambda kept=until_here: result(kept))  # type: ignore[misc]
+    BOARD.row("")
+    return tuple(found)

@@ -1,0 +1,86 @@
+"""How a benchmark stops when it is asked to: soon, with what it has measured, and without a traceback.
+
+A signal raises KeyboardInterrupt where Python runs. A process that waits in a library hears it later, and one
+that clears up may wait for others that are gone, so a process that has not ended within `GRACE_S` of the
+signal is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from benchmarks.progress import BOARD
+from penstock.cli.codes import INTERRUPTED
+from penstock.cli.ranks import NOTHING_MEASURED
+
+UNTIL_THEN: Final = "stopped; the table has what was measured until then"
+GRACE_S: Final = 4.0
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """While it is entered: whether this process was `asked` to stop, and that it does.
+
+    show: prints a result. speaks: whether this process is the one that says what became of it.
+    """
+
+    def __init__(self, show: Callable[[Any], object], *, speaks: bool) -> None:
+        self.asked = False
+        self._show, self._speaks = show, speaks
+        self._raised, self._ended, self._told = False, threading.Event(), threading.Lock()
+
+    def __enter__(self) -> Stop:
+        self._heard, self._signals = socket.socketpair()
+        self._signals.setblocking(False)
+        self._before = {each: signal.getsignal(each) for each in SIGNALS}
+        signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
+        for each, before in self._before.items():
+            if before != signal.SIG_IGN:
+                signal.signal(each, self._raise)
+        threading.Thread(target=self._watch, name="benchmark-stop", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for each, before in self._before.items():
+            signal.signal(each, before)
+        signal.set_wakeup_fd(-1)
+        self._signals.close()
+
+    def tell(self) -> None:
+        """Print what was measured, and say so; once."""
+        if not self._told.acquire(blocking=False) or not self._speaks:
+            return
+        result = BOARD.kept()
+        if result is not None:
+            self._show(result)
+        sys.stdout.flush()
+        said = NOTHING_MEASURED if result is None else UNTIL_THEN
+        print(f"penstock: {said}", file=sys.stderr, flush=True)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Only once: one Ctrl-C may arrive twice, and the second would interrupt the end."""
+        del number, frame
+        self.asked = True
+        if not self._raised:
+            self._raised = True
+            raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        """The kernel's word reaches this thread whatever the main one waits for."""
+        with self._heard:
+            while heard := self._heard.recv(1):
+                if heard[0] in SIGNALS:
+                    self.asked = True
+                    if not self._ended.wait(GRACE_S):
+                        self.tell()
+                        os._exit(INTERRUPTED)

@@ -1,0 +1,181 @@
+"""Benchmarks that are stopped: what they tell before, what is left of them, and that they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.layer.measure import in_turns
+from benchmarks.progress import BOARD, in_rows
+from benchmarks.published.study import in_processes
+from tests.support.runs import STARTED, clean_environ, wait_until
+
+NOTHING = "penstock: stopped; nothing had been measured yet\n"
+UNTIL_THEN = "penstock: stopped; the table has what was measured until then\n"
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """Afterwards nothing is told any more."""
+    yield
+    BOARD.begin("", shown=False)
+
+
+def stop() -> int:
+    raise KeyboardInterrupt
+
+
+def summed(found: tuple[int, ...]) -> int:
+    return sum(found)
+
+
+# ---- in one process ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_told_with_their_number_and_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    BOARD.begin("sums", shown=True)
+    rows: list[tuple[str, Callable[[], int]]] = [("five", lambda: 5), ("seven", lambda: 7), ("never", stop)]
+    with pytest.raises(KeyboardInterrupt):
+        in_rows(rows, summed)
+    assert BOARD.kept() == 12
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["sums: five, 1 of 3", "sums: seven, 2 of 3", "sums: never, 3 of 3"]
+
+
+def test_nothing_is_kept_where_no_row_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    BOARD.begin("sums", shown=False)
+    with pytest.raises(KeyboardInterrupt):
+        in_rows([("never", stop)], summed)
+    assert BOARD.kept() is None
+    assert capsys.readouterr().err == ""
+
+
+def test_only_whole_rounds_are_kept() -> None:
+    BOARD.begin("turns", shown=False)
+    numbers = iter(range(5))
+    ways = {"a": lambda: next(numbers), "b": lambda: next(numbers, None) or stop()}
+    with pytest.raises(KeyboardInterrupt):
+        in_turns(ways, rounds=3, warmup=0, result=dict)
+    assert BOARD.kept() == {"a": [0, 3], "b": [1, 2]}
+
+
+def _mark(folder: Path, number: int) -> dict[str, float]:
+    """Soon for the first 16, which two processes take first; later ones leave a file, after a while."""
+    if number >= 16:
+        time.sleep(2)
+        (folder / str(number)).touch()
+    return {}
+
+
+def test_processes_that_share_the_work_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(what: str) -> None:
+        raise KeyboardInterrupt(what)
+
+    monkeypatch.setattr(BOARD, "say", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        in_processes(partial(_mark, tmp_path), list(range(32)), workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- in a process of its own -------------------------------------------------------------------------------
+
+
+def ran(program: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", program]
+    return subprocess.run(words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=60)
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, NOTHING), ("0", NOTHING), ("1", "")])
+def test_a_stop_while_modules_are_loaded(rank: str | None, said: str) -> None:
+    own = "" if rank is None else f"os.environ['RANK'] = {rank!r}\n"
+    lines = "sys.argv = ['-m']  # as it is then\nimport benchmarks\nsignal.raise_signal(signal.SIGINT)"
+    done = ran(f"import os, signal, sys\n{own}{lines}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", said)
+
+
+STUCK = """
+import signal, time
+from benchmarks import stopping
+from benchmarks.progress import BOARD
+stopping.GRACE_S = 0.1
+BOARD.begin("stuck", shown=False)
+{keep}
+with stopping.Stop(print, speaks={speaks}):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        time.sleep(600)  # as for others that are gone
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keep", "speaks", "out", "error"),
+    [
+        ("", True, "", NOTHING),
+        ("BOARD.keep(lambda: 7)", True, "7\n", UNTIL_THEN),
+        ("BOARD.keep(lambda: 7)", False, "", ""),
+    ],
+)
+def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str, error: str) -> None:
+    done = ran(STUCK.format(keep=keep, speaks=speaks))
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
+
+
+# ---- the commands ------------------------------------------------------------------------------------------
+
+
+def stopped(tmp_path: Path, reached: str, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a benchmark that is interrupted when it says what matches."""
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    with out.open("wb") as stdout, errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            env=clean_environ(),
+            start_new_session=True,
+        )
+    STARTED.append(process)
+    wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    code = process.wait(timeout=30)
+    return code, out.read_text(), errors.read_text()
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_stopped_prints_what_it_has(tmp_path: Path) -> None:
+    own = ("parallel.processes=1", "--json")
+    code, out, error = stopped(tmp_path, r"round [2-9]", "benchmarks.interpreter", *own)
+    assert code == 130, error
+    assert error.endswith(UNTIL_THEN) and "Traceback" not in error
+    assert 1 <= json.loads(out)["interpreter"]["rounds"] < 60
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_end_together(tmp_path: Path) -> None:
+    code, out, error = stopped(tmp_path, r"all-to-all", "benchmarks.collectives", "parallel.processes=2")
+    assert code == 130, error
+    assert error.endswith(UNTIL_THEN) and "Traceback" not in error
+    assert error.count("penstock: ") == 1
+    assert " counts " in out
+
+
+@pytest.mark.slow
+def test_a_process_that_starts_others_prints_what_it_has(tmp_path: Path) -> None:
+    code, out, error = stopped(tmp_path, r"small step", "benchmarks.orders", "--problems", "100")
+    assert code == 130, error
+    assert error.count("penstock: stopped; ") == 1 and "Traceback" not in error
+    assert ("| order" in out) == error.endswith(UNTIL_THEN)
