@@ -96,11 +96,11 @@ def run_on_ranks(
             parser.prog, given, processes_of_bench(config), parallel.timeout_s, emulate, work, program=program
         )
 
-    _take_signals()
+    take_signals()
     sys.exit(exit_code(partial(_telling_a_stop, command)))
 
 
-def _take_signals() -> None:
+def take_signals() -> None:
     """From what ended the process at once while modules were loaded; unless they are ignored, as by nohup."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -151,7 +151,7 @@ def run_alone(
                 return INTERRUPTED
         return print_result(found, render, options.json)
 
-    _take_signals()
+    take_signals()
     sys.exit(exit_code(command))
 
 

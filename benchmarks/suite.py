@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from benchmarks.command import take_signals
 from benchmarks.document import Section, put_section, write_document
 from benchmarks.machine import Machine
 from benchmarks.page import write_page
@@ -263,6 +264,7 @@ def main() -> int:
     given = parser.parse_args()
     folder: Path = given.folder
 
+    take_signals()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     def command() -> int:

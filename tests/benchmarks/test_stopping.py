@@ -137,8 +137,11 @@ def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str,
 # ---- the commands ------------------------------------------------------------------------------------------
 
 
-def stopped(tmp_path: Path, reached: str, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a benchmark that is interrupted when it says what matches."""
+def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -> tuple[int, str, str]:
+    """Exit code, output and errors of a benchmark that is interrupted when it says what matches.
+
+    whole: with all that it has started, as a terminal does it.
+    """
     out, errors = tmp_path / "out", tmp_path / "errors"
     with out.open("wb") as stdout, errors.open("wb") as stderr:
         process = subprocess.Popen(
@@ -150,7 +153,7 @@ def stopped(tmp_path: Path, reached: str, *arguments: str) -> tuple[int, str, st
         )
     STARTED.append(process)
     wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    (os.killpg if whole else os.kill)(process.pid, signal.SIGINT)
     code = process.wait(timeout=30)
     return code, out.read_text(), errors.read_text()
 
@@ -162,6 +165,23 @@ def test_a_benchmark_that_is_stopped_prints_what_it_has(tmp_path: Path) -> None:
     assert code == 130, error
     assert error.endswith(UNTIL_THEN) and "Traceback" not in error
     assert 1 <= json.loads(out)["interpreter"]["rounds"] < 60
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="the suite emulates clusters")
+def test_a_suite_that_is_stopped_keeps_what_has_ended_and_ends_its_run(tmp_path: Path) -> None:
+    """Of hours of runs: the signal reaches the suite alone, as from `kill`."""
+    known = Path(__file__).parents[2]
+    results = tmp_path / "docs" / "bench" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_bytes((known / "docs" / "bench" / "results.json").read_bytes())
+    (tmp_path / "BENCHMARKS.md").write_bytes((known / "BENCHMARKS.md").read_bytes())
+    only = ("--only", "solvers")
+    code, _, error = stopped(tmp_path, r"\[1/1\]", "benchmarks.suite", str(tmp_path), *only, whole=False)
+    assert code == 130, error
+    assert "interrupted: 0 of 1 runs have ended and are kept" in error and "Traceback" not in error
+    with pytest.raises(ProcessLookupError):
+        os.killpg(STARTED[-1].pid, 0)
 
 
 @pytest.mark.slow

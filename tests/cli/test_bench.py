@@ -230,7 +230,7 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         (["virtual.zipf_exponent=2", "virtual.routing=zipf"], ["virtual.zipf_exponent = 2", "Add --virtual"]),
         (
             ["--virtual", "compare.batch_per_device=1"],
-            ["compare.batch_per_device = 1: 4 microbatches (the default of bench) need at least 4 samples"],
+            ["compare.batch_per_device = 1: 4 microbatches (schedule.microbatches) need at least 4 samples"],
         ),
         (
             ["--schedules", "flowmoe", "compare.batch_per_device=2", "schedule.microbatches=3"],

@@ -77,7 +77,10 @@ def test_words_that_no_command_knows(
     assert ended.value.code == 2 and all(word in error for word in words), error
 
 
-@pytest.mark.parametrize(("arguments", "usage"), [(["help"], "[-h]"), (["help", "train"], "train [-h]")])
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [(["help"], "[-h]"), (["help", "help"], "[-h]"), (["help", "train"], "train [-h]")],
+)
 def test_help_is_a_command_as_well(
     capsys: pytest.CaptureFixture[str], arguments: list[str], usage: str
 ) -> None:

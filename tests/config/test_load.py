@@ -158,6 +158,7 @@ def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:
             "model.moe.topk = 2: there is no such setting. Did you mean model.moe.top_k?",
         ),
         ("trian.steps=1", "trian.steps: there is no section trian. Did you mean train.steps?"),
+        ("trian.at_all=1", "trian.at_all: there is no section trian. Did you mean train?"),
         ("nothing.steps=1", "nothing.steps: there is no section nothing. Did you mean train.steps?"),
         (
             "nothing.at_all=1",

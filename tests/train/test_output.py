@@ -226,3 +226,13 @@ def test_what_no_run_could_write_to_is_refused(path: str, why: str) -> None:
         check_writable(Path(path))
     assert (caught.value.key, caught.value.value, caught.value.why) == ("output.dir", path, why)
     assert caught.value.hint == "Choose a path that you can write to."
+
+
+@pytest.mark.parametrize(("target", "why"), [("/proc/zz", "no folder can be created"), ("link", "resolved")])
+def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path, target: str, why: str) -> None:
+    """To nothing that could be made, and to itself."""
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    with pytest.raises(ConfigError, match=why) as caught:
+        check_writable(link / "run")
+    assert caught.value.key == "output.dir"

@@ -113,12 +113,11 @@ def _check_read(config: BenchConfig, overrides: Sequence[str]) -> None:
 
 def _check_pieces(config: BenchConfig) -> None:
     """Refuse more microbatches than samples, which a schedule would find out after links were measured."""
-    samples, usual = config.compare.batch_per_device, BenchConfig().schedule.microbatches
+    samples = config.compare.batch_per_device
     tried = (each for name in config.compare.schedules if name != AUTO for each in variants(config, name))
     pieces = max((each.microbatches for each in tried if each.reads("microbatches")), default=1)
     if pieces > samples:
-        default = " (the default of bench)" if pieces == usual else ""
-        why = f"{pieces} microbatches{default} need at least {pieces} samples"
+        why = f"{pieces} microbatches (schedule.microbatches) need at least {pieces} samples"
         hint = f"Use compare.batch_per_device={pieces}, or schedule.microbatches={samples}."
         raise ConfigError("compare.batch_per_device", samples, why, hint)
 

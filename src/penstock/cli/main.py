@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if given[:1] == ["help"]:
-        given = [*given[1:2], "--help"]
+        given = [*(word for word in given[1:2] if word != "help"), "--help"]
     _check_command(parser, given)
     options = parse(parser, given)
     return exit_code(lambda: options.run(options, given))

@@ -301,11 +301,12 @@ def _no_section(cls: type, section: str, name: str, rest: Sequence[str]) -> Conf
         return ConfigError(".".join((dotted(section, name), *rest)), UNSET, *NOT_HERE[rest[-1]])
     sections = [each for each, tp in types_of(cls).items() if section_of(tp)]
     leaves = [key for key, _ in _leaves(cls, section)]
-    near = [
-        ".".join((dotted(section, each), *rest)) for each in get_close_matches(shorten(name), sections, n=1)
-    ]
+    nearest = [dotted(section, each) for each in get_close_matches(shorten(name), sections, n=1)]
+    near = [key for each in nearest if (key := ".".join((each, *rest))) in leaves]
     near += [key for key in leaves if key.rpartition(".")[2] == rest[-1]]
-    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sections)}."
+    near += nearest
+    there = f"There are {', '.join(sections)}." if sections else f"{section} has settings alone."
+    hint = f"Did you mean {near[0]}?" if near else there
     key = ".".join((dotted(section, name), *rest))
     return ConfigError(key, UNSET, f"there is no section {dotted(section, name)}", hint)
 

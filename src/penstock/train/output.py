@@ -27,8 +27,8 @@ CHOOSE = "Choose a path that you can write to."
 
 def check_writable(path: Path) -> None:
     """Raise ConfigError if a run could not write to the folder `path`, or make it; nothing is left behind."""
-    there = path
     try:
+        there = path = path.resolve()
         while not there.exists() and there != there.parent:
             there = there.parent
         if there == path:
@@ -36,6 +36,8 @@ def check_writable(path: Path) -> None:
                 return
         with TemporaryDirectory(dir=there, prefix=".penstock-"):
             return
+    except RuntimeError as error:  # what links that lead to each other end in
+        raise ConfigError("output.dir", str(path), f"cannot be resolved ({error})", CHOOSE) from None
     except OSError as error:
         what = "cannot be written to" if there == path else "no folder can be created there"
         why = f"{what} ({error.strerror})"
