@@ -234,7 +234,10 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         ),
         (
             ["--schedules", "flowmoe", "compare.batch_per_device=2", "schedule.microbatches=3"],
-            ["3 microbatches need", "Use compare.batch_per_device=3, or schedule.microbatches=2."],
+            [
+                "3 microbatches (schedule.microbatches) need",
+                "Use compare.batch_per_device=3, or schedule.microbatches=2.",
+            ],
         ),
         (["--schedules", "flowmo"], ["compare.schedules", "Nearest: flowmoe. Use some of"]),
         (["--peers", "megatorn"], ["compare.peers", "Nearest: megatron. Use some of"]),
