@@ -70,7 +70,7 @@ def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[
     folder, (leader, other) = planned
     paper = PlanFile.read(folder / "run" / "plan.json")
     seconds = milliseconds(paper.predicted_s)
-    assert len(paper.why) == 6 and paper.why[5].endswith(" predicted")
+    assert len(paper.why) == 6 and paper.why[5].endswith(" predicted for the whole step, update included")
     assert paper.why[5].startswith(f"plan 1 re-ordered using measured task durations: {seconds}")
     words = " ".join(leader.said.split())
     assert f"Plan 1 {paper.choice.words}" in words
