@@ -234,11 +234,12 @@ def in_processes(
     """What `run` says of every layer, in their order. However it ends, it leaves no process at work."""
     if workers == 1 or len(specs) < 2:
         return _told(map(run, specs), len(specs))
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, initializer=_leave_signals) as pool:
         try:
             return _told(pool.map(run, specs, chunksize=8), len(specs))
         except BaseException:
-            for child in multiprocessing.active_children():
+            for child in set(multiprocessing.active_children()) - others:
                 child.kill()  # leaving the pool waits for layers that are being planned
             raise
 

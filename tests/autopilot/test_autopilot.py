@@ -76,7 +76,7 @@ def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[
     assert f"Plan 1 {paper.choice.words}" in words
     assert all(" ".join(line.split()) in words for line in paper.why[1:])
     assert leader.summary is not None and leader.summary.schedule == paper.choice.schedule
-    assert leader.plans == other.plans and paper.why[5] in leader.said
+    assert leader.plans == other.plans and paper.why[5] in words
     assert other.said == ""
     assert "section [schedule] (name flowmoe) is ignored" in words
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -84,9 +85,13 @@ def test_processes_that_share_the_work_are_not_waited_for(
         raise KeyboardInterrupt(what)
 
     monkeypatch.setattr(BOARD, "say", interrupt)
+    other = multiprocessing.Process(target=time.sleep, args=(600,))
+    other.start()
     with pytest.raises(KeyboardInterrupt):
         in_processes(partial(_mark, tmp_path), list(range(32)), workers=2)
     assert list(tmp_path.iterdir()) == []
+    assert other.is_alive(), "processes that others have started are theirs to end"
+    other.kill()
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------
