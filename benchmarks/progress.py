@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -61,7 +62,6 @@ def in_rows(
     for number, (what, measure) in enumerate(rows, 1):
         BOARD.row(f"{what}, {number} of {len(rows)}")
         found.append(measure())
-        until_here = tuple(found)
-        BOARD.keep(lambda kept=until_here: result(kept))  # type: ignore[misc]
+        BOARD.keep(partial(result, tuple(found)))
     BOARD.row("")
     return tuple(found)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Final, TypeVar
 
@@ -73,8 +74,7 @@ def in_turns(
             if turn >= warmup:
                 found[name].append(value)
         if result is not None and turn >= warmup:
-            until_here = result({name: list(values) for name, values in found.items()})
-            BOARD.keep(lambda kept=until_here: kept)  # type: ignore[misc]
+            BOARD.keep(partial(result, {name: list(values) for name, values in found.items()}))
     return found
 
 

@@ -1,7 +1,7 @@
 """Mutable state has edges too: tasks that touch a named state must be ordered by edges, not by luck.
 
 A task names the state that it `reads`, `writes` and `accumulates` (adds to), as `KIND of L2`: gradients of
-L2, expert parameters of L2. State that is made anew in every step, such as gradients, is read after all tasks
+L2, expert parameters of L2. State that every step produces again, such as gradients, is read after all tasks
 that write or add to it. State that lasts from step to step (`LASTING`) may also be read first: then the
 reader has the value of the step before, and edges must lead from the reader to the writer. A step begins when
 the one before has ended, so nothing needs an edge across that border.

@@ -376,7 +376,7 @@ def _run(
 def _notes(asked: Decision, shape: StepShape, given: Mapping[str, int | None]) -> Iterator[str]:
     """Yield the settings that have no effect, by the shape that the system made.
 
-    given: numbers that were asked for; None = nobody asked, and the request has a usual one.
+    given: numbers that were asked for; None = no number was given, and the request has the usual one.
     """
     used = {
         "microbatches": (shape.microbatches, given["microbatches"]),

@@ -1,7 +1,7 @@
 """A name that all ranks of one start have in common, and no earlier start in the same store has.
 
 torchrun keeps its store when it restarts ranks. What ranks of an earlier start have left there under the same
-name looks like an answer: an address at which nobody listens any more. The number of torchrun's restarts does
+name looks like an answer: an address at which no rank listens now. The number of torchrun's restarts does
 not help, since the agents of several machines count differently.
 """
 

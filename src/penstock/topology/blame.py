@@ -75,7 +75,7 @@ def _hear() -> str:
         return ""
     _Process.has_given_up = True
     roll = _Process.roll_call.give_up()
-    # A rank that fails for a reason of its own kept nobody waiting; others may soon find the same fault.
+    # A rank that fails by itself kept no other rank waiting; others may soon find the same fault.
     _tell_launcher(roll.culprits if ACTIVITY.failure is None else roll.silent)
     return roll.verdict()
 

@@ -62,7 +62,7 @@ class OutputFolder:
             raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
         self._lock = self._acquired()
         if not self._keep and any(map(self._holds, (CONFIG, *MARKS))):
-            with self._lock:  # the lock moves with the folder, so nobody else can take it before the move
+            with self._lock:  # the lock moves with the folder, so no other run can take it before the move
                 self._move_aside()
                 self._lock = self._acquired()
         return self

@@ -77,7 +77,7 @@ class ExpertMasks(Masks):
 
 @dataclass(frozen=True)
 class SoftMasks(Masks):
-    """Masks where nobody chooses: the gate has made both."""
+    """Masks of a soft gate (SoftMoE), which makes both."""
 
     @staticmethod
     def of(choice: SoftChoice) -> SoftMasks:

@@ -1,4 +1,4 @@
-"""The gradient buckets of a model, made anew when the model has changed between two steps."""
+"""The gradient buckets of a model, rebuilt when the model has changed between two steps."""
 
 from __future__ import annotations
 

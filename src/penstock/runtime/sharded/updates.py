@@ -79,7 +79,7 @@ class Updates:
     # ---- who owns what -------------------------------------------------------------------------------------
 
     def settle(self, buckets: Buckets, shape: StepShape) -> None:
-        """Own shares of these buckets, as this shape cuts them; existing state is distributed anew.
+        """Own shares of these buckets, as this shape cuts them; existing state is redistributed.
 
         All ranks must call it together; it costs an exchange where the cut or a parameter has changed.
         """
