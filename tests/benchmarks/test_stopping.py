@@ -139,6 +139,34 @@ def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str,
     assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
 
 
+LATE = """
+import signal, sys
+from benchmarks.collectives import CollectivesResult
+from benchmarks.command import run_on_ranks
+from benchmarks.progress import BOARD
+from penstock.topology import CommunicationError
+
+class Late(CommunicationError):
+    def __str__(self):
+        signal.raise_signal(signal.SIGINT)
+        return "rank 1 is gone"
+
+def measure(config, layout, emulate):
+    BOARD.keep(lambda: CollectivesResult(ranks=1, nodes=1, inter_rate_bit_per_s=None, rows=()))
+    raise Late
+
+sys.argv = ["late", "parallel.processes=1"]
+run_on_ranks("late", "", "", measure, lambda result: f"ranks: {result.ranks}")
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_while_an_error_is_reported_prints_what_was_measured() -> None:
+    """Other ranks end at the same signal; this one may see that first."""
+    done = ran(LATE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "ranks: 1\n", UNTIL_THEN)
+
+
 # ---- the commands ------------------------------------------------------------------------------------------
 
 

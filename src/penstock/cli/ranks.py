@@ -137,8 +137,27 @@ def measure_as_rank(
 ) -> int:
     """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
 
-    stopped: says, on every rank, what a stop has left; None = nothing is left.
+    stopped: says, on every rank, what a stop has left; None = nothing is left. A stop may come while another
+    error is being reported: the other ranks end at the same signal, and what they leave undone looks like one.
     """
+    try:
+        return _measured_or_told(info, parallel, num_experts, measure, finish)
+    except KeyboardInterrupt:
+        if stopped is not None:
+            stopped()
+        elif info.rank == 0:
+            say(NOTHING_MEASURED)
+        return INTERRUPTED
+
+
+def _measured_or_told(
+    info: ProcessInfo,
+    parallel: ParallelConfig,
+    num_experts: int,
+    measure: Callable[[Layout, torch.device], T],
+    finish: Callable[[T], int],
+) -> int:
+    """Return the exit code of a rank after it has reported any error; KeyboardInterrupt passes through."""
     try:
         keep_freed_memory()
         device = pick_device(info.local_rank)
@@ -151,12 +170,6 @@ def measure_as_rank(
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         tell(str(error))
         return FAILED
-    except KeyboardInterrupt:
-        if stopped is not None:
-            stopped()
-        elif info.rank == 0:
-            say(NOTHING_MEASURED)
-        return INTERRUPTED
     leave()
     return finish(found) if info.rank == 0 else 0
 
