@@ -77,18 +77,18 @@ def run_on_ranks(
         emulate = emulation(options)
         config = load(BenchConfig, options.config, options.overrides)
         parallel, program = config.parallel, f"benchmarks.{name}"
-        finish = partial(print_result, render=render, plain=options.json)
+        show = partial(print_result, render=render, plain=options.json)
 
         def work(info: ProcessInfo) -> int:
             BOARD.begin(name, shown=info.rank == 0)
-            with Stop(finish, speaks=info.rank == 0) as stop:
+            with Stop(show, speaks=info.rank == 0) as stop:
 
                 def one_rank(layout: Layout, device: torch.device) -> R:
                     del device  # all of them measure on the CPU
                     return _unless_stopped(lambda: measure(config, layout, emulate), stop)
 
                 code = measure_as_rank(
-                    info, parallel, config.moe.num_experts, one_rank, finish, stopped=stop.tell
+                    info, parallel, config.moe.num_experts, one_rank, stop.finish, stopped=stop.tell
                 )
                 return end_of_rank(info, code)  # before the watch ends: this may have to wait for others
 
@@ -121,11 +121,11 @@ def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
         found = measure()
     except Exception:
         if stop.asked:
-            raise KeyboardInterrupt from None
+            stop.end()
         raise
     if stop.asked:
         BOARD.keep(lambda: found)
-        raise KeyboardInterrupt
+        stop.end()
     return found
 
 

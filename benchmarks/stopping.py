@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from benchmarks.progress import BOARD
 from penstock.cli.codes import INTERRUPTED
@@ -31,10 +31,11 @@ class Stop:
     show: prints a result. speaks: whether this process is the one that says what became of it.
     """
 
-    def __init__(self, show: Callable[[Any], object], *, speaks: bool) -> None:
+    def __init__(self, show: Callable[[Any], int], *, speaks: bool) -> None:
         self.asked = False
         self._show, self._speaks = show, speaks
-        self._raised, self._ended, self._told = False, threading.Event(), threading.Lock()
+        self._raised, self._ended = False, threading.Event()
+        self._told, self._telling = False, threading.Lock()
 
     def __enter__(self) -> Stop:
         self._heard, self._signals = socket.socketpair()
@@ -57,23 +58,35 @@ class Stop:
         self._signals.close()
 
     def tell(self) -> None:
-        """Print what was measured, and say so; once."""
-        if not self._told.acquire(blocking=False) or not self._speaks:
-            return
-        result = BOARD.kept()
-        if result is not None:
-            self._show(result)
-        sys.stdout.flush()
-        said = NOTHING_MEASURED if result is None else UNTIL_THEN
-        print(f"penstock: {said}", file=sys.stderr, flush=True)
+        """Print what was measured, and say so; once, and it is printed when this returns in any thread."""
+        with self._telling:
+            if self._told or not self._speaks:
+                return
+            self._told = True
+            result = BOARD.kept()
+            if result is not None:
+                self._show(result)
+            sys.stdout.flush()
+            said = NOTHING_MEASURED if result is None else UNTIL_THEN
+            print(f"penstock: {said}", file=sys.stderr, flush=True)
+
+    def finish(self, result: Any) -> int:
+        """Print a whole result; a stop from now on has nothing more to tell."""
+        with self._telling:
+            self._told = True
+            return self._show(result)
+
+    def end(self) -> NoReturn:
+        """Raise KeyboardInterrupt. A signal that Python has not heard yet raises none after this one."""
+        self._raised = True
+        raise KeyboardInterrupt
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         """Only once: one Ctrl-C may arrive twice, and the second would interrupt the end."""
         del number, frame
         self.asked = True
         if not self._raised:
-            self._raised = True
-            raise KeyboardInterrupt
+            self.end()
 
     def _watch(self) -> None:
         """The kernel's word reaches this thread whatever the main one waits for."""
