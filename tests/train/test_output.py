@@ -228,6 +228,15 @@ def test_what_no_run_could_write_to_is_refused(path: str, why: str) -> None:
     assert caught.value.hint == "Choose a path that you can write to."
 
 
+def test_a_folder_below_one_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
+        check_writable(Path("runs/new"))
+
+
 @pytest.mark.parametrize(("target", "why"), [("/proc/zz", "no folder can be created"), ("link", "resolved")])
 def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path, target: str, why: str) -> None:
     """To nothing that could be made, and to itself."""

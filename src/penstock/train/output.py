@@ -27,6 +27,7 @@ CHOOSE = "Choose a path that you can write to."
 
 def check_writable(path: Path) -> None:
     """Raise ConfigError if a run could not write to the folder `path`, or make it; nothing is left behind."""
+    there = path
     try:
         there = path = path.resolve()
         while not there.exists() and there != there.parent:
