@@ -111,10 +111,13 @@ class Planned:
     def seeing(self, evidence: Evidence | None) -> Planned:
         """Return the plan priced by observed routing if it moves anything: even routing never rewards moving.
 
-        A plan that moves nothing is priced like the plans with which a search compares it.
+        A plan that moves nothing is priced like the plans with which a search compares it. The memory of
+        both is that of the routing which was observed last.
         """
         moves = self.choice.samples != "none" or self.choice.experts != "none"
-        return replace(self, problem=replace(self.problem, evidence=evidence if moves else None))
+        observed = evidence or self.problem.observed
+        problem = replace(self.problem, evidence=evidence if moves else None, observed=observed)
+        return replace(self, problem=problem)
 
     def knowing(self, paper: PlanFile) -> Planned:
         """Return the plan with what a file says about it and about other plans."""

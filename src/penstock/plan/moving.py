@@ -46,12 +46,13 @@ class Weighed:
     """A plan with and without moves. still: without; best: the fastest of all where that is worth it.
 
     lines: on samples, on experts and on both, as far as they may move, with the reasons; also on moves that
-    could not be weighed.
+    could not be weighed. fits: whether the plan without moves fits into memory.
     """
 
     still: Candidate
     best: Candidate
     lines: tuple[str, ...]
+    fits: bool = True
 
     @property
     def moves(self) -> bool:
@@ -102,16 +103,18 @@ def weigh(
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
-    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # the present plan fits
+    most = math.inf if memory is None else memory.bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
     both = price(_joined(alone)) if len(alone) > 1 else _Priced()
-    best = _least([still, *(each for some in (samples, experts, both) for each in _usable(some.found, most))])
-    worth = best.predicted_s < WORTH * still.predicted_s
+    moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
+    best, fits = _least(moving or [still]), still.memory_bytes <= most
+    worth = not fits or best.predicted_s < WORTH * still.predicted_s
     told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
     lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most)]
     if any(priced.found for _, priced in told):
-        lines.insert(0, _base(still, choices, routing))
-    return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
+        short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
+        lines.insert(0, _base(still, choices, routing) + short)
+    return Weighed(still=still, best=best if worth else still, lines=tuple(lines), fits=fits)
 
 
 def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
@@ -217,6 +220,7 @@ def _line(
         return f"{what}  does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
     best = _least(usable)
     verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
+    verdict += " but fits" if still.memory_bytes > most_bytes and "not" in verdict else ""
     against = f"{best.predicted} ({change(best.predicted_s, still.predicted_s)})"
     saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
     return f"{what}  {_words(best)}: {against}, {verdict}; {saved}"
