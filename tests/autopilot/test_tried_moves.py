@@ -14,6 +14,7 @@ from penstock.autopilot.planned import Planned
 from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.config import load
+from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.plan import PlanFile
 from penstock.plan.plan_config import DROPPED_STEPS
@@ -42,7 +43,7 @@ def tried(new_s: float, old_s: float) -> tuple[TriedMoves, list[str]]:
         schedule = now.choice.schedule
         first = ran.count(schedule) < DROPPED_STEPS
         ran.append(schedule)
-        if trial.note(10.0 if first else {"sequential": new_s, "flowmoe": old_s}[schedule]):
+        if trial.note(10.0 if first else {"sequential": new_s, "flowmoe": old_s}[schedule], []):
             now = trial.turn
     return trial, ran
 
@@ -115,13 +116,32 @@ def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pool
     assert told[0].plans[-TRIAL_STEPS:] == [last] * TRIAL_STEPS and last in told[0].plans[: -2 * TRIAL_STEPS]
 
 
+def test_a_run_that_plans_again_does_not_try_what_has_lost(ranks: Pools, tmp_path: Path) -> None:
+    """Its files keep what the trial told, also where a resumed run cannot continue its plan."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    _, paper = run_that_moves(ranks, folder, slow=True)
+    (trial,) = paper.lost
+    assert trial.experts != "none" and trial.against == ("none", "none") and trial.measured > 1.0
+    learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
+    assert {"GP", "GG"} <= {move.op for move in learnt}
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
+    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true", "plan.budget=0.9")
+    said = " ".join(again[0].said.split())
+    assert "planning again instead of continuing" in said and "changing to plan" not in said, said
+    assert "Experts " in said and "does not pay" in said
+    assert PlanFile.read(folder / "run" / "plan.json").lost == (trial,)
+    assert ClusterFile.read(folder / "run" / "cluster.json").moves == learnt
+
+
 def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tmp_path: Path) -> None:
     """Guests, none, and guests again, after which the run goes on as it was saved."""
     folder = folder_of(tmp_path, "run", RANKS)
     told, paper = run_that_moves(ranks, folder, slow=False)
     said = " ".join(told[0].said.split())
     assert (tried := re.search(TRIED + r"keeping \1", said)), said
-    assert paper.choice.guests > 0 and any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
+    assert paper.choice.guests > 0 and paper.explains_choice
+    assert [each.against[1] for each in paper.lost] == [paper.choice.experts], "nothing moved in what lost"
+    assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
     assert paper.trial_s is not None and paper.trial_s < SLOW_S
     (before,) = paper.others
     assert (before.measured_s or 0.0) > SLOW_S and "experts move" not in before.words

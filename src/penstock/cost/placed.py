@@ -209,7 +209,10 @@ def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Ho
 
 
 def expert_costs(even: StepCost) -> ExpertCosts:
-    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8."""
+    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8.
+
+    Where guests were seen to travel longer than their bytes by the links, these are more bytes.
+    """
     work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
@@ -218,8 +221,8 @@ def expert_costs(even: StepCost) -> ExpertCosts:
         links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
-        parameter_bytes=work.expert_bytes,
-        gradient_bytes=work.expert_bytes,
+        parameter_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_PARAMETERS),
+        gradient_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_GRADIENTS),
         other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
     )
 

@@ -117,13 +117,16 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
     whole, loads = replace(cut, recompute="none"), _loads(problem, choice, cut)
-    kept_P = sum(_layer_bytes(work, cut, *layer) for layer in zip(layers, loads, strict=True))
-    per_layer = [_layer_bytes(work, whole, *layer) for layer in zip(layers, loads, strict=True)]
+    kept, per_layer = (
+        [_layer_bytes(work, each, *layer) for layer in zip(layers, loads, strict=True)]
+        for each in (cut, whole)
+    )
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
     piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size
     wire_bytes = work.wire_bytes(piece_rows) if any(layers) else 0.0
     buffers_P = np.maximum.reduce(per_layer) / microbatches + (1 + np.maximum.reduce(loads)) * wire_bytes
+    kept_P = np.add.reduce(kept)
     most = int(np.argmax(kept_P + buffers_P))
     return MemoryEstimate(
         weights_bytes=_weights_bytes(problem) + guests,
