@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.planned import Planned
@@ -33,8 +33,16 @@ def learned(planned: Planned, slower: Run, faster: Run, control: Control) -> Pla
     everyone = control.gather(list(slower.records), "exchanging durations of the slower plan")
     records = [record for rank in everyone for record in rank]
     moves, trial = decided(control, lambda: _lesson(slower, faster, records), "learning from a trial")
-    others = (each for each in planned.lost if not each.settles(slower.planned.choice, faster.planned.choice))
-    return planned.learning(moves, (*others, trial))
+    return planned.learning(moves, (*_of_others(planned, slower.planned, faster.planned), trial))
+
+
+def forgotten(planned: Planned, one: Planned, other: Planned) -> Planned:
+    """Return the plan without an earlier trial between two plans' moves: it would tell the opposite."""
+    return replace(planned, lost=_of_others(planned, one, other))
+
+
+def _of_others(planned: Planned, one: Planned, other: Planned) -> tuple[LostTrial, ...]:
+    return tuple(each for each in planned.lost if not each.settles(one.choice, other.choice))
 
 
 def _lesson(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from penstock.autopilot.lessons import Run, learned
+from penstock.autopilot.lessons import Run, forgotten, learned
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS, Records
 from penstock.cost.placed import Evidence
@@ -72,8 +72,14 @@ class TriedMoves:
         return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
 
     def learned(self, planned: Planned, control: Control) -> Planned:
-        """Return the plan that is kept with what the trial tells of the other; all ranks call it together."""
+        """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
+
+        Moving that won is not remembered: nothing would be tried again, and a lucky turn would speak for it.
+        """
         slower, faster = (self._run(each) for _, each in reversed(self._ranked))
+        choice = slower.planned.choice
+        if planned.choice == self._plans[0].choice and choice.samples == choice.experts == "none":
+            return forgotten(planned, slower.planned, faster.planned)
         return learned(planned, slower, faster, control)
 
     def _run(self, planned: Planned) -> Run:
