@@ -118,12 +118,21 @@ class Trainer:
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
+        self.began, self.summary = False, cast("RunSummary | None", None)
 
     def run(self) -> RunSummary:
-        """Train to the last step or until a stop is requested, and leave a checkpoint."""
+        """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
+        with StopRequests(self.control) as requests:
+            self._train(requests)
+            self.stack.close()
+            self.summary = summary = self._summarise()
+        return summary
+
+    def _train(self, requests: StopRequests) -> None:
+        """Run the steps and save the last one."""
         with ExitStack() as closing:
-            requests = closing.enter_context(StopRequests(self.control))
             self._open_output(closing)
+            self.began = True
             done = first = self._resume()
             closing.enter_context(self.progress)
             if self.config.moe.warning is not None:
@@ -142,7 +151,9 @@ class Trainer:
                 self._after_step(metrics, writer, last=last)
                 if not last:
                     self._steer(vote.slowest_s)
-        self.stack.close()
+
+    def _summarise(self) -> RunSummary:
+        """Say what has become of the run, and save that on rank 0."""
         assert self.analysis is not None, "the last step is saved"
         course = self.loads.course(self.moe_layers)
         picture = None
