@@ -22,7 +22,7 @@ from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
-from penstock.train.output import check_writable
+from penstock.train.output import check_output
 from penstock.train.source import check_source
 from penstock.train.wandb_sink import check_wandb
 
@@ -83,7 +83,7 @@ def _start_ranks(
 
         require_checkpoint(config)
     check_wandb(config.metrics)
-    check_writable(config.output.dir)
+    check_output(config.output.dir, keep=config.train.resume is not False)
     _check_plan(config)
     if announced:
         print(announced, flush=True)

@@ -36,7 +36,7 @@ from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
-from penstock.train.output import OutputFolder, check_writable, keep_config
+from penstock.train.output import OutputFolder, check_output, keep_config
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
@@ -83,7 +83,8 @@ class Trainer:
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
         self.resumption = find_resumption(config, control, say)  # before anything is measured
-        control.agreed(lambda: check_writable(config.output.dir), "trying output.dir", by=0)
+        folder, keep = config.output.dir, self.resumption is not None
+        control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
         ranks = Ranks(control=control, device=device, node_size=node_size)
         config = make_pilot.layout(on_device(config, device), ranks, self.resumption, say)
         self.layout = Layout.build(
