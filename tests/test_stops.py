@@ -150,6 +150,12 @@ def test_a_stop_after_the_command_changes_nothing() -> None:
 
 
 @pytest.mark.slow
+def test_a_stop_while_python_takes_itself_down_changes_nothing() -> None:
+    late = "type('Late', (), {'__del__': lambda self, kill=os.kill, pid=os.getpid(): kill(pid, 15)})()"
+    assert worked(f"global late\nlate = {late}\nreturn 7") == (7, "", "")
+
+
+@pytest.mark.slow
 def test_printing_is_not_cut_off_while_it_goes_on() -> None:
     """For three times as long as a process may stand still; by the clock of a thread that computes."""
     body = "STOPS.finish(7)\nask()\nwhile time.thread_time() < 2.5: pass\nprint('to the end')\nreturn 7"

@@ -13,6 +13,7 @@ It is the first that a command loads, so it does without `typing`, which takes l
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -68,6 +69,7 @@ class Stops:
         os.set_blocking(mouth, False)
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(ears,), name="penstock-stops", daemon=True).start()
+        atexit.register(self._rest)  # the first that is registered is called last
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def begin(self, left: str) -> None:
@@ -123,6 +125,11 @@ class Stops:
         if self._phase is Phase.WORKING and not self._raised:
             self._raised = True
             raise KeyboardInterrupt
+
+    def _rest(self) -> None:
+        """Ignore signals while Python takes itself down: they would kill a process whose code is known."""
+        for number in filter(self._is_ours, SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
 
     def _watch(self, ears: int) -> None:
         """Hear the kernel's word whatever the main thread waits for."""

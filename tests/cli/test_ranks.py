@@ -39,7 +39,7 @@ def kill_at_once() -> None:
         for rank in self.processes:
             rank.kill()
 
-    launcher._Ranks.start = started  # type: ignore[method-assign]
+    launcher._Ranks.start = started  # type: ignore[assignment,method-assign]
 
 
 def test_a_stop_after_a_finished_run_changes_nothing(tmp_path: Path) -> None:
