@@ -152,8 +152,8 @@ def measure_as_rank(
 ) -> int:
     """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
 
-    stopped: says, on every rank, what a stop has left; None = `STOPS` knows. A stop may come while an error
-    is being reported: the other ranks end at the same signal, and what they leave undone looks like one.
+    stopped: says, on every rank, what a stop has left; None = `STOPS` knows. A stop may come while an
+    error is being reported: the other ranks end at the same signal, and this one may see that first.
     """
     try:
         return _measured_or_told(info, parallel, num_experts, measure, finish)
