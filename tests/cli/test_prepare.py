@@ -101,7 +101,7 @@ sys.exit(main(["prepare", *sys.argv[1:]]))
 def test_a_stop_says_how_to_go_on(tmp_path: Path, number: str, code: int) -> None:
     (tmp_path / "a.md").write_text("Water runs downhill.\n")
     program, out = STOPPED.format(number=number), tmp_path / "tokens"
-    words = [sys.executable, "-c", program, tmp_path / "a.md", "--out", out]
+    words = [sys.executable, "-c", program, str(tmp_path / "a.md"), "--out", str(out)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
     told = "penstock: stopped; run the same command again, and it goes on\n"
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
