@@ -114,6 +114,8 @@ class Alone:
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
+    def sum_of_alike(
+        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         del experts, parameters
-        return tensor
+        return tensor, rows
