@@ -111,7 +111,7 @@ def _check_layers(steps: Sequence[StepMetrics], name: str, path: Path) -> None:
     for step, layers in found.items():
         first, wanted = next(iter(found.items()))
         if layers != wanted:
-            why = f"{name} has {layers} numbers in step {step} and {wanted} in step {first}, one per MoE layer"
+            why = f"{name} has {layers} numbers in step {step} and {wanted} in step {first}"
             raise ConfigError(str(path), UNSET, why, REMOVE)
 
 
