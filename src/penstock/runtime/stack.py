@@ -132,7 +132,11 @@ class PipelinedStack(nn.Module):
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
-        """Use `plan` from the next step on. Raises an error if its layers or the ranks' orders differ."""
+        """Use `plan` from the next step on.
+
+        Raises an error if its layers or the ranks' orders differ, or the model does not allow it; the stack
+        then keeps its plan.
+        """
         check_planned_for(plan.shape, self._shape)
         if self.updates is not None:
             self.updates.flush(self.plan.graph)
@@ -140,10 +144,10 @@ class PipelinedStack(nn.Module):
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
         check_guests(self.moe_layers, plan.shape, self.machinery)
-        self.makers = self._route_makers(plan.shape)
+        # All that may refuse the plan comes first: the plan before it must stay whole.
+        makers, relocation = self._route_makers(plan.shape), self._relocation(plan.shape)
         self.host.open(self.moe_layers, plan.shape)
-        self.relocation = self._relocation(plan.shape)
-        self.plan = plan
+        self.makers, self.relocation, self.plan = makers, relocation, plan
         return plan
 
     def host_guests(self, hostings: Sequence[Hosting | None]) -> None:

@@ -1,0 +1,48 @@
+"""A plan that a stack refuses leaves the plan before it whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.decision import PlacementConfig
+from penstock.decision.moving import ExpertMoves
+from penstock.train.assemble import first_plan
+from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.close import check_close
+from tests.support.hosted import Hosts, host_randomly, hosted_stack
+from tests.support.parity import batch_of
+from tests.support.ranks import Pools
+from tests.support.searching import short_search
+
+HOSTS = Hosts(slots=2, pieces=2)
+STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
+BY_RANK = replace(STEP, moe=replace(STEP.moe, aux_loss_group="microbatch"))
+"""Balance is judged by the samples of a rank, so none may move, which a plan cannot know."""
+
+
+def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
+    """Plans with other guest slots, or none, that move samples, too."""
+    stack = hosted_stack(rank, BY_RANK, HOSTS)
+    host_randomly(stack, HOSTS, 0)
+    tokens, labels = (each[BY_RANK.mine(rank)] for each in batch_of(BY_RANK))
+    before, plan = stack(tokens, labels).detach(), stack.plan
+    placement = PlacementConfig(samples="netmoe", experts=experts, guest_slots=1)
+    config = replace(BY_RANK.config, placement=placement)
+    with short_search():
+        other = first_plan(config, stack.machinery.layout, stack.base_shape, stack.gradients.sizes_bytes)
+    hosted = stack.host.hostings
+    with pytest.raises(ValueError, match="samples cannot move"):
+        stack.adopt(other)
+    assert stack.plan is plan and stack.host.hostings == hosted
+    loss = stack(tokens, labels)
+    check_close(loss.detach(), before, 1e-12, "loss")
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in stack.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("experts", ["none", "planned"])
+def test_a_step_after_a_plan_that_was_refused(ranks: Pools, experts: ExpertMoves) -> None:
+    ranks(2).run(step_after_a_refusal, experts)
