@@ -2,16 +2,19 @@
 
 A signal raises KeyboardInterrupt where Python runs. A process that waits in a library hears it later, and one
 that clears up may wait for others that are gone, so a process that has not ended within `GRACE_S` of the
-signal is ended.
+signal is ended. What was measured is printed first, for as long as that goes on: it is given up when it has
+stood still for `GRACE_S`, or when there is another signal.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
@@ -19,10 +22,10 @@ from typing import Any, Final, NoReturn
 from benchmarks.progress import BOARD
 from penstock.cli.codes import INTERRUPTED
 from penstock.cli.ranks import NOTHING_MEASURED
+from penstock.stops import POLL_S, SAME_REQUEST_S, SIGNALS, Patience
 
 UNTIL_THEN: Final = "stopped; the table has what was measured until then"
 GRACE_S: Final = 4.0
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
@@ -60,15 +63,9 @@ class Stop:
     def tell(self) -> None:
         """Print what was measured, and say so; once, and it is printed when this returns in any thread."""
         with self._telling:
-            if self._told or not self._speaks:
-                return
+            if self._speaks and not self._told:
+                self._print()
             self._told = True
-            result = BOARD.kept()
-            if result is not None:
-                self._show(result)
-            sys.stdout.flush()
-            said = NOTHING_MEASURED if result is None else UNTIL_THEN
-            print(f"penstock: {said}", file=sys.stderr, flush=True)
 
     def finish(self, result: Any) -> int:
         """Print a whole result; a stop from now on has nothing more to tell."""
@@ -81,6 +78,14 @@ class Stop:
         self._raised = True
         raise KeyboardInterrupt
 
+    def _print(self) -> None:
+        result = BOARD.kept()
+        if result is not None:
+            self._show(result)
+        sys.stdout.flush()
+        said = NOTHING_MEASURED if result is None else UNTIL_THEN
+        print(f"penstock: {said}", file=sys.stderr, flush=True)
+
     def _raise(self, number: int, frame: FrameType | None) -> None:
         """Only once: one Ctrl-C may arrive twice, and the second would interrupt the end."""
         del number, frame
@@ -89,11 +94,33 @@ class Stop:
             self.end()
 
     def _watch(self) -> None:
-        """The kernel's word reaches this thread whatever the main one waits for."""
+        """Hear the kernel's word, which reaches this thread whatever the main one waits for."""
         with self._heard:
             while heard := self._heard.recv(1):
                 if heard[0] in SIGNALS:
                     self.asked = True
-                    if not self._ended.wait(GRACE_S):
-                        self.tell()
-                        os._exit(INTERRUPTED)
+                    self._see_it_end()
+
+    def _see_it_end(self) -> None:
+        """Return when the benchmark has ended; end the process if it stands still or is asked again."""
+        insists_s, patience = time.monotonic() + SAME_REQUEST_S, Patience(threading.main_thread())
+        while not self._ended.wait(POLL_S):
+            again = bool(select.select([self._heard], [], [], 0)[0]) and self._heard.recv(1)
+            if again and time.monotonic() > insists_s:
+                os._exit(INTERRUPTED)
+            telling = self._telling.locked()
+            if not patience.ends(GRACE_S, moves=telling):
+                continue
+            if telling:
+                os._exit(INTERRUPTED)
+            patience = Patience(self._teller())
+
+    def _teller(self) -> threading.Thread:
+        """Start to tell beside the main thread, which is stuck."""
+        thread = threading.Thread(target=self._tell_and_end, name="benchmark-tell", daemon=True)
+        thread.start()
+        return thread
+
+    def _tell_and_end(self) -> None:
+        self.tell()
+        os._exit(INTERRUPTED)

@@ -45,7 +45,7 @@ def run(seconds: dict[str, float]) -> tuple[Trials, list[str]]:
         position = ran.count(name)
         ran.append(name)
         hiccup = 10.0 if position < DROPPED_STEPS or position == TRIAL_STEPS - 1 else 0.0
-        if trials.note(seconds[name] + hiccup):
+        if trials.note(seconds[name] + hiccup, []):
             now = trials.turn
     return trials, ran
 

@@ -14,10 +14,13 @@ from penstock.autopilot.planned import Planned
 from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.config import load
+from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.plan import PlanFile
+from penstock.plan.lost import LostTrial, moves_of
 from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import OtherPlan
+from penstock.topology import Control
 from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
 from tests.autopilot.runs import RANKS, SLOW_S, auto, on_slow_devices, run
@@ -27,6 +30,7 @@ from tests.support.training import Told, folder_of
 
 EACH = problem()
 OLD, NEW = Decision(schedule="flowmoe"), Decision(schedule="sequential")
+MOVING = replace(OLD, experts="planned")
 
 
 def plan_of(choice: Decision, number: int) -> Planned:
@@ -42,7 +46,7 @@ def tried(new_s: float, old_s: float) -> tuple[TriedMoves, list[str]]:
         schedule = now.choice.schedule
         first = ran.count(schedule) < DROPPED_STEPS
         ran.append(schedule)
-        if trial.note(10.0 if first else {"sequential": new_s, "flowmoe": old_s}[schedule]):
+        if trial.note(10.0 if first else {"sequential": new_s, "flowmoe": old_s}[schedule], []):
             now = trial.turn
     return trial, ran
 
@@ -64,6 +68,33 @@ def test_else_the_one_before_comes_back_and_knows_of_it() -> None:
     assert kept.lines == ("moving pays",), "why it was tried is not forgotten"
     assert [(other.words, other.measured_s) for other in kept.others] == [(NEW.words, 0.5), ("another", None)]
     assert trial.lines[0].endswith("500.0 ms by plan 4, 400.0 ms by plan 2: going back to plan 2")
+
+
+@pytest.mark.parametrize(
+    ("new", "before", "new_s", "told"),
+    [
+        (MOVING, OLD, 0.5, MOVING),  # moving lost
+        (OLD, MOVING, 0.5, OLD),  # so did leaving it
+        (OLD, MOVING, 0.3, MOVING),  # moving was right once, and is not any more
+        (MOVING, OLD, 0.3, None),  # moving won: what told the opposite is forgotten
+    ],
+)
+def test_what_lost_is_remembered(
+    new: Decision, before: Decision, new_s: float, told: Decision | None
+) -> None:
+    earlier = LostTrial.of(MOVING, OLD, predicted=0.9, measured=1.1)
+    another = LostTrial.of(replace(OLD, samples="netmoe"), OLD, predicted=0.9, measured=1.2)
+    plans = [
+        replace(plan_of(each, number), lost=(earlier, another)) for number, each in enumerate((new, before))
+    ]
+    trial = TriedMoves(plans[1], plans[0])
+    for step in range(2 * TRIAL_STEPS):
+        trial.note(new_s if step < TRIAL_STEPS else 0.4, [])
+    kept = trial.learned(trial.turn, Control(0, 1))
+    assert kept.lost[0] == another and len(kept.lost) == (1 if told is None else 2)
+    if told is not None:
+        assert kept.lost[1].moves == moves_of(told)
+        assert kept.lost[1].measured == pytest.approx(max(new_s / 0.4, 0.4 / new_s))
 
 
 @pytest.mark.parametrize(
@@ -115,13 +146,31 @@ def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pool
     assert told[0].plans[-TRIAL_STEPS:] == [last] * TRIAL_STEPS and last in told[0].plans[: -2 * TRIAL_STEPS]
 
 
+def test_a_run_that_plans_again_does_not_try_what_has_lost(ranks: Pools, tmp_path: Path) -> None:
+    """Its files keep what the trial told, also where a resumed run cannot continue its plan."""
+    folder = folder_of(tmp_path, "run", RANKS)
+    _, paper = run_that_moves(ranks, folder, slow=True)
+    (trial,) = paper.lost
+    assert trial.experts != "none" and trial.against == ("none", "none") and trial.measured > 1.0
+    learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
+    assert {"GP", "GG"} <= {move.op for move in learnt}
+    settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
+    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true", "plan.budget=0.9")
+    said = " ".join(again[0].said.split())
+    assert "planning again instead of continuing" in said and "changing to plan" not in said, said
+    assert "Experts " in said and "does not pay" in said
+    assert PlanFile.read(folder / "run" / "plan.json").lost == (trial,)
+    assert ClusterFile.read(folder / "run" / "cluster.json").moves == learnt
+
+
 def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tmp_path: Path) -> None:
     """Guests, none, and guests again, after which the run goes on as it was saved."""
     folder = folder_of(tmp_path, "run", RANKS)
     told, paper = run_that_moves(ranks, folder, slow=False)
     said = " ".join(told[0].said.split())
     assert (tried := re.search(TRIED + r"keeping \1", said)), said
-    assert paper.choice.guests > 0 and any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
+    assert paper.choice.guests > 0 and paper.explains_choice and paper.lost == ()
+    assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
     assert paper.trial_s is not None and paper.trial_s < SLOW_S
     (before,) = paper.others
     assert (before.measured_s or 0.0) > SLOW_S and "experts move" not in before.words

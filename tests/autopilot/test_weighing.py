@@ -9,8 +9,9 @@ import pytest
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.weighing import _weighed
 from penstock.decision import Decision, Movable
-from penstock.plan import evaluate
+from penstock.plan import estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
+from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 
 STILL = Decision(schedule="moe_pipeline")
@@ -61,3 +62,19 @@ def test_a_plan_that_moves_is_priced_by_the_routing_that_it_was_weighed_with() -
         planned = Planned(problem=evenly, choice=choice, plan=found.plan).seeing(weighed.evidence)
         assert planned.predicted_s == pytest.approx(whole_s(problem, found))
         assert (planned.predicted_s == pytest.approx(planned.seeing(None).predicted_s)) == (choice == STILL)
+
+
+def test_plans_must_hold_the_rows_that_were_observed() -> None:
+    """Whatever moves, and also where routing is not observed again; a plan that runs has shown to fit."""
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), guest_slots=(1,)))
+    evenly = replace(weighed, evidence=None)
+    planned = Planned(problem=evenly, choice=STILL, plan=evaluate(evenly, STILL).plan)
+    seen = planned.seeing(weighed.evidence).seeing(None)
+    needed, even = (estimate_memory(each, STILL).total_bytes for each in (weighed, evenly))
+    assert estimate_memory(seen.problem, STILL).total_bytes == needed > even
+    assert seen.predicted_s == planned.predicted_s
+    full = replace(FILE, memory_bytes=1)
+    moving = replace(planned, problem=weighed, choice=MOVING, plan=evaluate(weighed, MOVING).plan, file=full)
+    assert estimate_memory(weighed, MOVING).total_bytes < needed
+    verdict = _weighed(moving, True, lambda: None)
+    assert verdict.choice is None and verdict.lines[0].endswith(" per rank and does not fit")

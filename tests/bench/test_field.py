@@ -186,6 +186,21 @@ def test_virtual_devices_are_marked_everywhere(virtual: list[Compared]) -> None:
     assert "4 ranks on 2 nodes: virtual devices, zipf routing" in render(result)
 
 
+def needed_bytes(rank: int, config: BenchConfig) -> int:
+    field = field_of(rank, config, True)
+    assert isinstance(field, VirtualField)
+    field.close()
+    return field._memory_bytes["sequential"]
+
+
+def test_the_memory_of_a_device_is_that_of_its_rows(ranks: Pools) -> None:
+    """Zipf's routing sends most rows to the first expert: its device needs more than with even routing."""
+    uneven = config_of(4, capacity_factor=None, schedules=("sequential",))
+    even = replace(uneven, virtual=VirtualConfig(routing="even"))
+    (found, *others), (usual, *_) = (ranks(4).run(needed_bytes, each) for each in (uneven, even))
+    assert found > usual and others == [found] * 3
+
+
 def test_real_devices_are_not(real: list[Compared]) -> None:
     result = real[0].result
     assert result.virtual is None and result.to_dict()["virtual"] is False

@@ -144,31 +144,51 @@ def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str,
     assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
 
 
-SLOWLY = """
-import signal, time
+SLOW = """
+import signal, threading, time
 from benchmarks import stopping
 from benchmarks.progress import BOARD
-stopping.GRACE_S = 0.1
 
-def show(result):  # as to a pager that does not read yet
-    print(result, end=" ", flush=True)
-    time.sleep(1)
-    print("whole")
+def show(result):
+    end_s = time.thread_time() + 2.5
+    while time.thread_time() < end_s:
+        pass
+    {more}
+    print(result)
 
-BOARD.begin("slowly", shown=False)
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 1.0, {same_s}
+BOARD.begin("slow", shown=False)
 BOARD.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
-        stop.tell()
+        {then}
 """
 
 
 @pytest.mark.slow
-def test_what_is_being_printed_is_printed_whole() -> None:
-    done = ran(SLOWLY)
-    assert (done.stdout, done.stderr) == ("7 whole\n", UNTIL_THEN)
+@pytest.mark.parametrize(
+    ("then", "more", "out", "error"),
+    [
+        ("stop.tell(); time.sleep(600)", "", "7\n", UNTIL_THEN),
+        ("time.sleep(600)", "", "7\n", UNTIL_THEN),
+        ("stop.tell()", "time.sleep(600)", "", ""),
+        ("time.sleep(600)", "time.sleep(600)", "", ""),
+    ],
+    ids=["by the main thread", "beside a stuck one", "hanging", "hanging beside a stuck one"],
+)
+def test_printing_is_not_cut_off_while_it_goes_on(then: str, more: str, out: str, error: str) -> None:
+    """For longer than a process may stand still; by the clock of a thread that computes."""
+    done = ran(SLOW.format(then=then, more=more, same_s=60.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
+
+
+@pytest.mark.slow
+def test_another_signal_cuts_the_printing_off() -> None:
+    asked = "signal.raise_signal(signal.SIGINT)\n    while True: pass"
+    done = ran(SLOW.format(then="stop.tell()", more=asked, same_s=0.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 UNHEARD = """

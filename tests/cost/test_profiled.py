@@ -8,7 +8,7 @@ import pytest
 
 from penstock.cost import AlphaBeta, ProfiledCluster, Span, StepCost
 from penstock.cost.cluster import Inside
-from penstock.cost.cluster_file import LinkModel, TaskModel
+from penstock.cost.cluster_file import LinkModel, MoveModel, TaskModel
 from penstock.cost.clusters import find_cluster
 from penstock.graph import Phase
 from penstock.mesh import Group
@@ -133,3 +133,17 @@ def test_a_file_lends_another_what_that_lacks() -> None:
     joined = mine.beside(theirs)
     assert joined.links == (own, other[1]) and joined.tasks == (tasks[0], tasks[1])
     assert theirs.beside(mine).tasks == theirs.tasks
+
+
+def test_transfers_of_moves_take_as_long_as_a_run_has_measured() -> None:
+    """Only those of their op: rows take the same collective, and are as a profile has measured them."""
+    shape = StepShape(moe_layers=(True,), guest_slots=1)
+    file = replace(TESTBED_B, moves=(MoveModel(op=Op.GUEST_PARAMETERS, in_steps=3.0),))
+    before, now = (
+        StepCost(shape, workload(shape), ProfiledCluster.build(each)) for each in (TESTBED_B, file)
+    )
+    for task in build_graph(shape).tasks:
+        if task.axes:
+            times = 3.0 if task.op == Op.GUEST_PARAMETERS else 1.0
+            assert now.communication_s(task) == pytest.approx(times * before.communication_s(task))
+            assert now.carried_s(task, 2.0) == pytest.approx(times * before.carried_s(task, 2.0))

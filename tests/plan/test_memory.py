@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
-from penstock.decision import Decision
-from penstock.plan import estimate_memory
+import numpy as np
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost import RoutedCost
+from penstock.cost.placed import Evidence
+from penstock.decision import Decision, PlacementConfig
+from penstock.decision.field import NOTHING_MOVES
+from penstock.plan import MemoryBudget, Problem, estimate_memory, evaluate, find_plan
 from penstock.plan.memory import ACTIVATIONS, STATE
-from penstock.step.shape import FORM_TOKENS, Sharing, TokenLayout
-from tests.plan.problems import problem
+from penstock.plan.moving import with_routing
+from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing, TokenLayout
+from penstock.workloads import RoutingConfig
+from tests.plan.problems import problem, with_sharing
 
 TOKENS: tuple[TokenLayout, ...] = ("split", "replicated")
 
@@ -49,6 +59,85 @@ def test_the_busiest_rank_has_more_rows_where_none_are_dropped() -> None:
     for size in ({"capacity_factor": 1.0}, {"slots_per_sample": 16}):
         limited = replace(even, workload=replace(even.workload, **size))
         assert estimate_memory(limited.with_imbalance(3), Decision()) == estimate_memory(limited, Decision())
+
+
+def known(each: Problem, *wanted: tuple[int, ...]) -> Problem:
+    """The problem with a routing in which every token wants the same experts; they are given by layer."""
+    work = each.workload
+    counts = np.zeros((4, work.batch, len(wanted), work.num_experts), np.int64)
+    for layer, experts in enumerate(wanted):
+        counts[:, :, layer, list(experts)] = work.seq_len
+    return replace(each, evidence=Evidence(counts, counts))
+
+
+def test_a_known_routing_counts_layer_by_layer_on_the_rank_that_needs_most() -> None:
+    """512 rows of the batch; the experts of two of four ranks get 1,024 each, in both layers or in turns."""
+    even, hot, taking_turns = problem(), known(problem(), (0, 1), (1, 2)), known(problem(), (0, 1), (2, 3))
+    before, found, turns = (estimate_memory(each, Decision()) for each in (even, hot, taking_turns))
+    layer, wire = 4 * 512 * (2 * 128 + 2 * 256), 512 * 128 * 4
+    assert found.activations_bytes == before.activations_bytes + 2 * layer, "rank 1 is busy in both"
+    assert found.buffers_bytes == turns.buffers_bytes == before.buffers_bytes + layer + wire
+    assert turns.activations_bytes == before.activations_bytes, "twice in one layer and nothing in the other"
+    fixed = replace(hot, workload=replace(hot.workload, capacity_factor=1.0))
+    even_fixed = replace(fixed, evidence=None)
+    assert estimate_memory(fixed, Decision()) == estimate_memory(even_fixed, Decision())
+
+
+def test_guests_take_rows_from_the_busiest_rank() -> None:
+    """Rank 0 has the only expert that is wanted twice; once it has guests, no rank has more than the mean."""
+    each = known(problem(), (0, 1), (0, 1))
+    still, moving = (
+        estimate_memory(each, Decision(experts=experts, guest_slots=1))
+        for experts in ("none", "least_loaded")
+    )
+    assert moving.activations_bytes == estimate_memory(problem(), Decision()).activations_bytes
+    assert moving.activations_bytes < still.activations_bytes
+
+
+MOVES: tuple[dict[str, object], ...] = (
+    {},
+    {"experts": "planned", "guest_slots": 2},
+    {"experts": "pro_prophet"},
+    {"samples": "netmoe", "experts": "least_loaded"},
+)
+
+
+@pytest.mark.parametrize("moves", MOVES)
+@pytest.mark.parametrize("cuts", [{}, {"schedule": "moe_pipeline", "chunks": 2, "microbatches": 2}])
+def test_the_rows_are_those_that_the_step_is_priced_with(moves: dict[str, Any], cuts: dict[str, Any]) -> None:
+    each = replace(problem(), placement=PlacementConfig())
+    each = with_routing(each, RoutingConfig.parse("zipf,zipf_exponent=1.5"), NOTHING_MOVES)
+    agree(each, Decision(**moves, **cuts))
+
+
+@pytest.mark.parametrize("form", FORM_TOKENS)
+def test_the_rows_of_shards_are_those_that_the_step_is_priced_with(form: ExpertForm) -> None:
+    each = with_routing(with_sharing(problem(), 2, 2), RoutingConfig.parse("zipf"), NOTHING_MOVES)
+    agree(each, Decision(expert_form=form))
+
+
+def agree(each: Problem, choice: Decision) -> None:
+    """Compare loads with what the cost of the step says of its tasks."""
+    shape, tasks = each.cut(choice), each.plan(choice).graph.tasks
+    assert each.evidence is not None
+    counts, placed = each.evidence.now_DBYE, each.placed(choice, shape)
+    cost = RoutedCost(shape, each.workload, each.cluster, counts, placed=placed)
+    loads = each.expert_loads(choice, shape)
+    assert loads.max() == pytest.approx(cost.imbalance(tasks))
+    assert loads.std(axis=1).mean() == pytest.approx(cost.load_spread(tasks))
+
+
+def test_a_search_prices_even_routing_and_finds_room_for_what_was_observed() -> None:
+    even, hot = problem(batch=64), known(problem(batch=64), (0, 1), (0, 1))
+    seen = replace(even, observed=hot.evidence, recompute=("none", "experts"))
+    room = MemoryBudget(bytes=estimate_memory(even, Decision()).total_bytes)
+    assert estimate_memory(seen, Decision()) == estimate_memory(hot, Decision())
+    assert evaluate(seen, Decision()).predicted_s == evaluate(even, Decision()).predicted_s
+    assert seen.only((1,)).observed is not None
+    with pytest.raises(ConfigError, match="memory per rank"):
+        find_plan(replace(seen, recompute=("none",)), memory=room, effort="low", budget=0.01)
+    best = find_plan(seen, memory=room, effort="low", budget=0.01).best
+    assert best.choice.recompute == "experts" and best.memory_bytes <= room.bytes
 
 
 def test_microbatches_save_buffers_and_nothing_else() -> None:

@@ -99,16 +99,31 @@ def test_ranks_wait_as_their_loads_differ() -> None:
 
 
 def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
-    each = routed(
-        "hot_expert,hot_share=0.5", Movable(samples=("none", "netmoe"), experts=("none", "planned"))
-    )
+    few = problem(cluster=ClusterConfig(flops_per_s=2e9, link_bytes_per_s=2e8))
+    few = replace(few, workload=replace(few.workload, seq_len=16))  # guests need more than they take away
+    movable = Movable(samples=("none", "netmoe"), experts=("none", "planned"))
+    each = with_routing(few, RoutingConfig.parse("hot_expert,hot_share=0.7"), movable)
     free = weigh(each, [CHOICE])
-    assert free.moves and free.best.memory_bytes > free.still.memory_bytes
+    assert free.moves and free.best.memory_bytes > free.still.memory_bytes and free.fits
     tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.best.memory_bytes - 1))
     assert tight.best.memory_bytes <= free.still.memory_bytes and tight.best.choice.experts == "none"
     _, samples, experts = tight.lines
     assert samples.startswith("Samples  netmoe: ") and "not fit" not in samples
     assert experts.startswith("Experts  does not fit: planned with 1 guest slot needs ")
+
+
+def test_what_alone_fits_is_taken_however_little_it_gains() -> None:
+    """Guests gain less than predictions err, but take rows from a rank that has no room for them."""
+    quick = ClusterConfig(flops_per_s=1e15, link_bytes_per_s=2e8)
+    each = problem((True,), batch=64, cluster=quick, all_reduce_bytes=1 << 24)
+    each = replace(each, workload=replace(each.workload, ffn_hidden_size=5120))
+    each = with_routing(each, RoutingConfig.parse("hot_expert"), Movable(experts=("none", "least_loaded")))
+    free = weigh(each, [CHOICE])
+    assert not free.moves and free.fits
+    tight = weigh(each, [CHOICE], memory=MemoryBudget(bytes=free.still.memory_bytes - 1))
+    assert not tight.fits and tight.moves and tight.best.memory_bytes < free.still.memory_bytes
+    base, experts = tight.lines
+    assert base.endswith(" per rank and does not fit") and "does not pay but fits" in experts
 
 
 def test_what_was_weighed_by_a_quick_rule_gets_the_order_that_was_asked_for() -> None:
@@ -132,16 +147,16 @@ def test_what_is_given_moves_in_every_plan_that_is_compared() -> None:
     assert [line.split()[0] for line in found.lines] == ["Moving", "Samples"]
 
 
-def on_16_ranks(text: str) -> Problem:
-    """Fast links, slow devices; all is open."""
+def on_16_ranks(text: str, **sizes: int) -> Problem:
+    """Fast links, slow devices; all is open. sizes: other sizes of the workload."""
     each = problem(batch=8, cluster=ClusterConfig(flops_per_s=5e9, link_bytes_per_s=2e9))
-    work = replace(each.workload, num_experts=16, world_size=16, ep_size=16)
+    work = replace(each.workload, num_experts=16, world_size=16, ep_size=16, **sizes)  # type: ignore[arg-type]
     movable = PlacementConfig(samples="none").weighed
     return with_routing(replace(each, workload=work), RoutingConfig.parse(text), movable)
 
 
 def test_twice_the_guest_slots_are_taken_where_loads_drift_and_they_fit() -> None:
-    drifting = on_16_ranks("slow_drift,drift=0.3")
+    drifting = on_16_ranks("slow_drift,drift=0.3", seq_len=16, ffn_hidden_size=1024)
     two = weigh(drifting, [CHOICE])
     assert (two.best.choice.experts, two.best.choice.guest_slots) == ("planned", 2)
     assert two.lines[1].startswith("Experts  planned with 2 guest slots: ")

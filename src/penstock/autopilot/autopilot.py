@@ -15,11 +15,10 @@ steps; rank 0 makes the decisions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.autopilot.continuing import continued_plan
+from penstock.autopilot.continuing import continued_plan, remembering
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.diagnose import Diagnosis, diagnose
 from penstock.autopilot.layouts import settled_layout
@@ -29,7 +28,7 @@ from penstock.autopilot.replan import replan
 from penstock.autopilot.retune import Tuning
 from penstock.autopilot.run_problem import settled as of_optimizer
 from penstock.autopilot.start import start
-from penstock.autopilot.trials import Trials, worth_while
+from penstock.autopilot.trials import Records, Trials, worth_while
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.autopilot.watch import Drift, Watch
 from penstock.autopilot.weighing import Weighing, is_open
@@ -39,7 +38,6 @@ from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
-from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Forecast, Ranks
 from penstock.train.resume import Resumption, Say
@@ -48,8 +46,6 @@ from penstock.words import milliseconds
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
 """Number of steps whose durations are compared when the time of a step has changed."""
-
-Records = Sequence[TaskRecord]
 
 
 class Autopilot:
@@ -68,6 +64,8 @@ class Autopilot:
         continued = continued_plan(config, machinery, resumption, say) if resumption is not None else None
         settled = continued is not None  # an earlier start has tried, ordered and tuned it already
         self.planned = continued or start(config, machinery, say)
+        if resumption is not None and continued is None:
+            self.planned = remembering(self.planned, machinery, resumption, say)
         self._asked = of_optimizer(config, sharded=self.planned.problem.shape.updating is not None)
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
@@ -139,7 +137,7 @@ class Autopilot:
         """
         self._steps += 1
         if self._trials is not None:
-            return self._try(self._trials, slowest_s)
+            return self._try(self._trials, slowest_s, records)
         if self._settling:
             return self._settle(records)
         if self._tuning is not None:
@@ -152,13 +150,13 @@ class Autopilot:
 
     # ---- trials --------------------------------------------------------------------------------------------
 
-    def _try(self, trials: Trials | TriedMoves, slowest_s: float) -> bool:
-        if not trials.note(slowest_s):
+    def _try(self, trials: Trials | TriedMoves, slowest_s: float, records: Records) -> bool:
+        if not trials.note(slowest_s, records):
             return False
         planned = trials.turn
         if trials.done:
             self._trials = None
-            planned = planned.noting(*trials.lines)
+            planned = trials.learned(planned, self._stack.machinery.control).noting(*trials.lines)
             self._say("\n".join(trials.lines))
         self._adopt(planned, settle=trials.done and trials.settles and self._refines)
         return True

@@ -10,6 +10,7 @@ from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.match import mismatch
 from penstock.plan import PlanFile
+from penstock.plan.plan_file import PlanSizes
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
@@ -62,6 +63,25 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     plan = paper.step_plan(problem, str(path / PLAN_FILE))
     planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
     return planned.knowing(paper)
+
+
+def remembering(planned: Planned, machinery: Machinery, from_: Resumption, say: Say) -> Planned:
+    """Return a plan that was made anew with what the run has learnt before from trials of moving.
+
+    That holds for the same step on the same machines. All ranks call this together.
+    """
+    control, layout = machinery.control, machinery.layout
+    try:
+        paper, file = decided(control, lambda: _files(from_), f"reading the plan of {from_.path.name}")
+    except ConfigError as error:
+        say(f"what the run has learnt from trials of moving cannot be read: {error}")
+        return planned
+    if file is None or planned.file is None:
+        return planned
+    other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes) is not None
+    if control.any(other or paper.sizes != PlanSizes.of(planned.problem), "comparing machines and steps"):
+        return planned
+    return planned.learning(file.moves, paper.lost)
 
 
 def _files(from_: Resumption) -> tuple[PlanFile, ClusterFile | None]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.cost import ClusterFile, StepCost
+from penstock.cost import ClusterFile, ProfiledCluster, StepCost
+from penstock.cost.cluster_file import MoveModel
 from penstock.cost.model_flops import ModelFlops
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
@@ -14,6 +15,7 @@ from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.lost import LostTrial
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
 from penstock.runtime.moving import ExpertMoving
@@ -43,6 +45,7 @@ class Planned:
     that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
     step, by schedule that was tried. number: by which messages refer to the plan; plans: count of numbers
     given. others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
+    lost: trials of moving that were lost, whatever the plan in use.
     """
 
     problem: Problem
@@ -57,6 +60,7 @@ class Planned:
     plans: int = 1
     others: tuple[OtherPlan, ...] = ()
     trial: OtherPlan | None = None
+    lost: tuple[LostTrial, ...] = ()
 
     @property
     def name(self) -> str:
@@ -111,16 +115,27 @@ class Planned:
     def seeing(self, evidence: Evidence | None) -> Planned:
         """Return the plan priced by observed routing if it moves anything: even routing never rewards moving.
 
-        A plan that moves nothing is priced like the plans with which a search compares it.
+        A plan that moves nothing is priced like the plans with which a search compares it. The memory of
+        both is that of the routing which was observed last.
         """
         moves = self.choice.samples != "none" or self.choice.experts != "none"
-        return replace(self, problem=replace(self.problem, evidence=evidence if moves else None))
+        observed = evidence or self.problem.observed
+        problem = replace(self.problem, evidence=evidence if moves else None, observed=observed)
+        return replace(self, problem=problem)
 
     def knowing(self, paper: PlanFile) -> Planned:
         """Return the plan with what a file says about it and about other plans."""
         words, seconds = paper.choice.words, paper.trial_s
         trial = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=seconds) if seconds else None
-        return replace(self, others=paper.others, trial=trial)
+        return replace(self, others=paper.others, trial=trial, lost=paper.lost)
+
+    def learning(self, moves: tuple[MoveModel, ...], lost: tuple[LostTrial, ...]) -> Planned:
+        """Return the plan with what trials tell: how long transfers of moves take, and which trials lost."""
+        if self.file is None or not moves:
+            return replace(self, lost=lost)
+        file = replace(self.file, moves=moves)
+        problem = replace(self.problem, cluster=ProfiledCluster.build(file))
+        return replace(self, file=file, problem=problem, lost=lost)
 
     def noting(self, *lines: str) -> Planned:
         """Return the plan with more lines of explanation; lines that it has already are not repeated."""
@@ -141,7 +156,7 @@ class Planned:
         paper = PlanFile.of(
             self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
         )
-        paper = replace(paper, others=self.others, trial_s=self.trial_s)
+        paper = replace(paper, others=self.others, trial_s=self.trial_s, lost=self.lost)
         paper.telling_use().save(folder / PLAN_FILE)
 
 

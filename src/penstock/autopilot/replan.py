@@ -61,7 +61,7 @@ def replan(
         legs_of = hierarchical_among(config, machinery.layout)
         file = remeasured(file, measure_links(machinery, legs_of, budget_s))
     file = replace(file, slowness=_slowness(planned, diagnosis))
-    problem = run_problem(config, machinery.layout, file)
+    problem = replace(run_problem(config, machinery.layout, file), observed=planned.problem.observed)
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
         machinery.control,

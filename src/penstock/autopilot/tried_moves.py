@@ -10,10 +10,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
+from penstock.autopilot.lessons import Run, forgotten, learned
 from penstock.autopilot.planned import Planned
-from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS
+from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS, Records
+from penstock.cost.placed import Evidence
 from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
+from penstock.topology import Control
 from penstock.train.config import RunConfig
 from penstock.words import milliseconds
 
@@ -34,14 +37,16 @@ class TriedMoves:
     def __init__(self, before: Planned, new: Planned) -> None:
         self._plans = (new, replace(before, plans=new.plans, lines=new.lines))
         self._times: list[float] = []
+        self._records: list[Records] = []
 
     @property
     def done(self) -> bool:
         return len(self._times) == len(self._plans) * TRIAL_STEPS
 
-    def note(self, slowest_s: float) -> bool:
-        """Record the seconds of a step on the slowest rank; return whether a turn has ended."""
+    def note(self, slowest_s: float, records: Records) -> bool:
+        """Record a step: its seconds on the slowest rank, its tasks here. Return whether a turn has ended."""
         self._times.append(slowest_s)
+        self._records.append(records)
         return len(self._times) % TRIAL_STEPS == 0
 
     @property
@@ -66,11 +71,36 @@ class TriedMoves:
         way = "keeping" if kept is self._plans[0] else "going back to"
         return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
 
+    def learned(self, planned: Planned, control: Control) -> Planned:
+        """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
+
+        Moving that won is not remembered: nothing would be tried again, and a lucky turn would speak for it.
+        """
+        slower, faster = (self._run(each) for _, each in reversed(self._ranked))
+        choice = slower.planned.choice
+        if planned.choice == self._plans[0].choice and choice.samples == choice.experts == "none":
+            return forgotten(planned, slower.planned, faster.planned)
+        return learned(planned, slower, faster, control)
+
+    def _run(self, planned: Planned) -> Run:
+        """Return a plan's turn, priced by the routing that was observed, whatever the plan moves."""
+        turn = self._plans.index(planned)
+        steps = self._records[turn * TRIAL_STEPS : (turn + 1) * TRIAL_STEPS][DROPPED_STEPS:]
+        problem = replace(planned.problem, evidence=self._evidence)
+        return Run(
+            planned=replace(planned, problem=problem),
+            seconds=self._medians[turn],
+            records=[record for step in steps for record in step],
+        )
+
+    @property
+    def _evidence(self) -> Evidence | None:
+        return self._plans[0].problem.observed
+
     def _like(self, kept: Planned, left: Planned) -> float:
         """Return the seconds predicted for `left` by the routing from which `kept` is predicted."""
-        evidence = self._plans[0].problem.evidence
         alike = [
-            replace(each, problem=replace(each.problem, evidence=evidence)).predicted_s
+            replace(each, problem=replace(each.problem, evidence=self._evidence)).predicted_s
             for each in (kept, left)
         ]
         return kept.predicted_s * alike[1] / alike[0]

@@ -9,7 +9,8 @@ from penstock.autopilot.observing import OBSERVED_STEPS, Observer
 from penstock.autopilot.planned import Order, Planned
 from penstock.decision import Decision
 from penstock.decision.field import NOTHING_MOVES, Movable
-from penstock.plan import MemoryBudget, Problem, evaluate
+from penstock.plan import MemoryBudget, Problem, estimate_memory, evaluate
+from penstock.plan.lost import corrected, miss
 from penstock.plan.moving import WORTH, Weighed, weigh
 from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
@@ -84,20 +85,28 @@ def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
     """Return another plan where something is to move that stays now, or to stay that moves now."""
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
-    found = weigh(problem, [planned.choice], beat, memory, OBSERVED)
+    if memory is not None:  # what runs fits, whatever is estimated
+        memory = MemoryBudget(bytes=max(memory.bytes, _needed_bytes(problem, planned.choice)))
+    found = weigh(problem, [planned.choice], beat, memory, OBSERVED, planned.lost)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
-    if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(problem, found, planned.choice):
+    if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
         return _Verdict(lines=found.lines)
     best = evaluate(problem, wanted)
     return _Verdict(lines=found.lines, choice=best.choice, order=Order.of(best.plan))
 
 
-def _stays(problem: Problem, found: Weighed, choice: Decision) -> bool:
-    """Tell whether what moves by `choice` still pays, and other moves gain no more than predictions err."""
+def _needed_bytes(problem: Problem, choice: Decision) -> int:
+    return estimate_memory(problem, choice).total_bytes
+
+
+def _stays(planned: Planned, found: Weighed) -> bool:
+    """Tell whether what moves by the plan still pays, and other moves gain no more than predictions err."""
+    choice = planned.choice
     if not found.moves or _moves(choice) == _moves(found.still.choice):
         return False
-    now = evaluate(problem, replace(choice, priority=found.best.choice.priority))
-    pays = now.predicted_s < WORTH * found.still.predicted_s
+    now = evaluate(planned.problem, replace(choice, priority=found.best.choice.priority))
+    now = corrected(now, miss(planned.lost, choice, found.still.choice))
+    pays = not found.fits or now.predicted_s < WORTH * found.still.predicted_s
     return pays and found.best.predicted_s >= WORTH * now.predicted_s
 
 

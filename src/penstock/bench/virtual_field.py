@@ -21,8 +21,9 @@ from penstock.bench.tune import variants
 from penstock.bench.virtual_steps import with_virtual_steps
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
+from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.plan import explain
+from penstock.plan import Problem, explain
 from penstock.plan.memory import estimate_memory
 from penstock.plan.predict import closing_s
 from penstock.schedule import SCHEDULES, StepPlan
@@ -115,20 +116,26 @@ class VirtualField:
 
     def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
         """Return the memory of a device that computes, by formula: a virtual one holds only what it sends."""
-        problem = run_problem(self._config_of(name, schedule), self._layout, self._links)
+        problem = self._problem(self._config_of(name, schedule))
         choice = schedule.decision(problem.workload.dispatch, self._placement(name))
         return estimate_memory(problem, choice).total_bytes
 
     def _choice(self) -> Entry:
         """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
 
-        The search assumes even routing.
+        The search assumes even routing, except for memory.
         """
-        problem = run_problem(self._open, self._layout, self._links)
+        problem = self._problem(self._open)
         found = chosen(problem, self.control)
         self.notes += explain(problem, found).lines
         self._memory_bytes[AUTO] = found.best.memory_bytes
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
+
+    def _problem(self, config: RunConfig) -> Problem:
+        """Return the step of a run, whose memory holds the rows of the first measured step."""
+        counts, number = self._stack.routing.counts, self._first_measured
+        routing = Evidence(counts(max(0, number - 1)), counts(number))
+        return replace(run_problem(config, self._layout, self._links), observed=routing)
 
     def _loads_of(self, entry: Entry) -> str:
         """Describe how evenly experts are loaded in the first measured step, and what crosses nodes."""

@@ -170,6 +170,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     if options.out is not None:
         check_out(options.out, EXAMPLE)
     routed = None if options.routing is None else _routed(subject, options)
+    subject = subject if routed is None else _observing(subject, routed)
     weighed: Weighed | None = None
     started = time.monotonic()
     with _progress() as progress:
@@ -313,6 +314,16 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
     return with_routing(subject.problem, routing, subject.movable)
+
+
+def _observing(subject: Subject, routed: Problem) -> Subject:
+    """Return the subject whose plans must hold the rows of a known routing."""
+    observed, sharded = routed.evidence, subject.sharded
+    return replace(
+        subject,
+        problem=replace(subject.problem, observed=observed),
+        sharded=None if sharded is None else replace(sharded, observed=observed),
+    )
 
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:

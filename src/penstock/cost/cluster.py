@@ -146,6 +146,11 @@ class ClusterConfig:
         del span  # rates do not say how much the two overlap
         return None
 
+    def prolonged(self, op: str) -> float:
+        """Return how many times longer an op's transfers take in a run's steps than by their collective."""
+        del op  # rates know of none
+        return 1.0
+
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """Return the seconds of a compute task whose forward has these operations and copies.
 

@@ -145,6 +145,21 @@ class TaskModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoveModel:
+    """Transfers of one op of moving samples or experts, as a run has tried them.
+
+    op: as in task names (GP, GG). in_steps: how many times longer they took than by their collective's line.
+    """
+
+    op: str
+    in_steps: Factor
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_name("op", self.op, OPS, "op of a task")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KernelModel:
     """Model `t = alpha + beta * work` of one kind of computation alone, on all ranks at once: for the reader.
 
@@ -211,9 +226,10 @@ class ClusterFile:
     transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
     compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
     its computation takes than `tasks` says; empty = all ranks are alike. steps: real steps beside their
-    simulation; None = not measured, or of no use. memory_bytes: of one device; None = not known. measured:
-    None for a file written by hand; source: where its numbers come from; doubts: what real steps could not
-    tell, in words.
+    simulation; None = not measured, or of no use. moves: what a run has learnt of transfers that no profile
+    has, when a plan that moves samples or experts was tried. memory_bytes: of one device; None = not known.
+    measured: None for a file written by hand; source: where its numbers come from; doubts: what real steps
+    could not tell, in words.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -228,6 +244,7 @@ class ClusterFile:
     jitter: Scatter = 0.0
     slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
     steps: StepFit | None = None
+    moves: Annotated[tuple[MoveModel, ...], Items(MOST_MODELS, "one per op")] = ()
     memory_bytes: MemoryBytes | None = None
     measured: Machine | None = None
     source: str = ""

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.config import ConfigError
 from penstock.cost.links import links_of, nodes_of
-from penstock.cost.rows import cut_rows
+from penstock.cost.rows import by_source_and_target, cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload, split_sizes
 from penstock.decision import Decision, PlacementConfig
@@ -209,7 +209,10 @@ def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Ho
 
 
 def expert_costs(even: StepCost) -> ExpertCosts:
-    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8."""
+    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8.
+
+    Where guests were seen to travel longer than their bytes by the links, these are more bytes.
+    """
     work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
     forward = partial(cluster.compute_s, phase=Phase.FORWARD, moved_bytes=0.0)
@@ -218,8 +221,8 @@ def expert_costs(even: StepCost) -> ExpertCosts:
         links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
-        parameter_bytes=work.expert_bytes,
-        gradient_bytes=work.expert_bytes,
+        parameter_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_PARAMETERS),
+        gradient_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_GRADIENTS),
         other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
     )
 
@@ -277,6 +280,30 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
     np.add.at(found, places, rows_PYE)
     return found.transpose(1, 0, 2)
+
+
+def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, work: Workload) -> Counts:
+    """Return the rows that every rank's experts and guests receive in a step, by MoE layer, [Y, P].
+
+    placed: where samples and guests are; None = nothing moves.
+    """
+    leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
+    hostings = () if placed is None else placed.hostings
+    rows_PRCYE = cut_rows(leaving, shape, work)
+    return np.stack([_received(rows_PRCYE[..., y, :], hostings, y, work) for y in range(leaving.shape[2])])
+
+
+def _received(rows_PRCE: Counts, hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Counts:
+    """Return the rows that every rank receives in one layer, [P]; hosts share those of each slice anew."""
+    if hostings:
+        hosting, pieces = hostings[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
+        seats = [seated(pieces[:, piece], hosting, work) for piece in range(pieces.shape[1])]
+        by_rank = np.sum(seats, axis=0).reshape(-1, work.ep_size * work.esp_size, work.ep_size, hosting.slots)
+    else:
+        by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.esp_size)
+        by_rank = by_rank.reshape(-1, work.ep_size * work.esp_size, *by_rank.shape[3:])
+    received: Counts = np.repeat(by_rank.sum(axis=(1, 3)).reshape(-1), work.esp_size)
+    return received
 
 
 @dataclass(frozen=True, eq=False)

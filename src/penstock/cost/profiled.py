@@ -78,6 +78,9 @@ class ProfiledCluster(ClusterConfig):
         found = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
         return None if found is None or found.ranks != span.ranks else self._in_steps(found.model, found)
 
+    def prolonged(self, op: str) -> float:
+        return next((move.in_steps for move in self.file.moves if move.op == op), 1.0)
+
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """Return the seconds of a compute task by its measured model, or by the rates.
 

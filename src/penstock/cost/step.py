@@ -90,11 +90,12 @@ class StepCost:
     def communication_s(self, task: Task, load: float = 1.0) -> float:
         """Return seconds of a communication task. load: rows as a multiple of those under even routing."""
         seconds: float = self._transfer_s(task, self.work(task), load)
-        return seconds
+        return seconds * self.cluster.prolonged(task.op)
 
     def carried_s(self, task: Task, load: float) -> float:
         """Return the seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
-        return self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
+        seconds = self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
+        return seconds * self.cluster.prolonged(task.op)
 
     def compute_s(self, task: Task) -> float:
         seconds: float = self._computed_s(task, 1.0)

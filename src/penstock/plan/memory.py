@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.cost import Workload
 from penstock.decision import Decision
 from penstock.ops.names import Op
@@ -12,6 +15,8 @@ from penstock.plan.problem import Problem
 from penstock.step import StepShape
 from penstock.step.passes.gradient_room import LAYERS
 from penstock.step.shape import FORM_TOKENS
+
+Numbers = npt.NDArray[np.float64]
 
 FLOAT32_BYTES = 4
 MOMENTS = 2
@@ -53,7 +58,7 @@ class MemoryBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank, the busiest where loads are said, in the middle of a step.
+    """Bytes of one rank, the one that needs most where loads are known, in the middle of a step.
 
     buffers_bytes: gradients of the piece of one layer that is being computed, and rows sent and received.
     """
@@ -95,13 +100,14 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     Activations are kept from forward to backward, and the sums that normalise the loss end the whole forward
     before any backward begins: cutting the batch saves none of them. Per token and layer: e (8 M + r (4 M + c
     H)), with e bytes per element, r rows per token, c = 2 for GELU and 4 for SwiGLU; a dense block e (8 M + 2
-    H_dense); logits twice in float32. Where nothing is dropped and the problem's load says that the experts
-    of a rank get more than the mean, the rows that they receive are that many times more. Ranks that share
-    attention divide heads, dense widths, the vocabulary and, where tokens are split, what stays between
-    blocks; the shards of an expert all have its rows. What the framework and the transports need themselves
-    is not counted. Where experts are recomputed, only the rows that they received are kept, e r M; where
-    blocks are, e (M + 2 r M): a block's input, its rows, received and returned, and the input of shared
-    experts. Then buffers hold one whole block.
+    H_dense); logits twice in float32. Where experts have no fixed slots and the problem says how rows are
+    spread (load, or a known routing), the rank that needs most is estimated, with the rows that it receives
+    in every layer once the choice has moved samples and experts. Ranks that share attention divide heads,
+    dense widths, the vocabulary and, where tokens are split, what stays between blocks; the shards of an
+    expert all have its rows. What the framework and the transports need themselves is not counted. Where
+    experts are recomputed, only the rows that they received are kept, e r M; where blocks are, e (M + 2 r M):
+    a block's input, its rows, received and returned, and the input of shared experts. Then buffers hold one
+    whole block.
 
     Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
@@ -110,19 +116,24 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     guests = _guest_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
-    whole, busiest = replace(cut, recompute="none"), _busiest(problem)
-    per_layer = [_layer_bytes(work, cut, is_moe, busiest) for is_moe in layers]
-    largest = max(_layer_bytes(work, whole, is_moe, busiest) for is_moe in layers)
+    whole, loads = replace(cut, recompute="none"), _loads(problem, choice, cut)
+    kept, per_layer = (
+        [_layer_bytes(work, each, *layer) for layer in zip(layers, loads, strict=True)]
+        for each in (cut, whole)
+    )
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
-    moe = any(problem.shape.moe_layers)
-    piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size if moe else 0.0
+    piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size
+    wire_bytes = work.wire_bytes(piece_rows) if any(layers) else 0.0
+    buffers_P = np.maximum.reduce(per_layer) / microbatches + (1 + np.maximum.reduce(loads)) * wire_bytes
+    kept_P = np.add.reduce(kept)
+    most = int(np.argmax(kept_P + buffers_P))
     return MemoryEstimate(
         weights_bytes=_weights_bytes(problem) + guests,
         gradients_bytes=_gradients_bytes(problem, choice) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
-        activations_bytes=int(sum(per_layer) + logits),
-        buffers_bytes=int(largest / microbatches + (1 + busiest) * work.wire_bytes(piece_rows)),
+        activations_bytes=int(kept_P[most] + logits),
+        buffers_bytes=int(buffers_P[most]),
     )
 
 
@@ -172,17 +183,17 @@ def _guest_bytes(problem: Problem, choice: Decision) -> int:
     return int(choice.guests * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
 
 
-def _busiest(problem: Problem) -> float:
-    """Return the rows that the busiest rank's experts receive over those with even routing."""
-    work = problem.workload
-    limited = work.capacity_factor is not None or work.slots_per_sample > 0
-    return 1.0 if limited or problem.evidence is not None else max(problem.load, default=1.0)
+def _loads(problem: Problem, choice: Decision, cut: StepShape) -> list[Numbers]:
+    """Return by layer the rows that every rank's experts receive over the mean; of a dense layer, ones."""
+    moe_layers = problem.expert_loads(choice, cut)
+    ones_P, known = np.ones(moe_layers.shape[1]), iter(moe_layers)
+    return [next(known) if is_moe else ones_P for is_moe in problem.shape.moe_layers]
 
 
-def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, busiest: float) -> float:
-    """Return the bytes that one layer keeps for its backward, for the whole batch of one rank.
+def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) -> Numbers:
+    """Return the bytes that one layer keeps for its backward, for the whole batch of every rank.
 
-    busiest: how many times the mean number of rows its experts receive.
+    load_P: how many times the mean number of rows the rank's experts receive.
     """
     tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
     kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
@@ -191,11 +202,11 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, busiest: float) -
         block = hidden * (kept if mp_size == 1 else tokens + kept * ENTERED_COPIES)
     if not is_moe:
         dense = 0.0 if cut.recompute == "blocks" else tokens * 2 * work.dense_ffn_hidden_size / mp_size
-        return work.element_bytes * (block + dense)
+        return work.element_bytes * (block + dense) * np.ones_like(load_P)
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
-    there = busiest * work.rows(0, 1, 0, 1, *_row_shares(work, cut))
+    there = load_P * work.rows(0, 1, 0, 1, *_row_shares(work, cut))
     expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
     wide_shared = wide * work.shared_ffn_hidden_size
     if cut.recompute != "none":

@@ -19,6 +19,7 @@ from penstock.decision.moving import why_experts_stay, why_samples_stay
 from penstock.decision.record import FIELDS
 from penstock.graph import RefusalError
 from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.lost import LostTrial, corrected, miss
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.plan_file import PLACED
 from penstock.plan.problem import Problem
@@ -46,12 +47,13 @@ class Weighed:
     """A plan with and without moves. still: without; best: the fastest of all where that is worth it.
 
     lines: on samples, on experts and on both, as far as they may move, with the reasons; also on moves that
-    could not be weighed.
+    could not be weighed. fits: whether the plan without moves fits into memory.
     """
 
     still: Candidate
     best: Candidate
     lines: tuple[str, ...]
+    fits: bool = True
 
     @property
     def moves(self) -> bool:
@@ -77,11 +79,13 @@ def weigh(
     progress: Callable[[], None] = lambda: None,
     memory: MemoryBudget | None = None,
     routing: str = "the given routing",
+    lost: Sequence[LostTrial] = (),
 ) -> Weighed:
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
     progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
-    known. routing: the evidence in words. Raises RefusalError if no choice is possible without moves.
+    known. routing: the evidence in words. lost: trials by which the predictions of moves are corrected.
+    Raises RefusalError if no choice is possible without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
@@ -90,7 +94,8 @@ def weigh(
         for choice in tried:
             progress()
             try:
-                priced.found.append(evaluate(problem, choice))
+                found = evaluate(problem, choice)
+                priced.found.append(corrected(found, miss(lost, choice, staying(problem, choice))))
             except RefusalError as error:
                 priced.refused.setdefault(str(error), []).append(_moves(choice))
         return priced
@@ -102,16 +107,18 @@ def weigh(
     samples = price(_moving_samples(problem, still.choice))
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
-    most = math.inf if memory is None else max(memory.bytes, still.memory_bytes)  # the present plan fits
+    most = math.inf if memory is None else memory.bytes
     alone = [_least(fit) for each in (samples, experts) if (fit := _usable(each.found, most))]
     both = price(_joined(alone)) if len(alone) > 1 else _Priced()
-    best = _least([still, *(each for some in (samples, experts, both) for each in _usable(some.found, most))])
-    worth = best.predicted_s < WORTH * still.predicted_s
+    moving = [each for some in (samples, experts, both) for each in _usable(some.found, most)]
+    best, fits = _least(moving or [still]), still.memory_bytes <= most
+    worth = not fits or best.predicted_s < WORTH * still.predicted_s
     told = ("Samples", samples), ("Experts", experts), ("Both   ", both)
-    lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most)]
+    lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most, lost)]
     if any(priced.found for _, priced in told):
-        lines.insert(0, _base(still, choices, routing))
-    return Weighed(still=still, best=best if worth else still, lines=tuple(lines))
+        short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
+        lines.insert(0, _base(still, choices, routing) + short)
+    return Weighed(still=still, best=best if worth else still, lines=tuple(lines), fits=fits)
 
 
 def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
@@ -198,18 +205,28 @@ def _base(still: Candidate, choices: Sequence[Decision], routing: str) -> str:
 
 
 def _lines(
-    problem: Problem, what: str, still: Candidate, priced: _Priced, most_bytes: float
+    problem: Problem,
+    what: str,
+    still: Candidate,
+    priced: _Priced,
+    most_bytes: float,
+    lost: Sequence[LostTrial],
 ) -> Iterator[str]:
     """Yield whether the best of some moves pays, and which moves could not be weighed."""
     if priced.found:
-        yield _line(problem, what, still, priced.found, most_bytes)
+        yield _line(problem, what, still, priced.found, most_bytes, lost)
     for why, moves in priced.refused.items():
         names = ", ".join(dict.fromkeys(moves))
         yield f"{what}  not weighed: {names}{': ' if names else ''}{why}"
 
 
 def _line(
-    problem: Problem, what: str, still: Candidate, moving: Sequence[Candidate], most_bytes: float
+    problem: Problem,
+    what: str,
+    still: Candidate,
+    moving: Sequence[Candidate],
+    most_bytes: float,
+    lost: Sequence[LostTrial],
 ) -> str:
     """Return whether the best of some moves pays: the step with and without it, and what the move saves."""
     if not (usable := _usable(moving, most_bytes)):
@@ -217,9 +234,12 @@ def _line(
         return f"{what}  does not fit: {_words(leanest)} needs {gib(leanest.memory_bytes)} per rank"
     best = _least(usable)
     verdict = "pays" if best.predicted_s < WORTH * still.predicted_s else "does not pay"
+    verdict += " but fits" if still.memory_bytes > most_bytes and "not" in verdict else ""
     against = f"{best.predicted} ({change(best.predicted_s, still.predicted_s)})"
+    err = miss(lost, best.choice, still.choice)
+    tried = "" if err == 1 else f" by a trial, whose steps took {err:.2f} times as long as predicted"
     saved = _saved(problem, still, best) if best.choice.samples != "none" else _evened(problem, still, best)
-    return f"{what}  {_words(best)}: {against}, {verdict}; {saved}"
+    return f"{what}  {_words(best)}: {against}, {verdict}{tried}; {saved}"
 
 
 def _words(candidate: Candidate) -> str:

@@ -26,6 +26,7 @@ from penstock.decision.record import FIELDS
 from penstock.graph import ScheduleError
 from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.lost import LostTrial
 from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan
@@ -122,7 +123,7 @@ class PlanFile:
     interval_s: of the prediction, see Candidate; empty = unknown. why: its explanation; schedule: the text of
     the order, a line per lane; null = the order is computed again from the choice. search: how much was
     examined to find it; null = unknown. others: the next best plans. trial_s: seconds per step when the plan
-    was tried; null = it was not."""
+    was tried; null = it was not. lost: trials that the run will not repeat, see LostTrial."""
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
     model: str
@@ -138,6 +139,7 @@ class PlanFile:
     search: Searched | None = None
     others: Annotated[tuple[OtherPlan, ...], Items(1000, "they are for people")] = ()
     trial_s: Seconds | None = None
+    lost: Annotated[tuple[LostTrial, ...], Items(1000, "one for each way of moving")] = ()
 
     def __post_init__(self) -> None:
         if self.version != VERSION:

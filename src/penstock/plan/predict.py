@@ -54,11 +54,25 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
     """Return when every task is expected to run: as long as `predict_s` says, but without scatter."""
-    cluster = problem.cluster
-    known = isinstance(cluster, ProfiledCluster)
-    cost = _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
-    timeline = simulate(plan.schedule, plan.graph, cost, problem.mesh)
+    timeline = simulate(plan.schedule, plan.graph, _cost(problem, choice, plan), problem.mesh)
     return timeline.stretched(predict_s(problem, choice, plan) / timeline.iteration_s)
+
+
+def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mapping[str, float]) -> float:
+    """Return the seconds of an iteration in which tasks of some ops take `times` as long as predicted.
+
+    Guests stay those that the problem's prices ask for.
+    """
+    cost = _cost(problem, choice, plan)
+    costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
+    before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh) for each in costs)
+    return predict_s(problem, choice, plan) * now_s / before_s
+
+
+def _cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
+    """Return the cost of every task in the predicted timeline."""
+    known = isinstance(problem.cluster, ProfiledCluster)
+    return _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)
 
 
 def step_ratio(problem: Problem) -> float:

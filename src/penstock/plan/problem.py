@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
 from penstock.cost.placed import (
@@ -15,6 +18,7 @@ from penstock.cost.placed import (
     guest_planning_s,
     planned_hostings,
     rank_loads,
+    received_rows,
     splits_exactly,
 )
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
@@ -30,6 +34,8 @@ from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS, Recompute
 
+Numbers = npt.NDArray[np.float64]
+
 USUAL = PlacementConfig()
 
 
@@ -43,7 +49,8 @@ class Problem:
     load: by rank, the tokens that its experts get as a multiple of even routing; empty = even.
     recompute: what may be recomputed, the fastest choice first.
     movable: samples and experts, as far as they may move. placement: how their destinations are decided.
-    evidence: how steps are routed; none = evenly.
+    evidence: how steps are routed; none = evenly. observed: how they were routed, as far as memory counts: a
+    search prices even routing, with which moves gain nothing, but its plans must hold the rows that come.
     """
 
     shape: StepShape
@@ -57,6 +64,7 @@ class Problem:
     movable: Movable = NOTHING_MOVES
     placement: PlacementConfig = USUAL
     evidence: Evidence | None = None
+    observed: Evidence | None = None
 
     @property
     def has_nodes(self) -> bool:
@@ -108,6 +116,27 @@ class Problem:
         places = (work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size))
         return tuple(float(rows[place] / mean) for place in places)
 
+    def expert_loads(self, choice: Decision, cut: StepShape) -> Numbers:
+        """Return the rows that every rank's experts and guests get over the mean, by MoE layer, [Y, P].
+
+        One rank stands for all where routing is even, or where every expert has its slots.
+        """
+        work, layers, known = self.workload, sum(cut.moe_layers), self.evidence or self.observed
+        if known is None or work.fixed_slots:
+            dropless = work.capacity_factor is None and not work.slots_per_sample
+            return np.tile(np.array((dropless and self.load) or (1.0,)), (layers, 1))
+        placed = self.placed(choice, cut)
+        key = cut.expert_form if placed is None else self._moving(choice, cut)
+        if key not in self._known_loads:
+            received_YP = received_rows(known.now_DBYE, placed, cut, self.workload_of(choice))
+            mean_Y1 = np.maximum(1.0, received_YP.mean(axis=1, keepdims=True))
+            self._known_loads[key] = received_YP / mean_Y1
+        return self._known_loads[key]
+
+    @cached_property
+    def _known_loads(self) -> dict[object, Numbers]:
+        return {}
+
     def with_imbalance(self, ratio: float) -> Problem:
         """Return the problem with one popular rank per expert group: its experts get `ratio` times the mean.
 
@@ -153,18 +182,19 @@ class Problem:
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
         """Return where the samples and guests of the known steps would be; None = nothing moves."""
-        if self.evidence is None or choice.samples == choice.experts == "none":
+        known = self.evidence or self.observed
+        if known is None or choice.samples == choice.experts == "none":
             return None
-        moving = (
-            choice.samples,
-            choice.experts,
-            choice.guests,
-            splits_exactly(choice, self.workload_of(choice)),
-        )
-        key = moving, cut.microbatches, cut.slices, cut.expert_form
+        key = self._moving(choice, cut)
         if key not in self._known_placed:
-            self._known_placed[key] = self._place(self.evidence, choice, cut)
+            self._known_placed[key] = self._place(known, choice, cut)
         return self._known_placed[key]
+
+    def _moving(self, choice: Decision, cut: StepShape) -> tuple[object, ...]:
+        """Return what decides where samples and guests are."""
+        exact = splits_exactly(choice, self.workload_of(choice))
+        moves = choice.samples, choice.experts, choice.guests, exact
+        return *moves, cut.microbatches, cut.slices, cut.expert_form
 
     @cached_property
     def _known_placed(self) -> dict[object, Placed]:
@@ -223,11 +253,12 @@ class Problem:
 
     def only(self, layers: tuple[int, ...]) -> Problem:
         """Return the same step for a model that has only these layers."""
-        work, shape, evidence = self.workload, self.shape, self.evidence
+        work, shape = self.workload, self.shape
         moe_layers = [sum(shape.moe_layers[:layer]) for layer in layers if shape.moe_layers[layer]]
         return replace(
             self,
-            evidence=None if evidence is None else evidence.of_layers(moe_layers),
+            evidence=None if self.evidence is None else self.evidence.of_layers(moe_layers),
+            observed=None if self.observed is None else self.observed.of_layers(moe_layers),
             shape=replace(
                 shape,
                 moe_layers=tuple(shape.moe_layers[layer] for layer in layers),

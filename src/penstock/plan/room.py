@@ -28,7 +28,7 @@ class Room:
             choice.schedule,
             choice.microbatches,
             choice.form,
-            choice.guests,
+            (choice.samples, choice.experts, choice.guests, choice.split),
             choice.dispatch,
             choice.compression,
             choice.recompute,
