@@ -289,7 +289,7 @@ def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -
             start_new_session=True,
         )
     STARTED.append(process)
-    wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
+    wait_until(lambda: re.search(reached, errors.read_text()) is not None, process, timeout_s=300)
     (os.killpg if whole else os.kill)(process.pid, signal.SIGINT)
     code = process.wait(timeout=90)
     return code, out.read_text(), errors.read_text()
