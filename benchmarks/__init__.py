@@ -18,15 +18,18 @@ import signal
 import sys
 from types import FrameType
 
+from penstock.stops import SIGNALS, speaks
+
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """While modules are loaded there is nothing to clear up; of several ranks the first one says it."""
     del frame
     signal.signal(number, signal.SIG_IGN)  # one Ctrl-C may arrive twice
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print("penstock: stopped; nothing had been measured yet", file=sys.stderr, flush=True)
     os._exit(130)
 
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _leave)  # `python -m benchmarks.NAME`; the command takes over when it begins
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # held back until now where Penstock starts ranks

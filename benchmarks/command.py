@@ -19,7 +19,6 @@ from benchmarks.stopping import Stop
 from penstock.bench import BenchConfig
 from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulation_options, emulation
-from penstock.cli.failing import say
 from penstock.cli.ranks import (
     NOTHING_MEASURED,
     end_of_rank,
@@ -30,6 +29,7 @@ from penstock.cli.ranks import (
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
+from penstock.stops import SIGNALS
 from penstock.topology import Layout, ProcessInfo, detect
 
 
@@ -77,18 +77,18 @@ def run_on_ranks(
         emulate = emulation(options)
         config = load(BenchConfig, options.config, options.overrides)
         parallel, program = config.parallel, f"benchmarks.{name}"
-        finish = partial(print_result, render=render, plain=options.json)
+        show = partial(print_result, render=render, plain=options.json)
 
         def work(info: ProcessInfo) -> int:
             BOARD.begin(name, shown=info.rank == 0)
-            with Stop(finish, speaks=info.rank == 0) as stop:
+            with Stop(show, speaks=info.rank == 0) as stop:
 
                 def one_rank(layout: Layout, device: torch.device) -> R:
                     del device  # all of them measure on the CPU
                     return _unless_stopped(lambda: measure(config, layout, emulate), stop)
 
                 code = measure_as_rank(
-                    info, parallel, config.moe.num_experts, one_rank, finish, stopped=stop.tell
+                    info, parallel, config.moe.num_experts, one_rank, stop.finish, stopped=stop.tell
                 )
                 return end_of_rank(info, code)  # before the watch ends: this may have to wait for others
 
@@ -97,22 +97,14 @@ def run_on_ranks(
         )
 
     take_signals()
-    sys.exit(exit_code(partial(_telling_a_stop, command)))
+    sys.exit(exit_code(command, NOTHING_MEASURED))
 
 
 def take_signals() -> None:
     """From what ended the process at once while modules were loaded; unless they are ignored, as by nohup."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _telling_a_stop(command: Callable[[], int]) -> int:
-    """Of a process that starts ranks, before there are any."""
-    try:
-        return command()
-    except KeyboardInterrupt:
-        say(NOTHING_MEASURED)
-        return INTERRUPTED
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
@@ -121,11 +113,11 @@ def _unless_stopped(measure: Callable[[], R], stop: Stop) -> R:
         found = measure()
     except Exception:
         if stop.asked:
-            raise KeyboardInterrupt from None
+            stop.end()
         raise
     if stop.asked:
         BOARD.keep(lambda: found)
-        raise KeyboardInterrupt
+        stop.end()
     return found
 
 

@@ -2,27 +2,30 @@
 
 A signal raises KeyboardInterrupt where Python runs. A process that waits in a library hears it later, and one
 that clears up may wait for others that are gone, so a process that has not ended within `GRACE_S` of the
-signal is ended.
+signal is ended. What was measured is printed first, for as long as that goes on: it is given up when it has
+stood still for `GRACE_S`, or when there is another signal.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from benchmarks.progress import BOARD
 from penstock.cli.codes import INTERRUPTED
 from penstock.cli.ranks import NOTHING_MEASURED
+from penstock.stops import POLL_S, SAME_REQUEST_S, SIGNALS, Patience
 
 UNTIL_THEN: Final = "stopped; the table has what was measured until then"
 GRACE_S: Final = 4.0
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
@@ -31,10 +34,11 @@ class Stop:
     show: prints a result. speaks: whether this process is the one that says what became of it.
     """
 
-    def __init__(self, show: Callable[[Any], object], *, speaks: bool) -> None:
+    def __init__(self, show: Callable[[Any], int], *, speaks: bool) -> None:
         self.asked = False
         self._show, self._speaks = show, speaks
-        self._raised, self._ended, self._told = False, threading.Event(), threading.Lock()
+        self._raised, self._ended = False, threading.Event()
+        self._told, self._telling = False, threading.Lock()
 
     def __enter__(self) -> Stop:
         self._heard, self._signals = socket.socketpair()
@@ -57,9 +61,24 @@ class Stop:
         self._signals.close()
 
     def tell(self) -> None:
-        """Print what was measured, and say so; once."""
-        if not self._told.acquire(blocking=False) or not self._speaks:
-            return
+        """Print what was measured, and say so; once, and it is printed when this returns in any thread."""
+        with self._telling:
+            if self._speaks and not self._told:
+                self._print()
+            self._told = True
+
+    def finish(self, result: Any) -> int:
+        """Print a whole result; a stop from now on has nothing more to tell."""
+        with self._telling:
+            self._told = True
+            return self._show(result)
+
+    def end(self) -> NoReturn:
+        """Raise KeyboardInterrupt. A signal that Python has not heard yet raises none after this one."""
+        self._raised = True
+        raise KeyboardInterrupt
+
+    def _print(self) -> None:
         result = BOARD.kept()
         if result is not None:
             self._show(result)
@@ -72,15 +91,36 @@ class Stop:
         del number, frame
         self.asked = True
         if not self._raised:
-            self._raised = True
-            raise KeyboardInterrupt
+            self.end()
 
     def _watch(self) -> None:
-        """The kernel's word reaches this thread whatever the main one waits for."""
+        """Hear the kernel's word, which reaches this thread whatever the main one waits for."""
         with self._heard:
             while heard := self._heard.recv(1):
                 if heard[0] in SIGNALS:
                     self.asked = True
-                    if not self._ended.wait(GRACE_S):
-                        self.tell()
-                        os._exit(INTERRUPTED)
+                    self._see_it_end()
+
+    def _see_it_end(self) -> None:
+        """Return when the benchmark has ended; end the process if it stands still or is asked again."""
+        insists_s, patience = time.monotonic() + SAME_REQUEST_S, Patience(threading.main_thread())
+        while not self._ended.wait(POLL_S):
+            again = bool(select.select([self._heard], [], [], 0)[0]) and self._heard.recv(1)
+            if again and time.monotonic() > insists_s:
+                os._exit(INTERRUPTED)
+            telling = self._telling.locked()
+            if not patience.ends(GRACE_S, moves=telling):
+                continue
+            if telling:
+                os._exit(INTERRUPTED)
+            patience = Patience(self._teller())
+
+    def _teller(self) -> threading.Thread:
+        """Start to tell beside the main thread, which is stuck."""
+        thread = threading.Thread(target=self._tell_and_end, name="benchmark-tell", daemon=True)
+        thread.start()
+        return thread
+
+    def _tell_and_end(self) -> None:
+        self.tell()
+        os._exit(INTERRUPTED)

@@ -5,9 +5,11 @@ What needs torch is loaded when it is first asked for, so that planning and simu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # as type checkers know it; `typing` takes longer to load than all that hears a Ctrl-C
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from penstock.adapt import load_optimizer, load_pretrained, parallelize, save_checkpoint
     from penstock.config import ConfigError
     from penstock.cost import ClusterConfig

@@ -75,6 +75,28 @@ def round_by_rank(rank: int, world: int) -> list[str]:
     return [str(each.message) for each in told]
 
 
+def mask_by_rank(rank: int, world: int) -> tuple[list[str], str]:
+    """What is said of ranks that round differently, with a mask of infinities; and of other infinities."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        weight[::2] *= 1 + rank * torch.finfo(weight.dtype).eps
+        engine_of(model).check_alike()
+    model.mask = torch.full((4, 4), -torch.inf).triu(1 - rank)
+    with pytest.raises(ValueError) as caught:
+        engine_of(model).check_alike()
+    return [str(each.message) for each in told], str(caught.value)
+
+
+@pytest.mark.slow
+def test_equal_infinities_are_no_difference(ranks: Pools) -> None:
+    (first, said), (second, _) = ranks(2).run(mask_by_rank, 2)
+    assert len(first) == 1 and "by about" in first[0] and not second
+    assert said.startswith("the buffer mask differs between ranks")
+
+
 @pytest.mark.slow
 def test_rounding_of_other_machines_is_told_and_no_more(ranks: Pools) -> None:
     first, second = ranks(2).run(round_by_rank, 2)
@@ -130,12 +152,17 @@ def test_a_buffer_that_ranks_update_by_themselves_is_named(ranks: Pools) -> None
     assert len(told) == 1 and name in told[0] and not silent
 
 
+class OwnNorm(torch.nn.BatchNorm1d):
+    """A user's class, which torch's code runs."""
+
+
 def statistics_by_rank(rank: int, world: int) -> None:
     """Statistics of a rank's own samples, which torch keeps."""
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
-    model.model.extra = torch.nn.BatchNorm1d(3)
-    model.model.extra(torch.randn(5, 3) + rank)
-    engine_of(model).check_alike()
+    for kind in (torch.nn.BatchNorm1d, OwnNorm):
+        model.model.extra = kind(3)
+        model.model.extra(torch.randn(5, 3) + rank)
+        engine_of(model).check_alike()
 
 
 @pytest.mark.slow

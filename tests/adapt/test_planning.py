@@ -71,3 +71,13 @@ def test_what_is_trained_when_a_plan_is_made_counts() -> None:
     after = estimated(model)
     assert after.weights_bytes == before.weights_bytes
     assert after.gradients_bytes == model.lm_head.weight.nbytes < before.gradients_bytes
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
+    """Fine-tuning often has one sample on each process, and a first batch may be empty on all."""
+    engine: Engine = penstock.parallelize(small("mixtral")).__dict__["_penstock"]
+    given = engine._planner
+    assert isinstance(given, GivenPlan)
+    stand_in = given.sizes.stand_in(engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
+    assert stand_in.data.batch_per_device == 1

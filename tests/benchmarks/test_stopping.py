@@ -71,9 +71,9 @@ def test_only_whole_rounds_are_kept() -> None:
 
 
 def _mark(folder: Path, number: int) -> dict[str, float]:
-    """Soon for the first 16, which two processes take first; later ones leave a file, after a while."""
+    """Soon for the first 16, which two processes take first; later ones leave a file, after a long while."""
     if number >= 16:
-        time.sleep(2)
+        time.sleep(30)
         (folder / str(number)).touch()
     return {}
 
@@ -87,11 +87,14 @@ def test_processes_that_share_the_work_are_not_waited_for(
     monkeypatch.setattr(BOARD, "say", interrupt)
     other = multiprocessing.Process(target=time.sleep, args=(600,))
     other.start()
-    with pytest.raises(KeyboardInterrupt):
-        in_processes(partial(_mark, tmp_path), list(range(32)), workers=2)
-    assert list(tmp_path.iterdir()) == []
-    assert other.is_alive(), "processes that others have started are theirs to end"
-    other.kill()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_processes(partial(_mark, tmp_path), list(range(32)), workers=2)
+        assert list(tmp_path.iterdir()) == []
+        assert other.is_alive(), "processes that others have started are theirs to end"
+    finally:
+        other.kill()
+        other.join()
 
 
 # ---- in a process of its own -------------------------------------------------------------------------------
@@ -99,7 +102,9 @@ def test_processes_that_share_the_work_are_not_waited_for(
 
 def ran(program: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", program]
-    return subprocess.run(words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=60)
+    return subprocess.run(
+        words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=180
+    )
 
 
 @pytest.mark.parametrize(("rank", "said"), [(None, NOTHING), ("0", NOTHING), ("1", "")])
@@ -139,6 +144,80 @@ def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str,
     assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
 
 
+SLOW = """
+import signal, threading, time
+from benchmarks import stopping
+from benchmarks.progress import BOARD
+
+def show(result):
+    end_s = time.thread_time() + 2.5
+    while time.thread_time() < end_s:
+        pass
+    {more}
+    print(result)
+
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 1.0, {same_s}
+BOARD.begin("slow", shown=False)
+BOARD.keep(lambda: 7)
+with stopping.Stop(show, speaks=True) as stop:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        {then}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("then", "more", "out", "error"),
+    [
+        ("stop.tell(); time.sleep(600)", "", "7\n", UNTIL_THEN),
+        ("time.sleep(600)", "", "7\n", UNTIL_THEN),
+        ("stop.tell()", "time.sleep(600)", "", ""),
+        ("time.sleep(600)", "time.sleep(600)", "", ""),
+    ],
+    ids=["by the main thread", "beside a stuck one", "hanging", "hanging beside a stuck one"],
+)
+def test_printing_is_not_cut_off_while_it_goes_on(then: str, more: str, out: str, error: str) -> None:
+    """For longer than a process may stand still; by the clock of a thread that computes."""
+    done = ran(SLOW.format(then=then, more=more, same_s=60.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
+
+
+@pytest.mark.slow
+def test_another_signal_cuts_the_printing_off() -> None:
+    asked = "signal.raise_signal(signal.SIGINT)\n    while True: pass"
+    done = ran(SLOW.format(then="stop.tell()", more=asked, same_s=0.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+UNHEARD = """
+import signal, sys
+from benchmarks.command import _unless_stopped
+from benchmarks.progress import BOARD
+from benchmarks.stopping import Stop
+
+def gone():
+    stop.asked = True  # by the thread that hears of the signal first
+    raise RuntimeError("rank 1 is gone")
+
+BOARD.begin("unheard", shown=False)
+BOARD.keep(lambda: 7)
+with Stop(print, speaks=True) as stop:
+    try:
+        _unless_stopped(gone, stop)
+    except KeyboardInterrupt:
+        signal.raise_signal(signal.SIGINT)
+        stop.tell()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_that_is_heard_late_does_not_interrupt_what_is_told() -> None:
+    done = ran(UNHEARD)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", UNTIL_THEN)
+
+
 LATE = """
 import signal, sys
 from benchmarks.collectives import CollectivesResult
@@ -167,6 +246,31 @@ def test_a_stop_while_an_error_is_reported_prints_what_was_measured() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "ranks: 1\n", UNTIL_THEN)
 
 
+TWICE = """
+import signal
+from benchmarks.progress import BOARD
+from benchmarks.stopping import Stop
+
+def show(result):
+    print(result)
+    signal.raise_signal(signal.SIGINT)
+
+BOARD.begin("twice", shown=False)
+BOARD.keep(lambda: 6)
+with Stop(show, speaks=True) as stop:
+    try:
+        stop.finish(7)
+    except KeyboardInterrupt:
+        stop.tell()
+"""
+
+
+@pytest.mark.slow
+def test_a_stop_while_the_whole_result_is_printed_prints_no_other() -> None:
+    done = ran(TWICE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
+
+
 # ---- the commands ------------------------------------------------------------------------------------------
 
 
@@ -187,7 +291,7 @@ def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -
     STARTED.append(process)
     wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
     (os.killpg if whole else os.kill)(process.pid, signal.SIGINT)
-    code = process.wait(timeout=30)
+    code = process.wait(timeout=90)
     return code, out.read_text(), errors.read_text()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from penstock.cli.out import check_out, save_out
+from penstock.cli.out import check_folder, check_out, save_out
 from penstock.config import ConfigError
 from penstock.plan.plan_config import PlanConfig
 from penstock.train.output import OutputFolder
@@ -63,6 +65,38 @@ def test_the_place_is_tried_and_left_as_it_was(folder: Path) -> None:
     assert (contents(folder), file.stat().st_mtime_ns) == (before, changed_ns)
     check_out(folder / "deep" / "er" / "plan.json", "plan.json")
     assert contents(folder) == {**before, "deep": None, "deep/er": None}
+
+
+@pytest.mark.parametrize("command", [PROFILE, ("bench",)], ids=["profile", "bench"])
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("file", "is not a folder"),
+        ("file/deep", "cannot be written to (Not a directory)"),
+        ("/proc/figures", "cannot be written to (No such file or directory)"),
+    ],
+)
+def test_a_folder_of_figures_is_tried_before_anything_is_measured(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], place: str, why: str
+) -> None:
+    before = contents(folder)
+    said = refused(capsys, *command, "--plot", folder / place)
+    assert said.startswith("penstock: --plot = ") and why in said and "Name a folder" in said
+    assert contents(folder) == before
+
+
+def test_no_empty_file_is_taken_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is always full stands for a disk that is."""
+
+    def full(**options: object) -> IO[bytes]:
+        del options
+        return os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+
+    monkeypatch.setattr("penstock.config.files.TemporaryFile", full)
+    with pytest.raises(ConfigError, match=r"--out = .*cannot be written \(No space left on device\)"):
+        check_out(Path("plan.json"), "plan.json")
+    with pytest.raises(ConfigError, match=r"--plot = .*cannot be written to \(No space left on device\)"):
+        check_folder(Path(), "--plot")
 
 
 def test_a_name_alone_is_a_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

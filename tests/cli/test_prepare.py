@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import main
 from penstock.data.record import read_record
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_prepare_and_prepare_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,3 +82,26 @@ def test_inputs_need_no_name_in_utf8_and_the_result_does(
     assert main(["prepare", str(texts), "--out", f"{texts}-tokens"]) == 2
     assert "--out = " in (told := capsys.readouterr().err) and "is not UTF-8" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["tokens", texts.name])
+
+
+STOPPED = """
+import signal, sys
+from penstock.cli import main
+from penstock.data.prepare import Preparation
+from penstock.stops import STOPS
+from tests.support.faulty import before
+before(Preparation, "run", lambda: signal.raise_signal(signal.{number}), calls=1)
+STOPS.hear()
+sys.exit(main(["prepare", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_says_how_to_go_on(tmp_path: Path, number: str, code: int) -> None:
+    (tmp_path / "a.md").write_text("Water runs downhill.\n")
+    program, out = STOPPED.format(number=number), tmp_path / "tokens"
+    words = [sys.executable, "-c", program, str(tmp_path / "a.md"), "--out", str(out)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    told = "penstock: stopped; run the same command again, and it goes on\n"
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)

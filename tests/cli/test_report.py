@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,31 @@ def test_a_step_that_does_not_fit_together_is_refused(
     table = json.loads((run / "step.json").read_text())
     (run / "step.json").write_text(json.dumps({**table, key: value}))
     assert "step.json" in refused(capsys, "report", run)
+
+
+@pytest.mark.parametrize("where", [("predicted", "end_s", 0, 0), ("path", 0, "start_s")])
+def test_a_moment_that_no_step_has_is_refused(
+    run: Path, where: tuple[str | int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = json.loads((run / "step.json").read_text())
+    inner: Any = step
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = 1e308
+    (run / "step.json").write_text(json.dumps(step))
+    said = refused(capsys, "report", run)
+    assert "step.json" in said and "it is a moment of a step" in said
+
+
+@pytest.mark.parametrize("change", [lambda found: found[:-1], lambda found: [*found, 1.0]])
+def test_steps_of_models_with_other_layers_are_refused(
+    run: Path, change: Callable[[list[float]], list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[-1]["rows_dropped"] = change(lines[-1]["rows_dropped"])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = refused(capsys, "report", run)
+    assert "metrics.jsonl" in said and f"rows_dropped has {len(lines[-1]['rows_dropped'])} numbers" in said
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

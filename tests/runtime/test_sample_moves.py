@@ -148,6 +148,12 @@ def test_ranks_that_share_attention_or_experts(
         check_parity(ranks, replace(step, padding=True, batches=(4, 1) if layout[1] > 1 else (2, 0, 3, 1)))
 
 
+def test_ranks_that_share_attention_may_have_no_token_of_a_sample(ranks: Pools) -> None:
+    """A sample of one token is on the first of two ranks; the other gives up samples without tokens."""
+    step = layout_case((4, 2, 4, 1), "flowmoe", "gather", placer=Rotated(), seq_len=1)
+    check_parity(ranks, replace(step, batches=(4, 1)))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Random shapes, cuts and batches; numbers that do not divide on purpose."""

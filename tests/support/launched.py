@@ -134,14 +134,30 @@ def _started(work: Callable[..., None], *arguments: Any) -> Started:
     return found
 
 
-def start_launcher(*arguments: str | Path, stderr: Path, stdout: Path | None = None) -> Started:
-    """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test."""
+def start_launcher(
+    *arguments: str | Path,
+    stderr: Path,
+    stdout: Path | None = None,
+    meddle: Callable[[], None] | None = None,
+) -> Started:
+    """Start `penstock` as `tests.support.runs.start` does; what remains of it ends with the test.
+
+    meddle: called in the launcher's process, before anything else.
+    """
     words = list(map(str, arguments))
-    return _started(_be_command, words, clean_environ(), stderr, stdout)
+    return _started(_be_command, words, clean_environ(), stderr, stdout, meddle)
 
 
-def _be_command(words: list[str], environ: dict[str, str], stderr: Path, stdout: Path | None) -> None:
+def _be_command(
+    words: list[str],
+    environ: dict[str, str],
+    stderr: Path,
+    stdout: Path | None,
+    meddle: Callable[[], None] | None,
+) -> None:
     _alone(stderr, stdout)
+    if meddle is not None:
+        meddle()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
         _run_module("penstock", words, environ)

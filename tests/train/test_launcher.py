@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.stops import SAME_REQUEST_S
 from penstock.train.launcher import Failure, LaunchOutcome, launch
-from penstock.train.signals import SAME_REQUEST_S
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
 
@@ -201,6 +201,27 @@ def test_of_two_that_end_at_once_the_killed_one_comes_first(monkeypatch: pytest.
     assert outcome.first_failure == Failure(rank=1, returncode=-9)
 
 
+HELD = "import signal, sys; sys.exit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_signals_wait_for_a_command_that_hears_them(hears: bool) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    outcome = launch([sys.executable, "-c", HELD], 1, grace_s=1.0, hears=hears)
+    assert outcome.exit_codes == (len(before) + (2 if hears else 0),)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_the_end_is_told_while_signals_are_still_noted() -> None:
+    told: list[LaunchOutcome] = []
+
+    def ended(outcome: LaunchOutcome) -> None:
+        signal.raise_signal(signal.SIGINT)
+        told.append(outcome)
+
+    assert told == [] and launch(["true"], 1, grace_s=1.0, ended=ended) == told[0]
+
+
 @pytest.mark.parametrize("processes", [0, -1])
 def test_at_least_one_process(processes: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
@@ -224,6 +245,7 @@ def test_another_thread_may_launch() -> None:
     ("failure", "text"),
     [
         (Failure(rank=0, returncode=3), "rank 0 exited with code 3"),
+        (Failure(rank=1, returncode=143), "rank 1 was stopped by SIGTERM"),
         (Failure(rank=2, returncode=-11), "rank 2 was killed by signal 11 (SIGSEGV)"),
         (Failure(rank=2, returncode=-40), "rank 2 was killed by signal 40 (a real-time signal)"),
     ],
@@ -247,6 +269,8 @@ def outcome_of(*codes: int, stopped: tuple[int, ...] = (), by: signal.Signals | 
         (outcome_of(-9, 0), 1),
         (outcome_of(0, 0, by=signal.SIGINT), 0),
         (outcome_of(-2, -2, by=signal.SIGINT), 130),
+        (outcome_of(130, 130, by=signal.SIGINT), 130),
+        (outcome_of(1, 130, by=signal.SIGINT), 1),
         (outcome_of(-15, 0, stopped=(0,), by=signal.SIGTERM), 143),
     ],
 )

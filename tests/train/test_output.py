@@ -11,7 +11,7 @@ from typing import IO
 import pytest
 
 from penstock.config import ConfigError
-from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder, check_writable
+from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder, check_output, check_writable
 
 HOLD = """
 import sys
@@ -201,6 +201,108 @@ def test_a_folder_nobody_may_write_to_is_refused() -> None:
 # ---- before anything is measured ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_held_folder_is_found_before(tmp_path: Path, keep: bool) -> None:
+    folder = tmp_path / "run"
+    with OutputFolder(folder, keep=False):
+        with pytest.raises(ConfigError, match=r"output\.dir.*another run is writing there"):
+            check_output(folder, keep=keep)
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+    check_output(folder, keep=keep)
+
+
+def test_a_trial_keeps_no_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of another start is under way when a run wants the folder, and is over when it asks again."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    trial = (folder / LOCK).open("w+")
+    fcntl.flock(trial, fcntl.LOCK_SH)
+    monkeypatch.setattr("penstock.train.output.time.sleep", lambda _: trial.close())
+    check_output(folder, keep=False)
+    with OutputFolder(folder, keep=False):
+        assert trial.closed
+
+
+@pytest.mark.parametrize("mark", [CONFIG, "cwd"])
+def test_a_folder_that_is_something_else_is_found_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
+    if mark == CONFIG:
+        (tmp_path / CONFIG).write_text("[project]")
+    else:
+        leave_run(tmp_path)
+        monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=r"not written by a run|working directory"):
+        check_output(tmp_path, keep=False)
+    check_output(tmp_path, keep=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+MOUNTED = """
+import subprocess, sys
+from pathlib import Path
+from penstock.config import ConfigError
+from penstock.train.output import check_output
+subprocess.run(["mount", *{mount!r}, sys.argv[1]], check=True)
+{after}
+try:
+    check_output(Path(sys.argv[1], *{below!r}), keep=False)
+except ConfigError as error:
+    print(error.why)
+"""
+FULL = """
+try:
+    Path(sys.argv[1], "filler").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+"""
+EARLIER = 'Path(sys.argv[1], "run").mkdir(); Path(sys.argv[1], "run", "trace.json").touch()'
+TMPFS, FROZEN = ("-t", "tmpfs", "-o", "size=64k", "none"), ("-t", "tmpfs", "-o", "size=1m", "none")
+FREEZE = 'subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)'
+
+
+def may_mount() -> bool:
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return (
+        sys.platform == "linux" and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )
+
+
+@pytest.mark.skipif(not may_mount(), reason="mounts file systems of its own")
+@pytest.mark.parametrize(
+    ("mount", "after", "below", "why"),
+    [
+        (TMPFS, FULL, (), "cannot be written to (No space left on device)"),
+        (TMPFS, FULL, ("run",), "no folder can be created there (No space left on device)"),
+        (FROZEN, FREEZE, (), "cannot be written to (Read-only file system)"),
+        (FROZEN, FREEZE, ("a", "b"), "no folder can be created there (Read-only file system)"),
+        (
+            FROZEN,
+            f'Path(sys.argv[1], "trace.json").touch(); {EARLIER}',
+            (),
+            "holds an earlier run that cannot be moved aside: a file system is mounted there",
+        ),
+        (
+            FROZEN,
+            f'{EARLIER}; subprocess.run(["mount", "-t", "tmpfs", "none", sys.argv[1] + "/run"], check=True); '
+            f'Path(sys.argv[1], "run", "trace.json").touch(); {FREEZE}',
+            ("run",),
+            "holds an earlier run that cannot be moved aside: a file system is mounted there",
+        ),
+    ],
+    ids=["full", "full, below", "read-only", "read-only, below", "mounted", "mounted below read-only"],
+)
+def test_disks_that_no_run_could_use(
+    tmp_path: Path, mount: tuple[str, ...], after: str, below: tuple[str, ...], why: str
+) -> None:
+    """In a namespace of mounts that ends with the process."""
+    program = MOUNTED.format(mount=mount, after=after, below=below)
+    command = ["unshare", "--mount", sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (why, "")
+
+
 @pytest.mark.parametrize("below", [".", "a", "a/b/c"])
 def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path, below: str) -> None:
     leave_run(tmp_path)
@@ -226,6 +328,15 @@ def test_what_no_run_could_write_to_is_refused(path: str, why: str) -> None:
         check_writable(Path(path))
     assert (caught.value.key, caught.value.value, caught.value.why) == ("output.dir", path, why)
     assert caught.value.hint == "Choose a path that you can write to."
+
+
+def test_a_folder_below_one_that_is_gone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
+        check_writable(Path("runs/new"))
 
 
 @pytest.mark.parametrize(("target", "why"), [("/proc/zz", "no folder can be created"), ("link", "resolved")])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.stops import SAME_REQUEST_S
 from penstock.topology import Control
-from penstock.train.signals import SAME_REQUEST_S
 from penstock.train.stopping import StopRequests
 from tests.support.ranks import Pools
 

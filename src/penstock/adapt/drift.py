@@ -46,15 +46,20 @@ DIFFERENT = (
 )
 
 
+HUGE = 1e30
+"""The number that stands for an infinite one: its square is far from the largest float64."""
+
 OTHER_BUFFER = (
     "the buffer {name} differs between ranks that hold the same one, by more than rounding explains: it was "
     "updated on some ranks alone, or by what one rank has seen. Sum what it is computed from over all ranks "
-    "(torch.distributed.all_reduce; of routers, the tokens per expert) and update it on all ranks alike. "
-    "Begin again from a checkpoint, or from the same values on all ranks"
+    "(torch.distributed.all_reduce; of routers, the tokens per expert) and update it on all ranks alike, or "
+    "register it with persistent=False if it is meant to be each rank's own. Begin again from a checkpoint, "
+    "or from the same values on all ranks"
 )
 
 STATISTICS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm", "torch.nn.utils.")
-"""Python modules of torch whose classes keep statistics of a rank's own forward passes in buffers."""
+"""Python modules of torch whose classes, and classes made from them, keep statistics of a rank's own forward
+passes in buffers."""
 
 
 def is_due(steps: int) -> bool:
@@ -99,7 +104,7 @@ def _buffers(decoder: Decoder) -> dict[str, Tensor]:
     own = {id(module) for cut in cuts for module in cut.experts.modules()}
     found: dict[str, Tensor] = {}
     for path, module in decoder.model.named_modules():
-        if id(module) in own or type(module).__module__.startswith(STATISTICS):
+        if id(module) in own or any(kind.__module__.startswith(STATISTICS) for kind in type(module).__mro__):
             continue
         for name, buffer in module._buffers.items():
             saved = buffer is not None and name not in module._non_persistent_buffers_set
@@ -167,13 +172,14 @@ def _unit(dtype: torch.dtype) -> float:
 def _sketch(parameter: Tensor) -> Tensor:
     """Return sums of a parameter's numbers with random signs, and then its norm: float64 [SKETCHES + 1].
 
-    The signs depend on the places of the numbers, and are equal on every machine.
+    The signs depend on the places of the numbers, and are equal on every machine. What is not finite, as in a
+    mask, counts as huge: where ranks have it alike, it makes no difference.
     """
     keys = SampleKeys(0, torch.zeros(1, dtype=torch.int64, device=parameter.device))
     total = torch.zeros(SKETCHES + 1, dtype=torch.float64, device=parameter.device)
     for place, piece in enumerate(parameter.reshape(-1).split(PIECE)):
         bits = uniform_bits(torch.Size([1, len(piece)]), place, keys)[0]
-        precise = piece.double()
+        precise = piece.double().nan_to_num(nan=2 * HUGE, posinf=HUGE, neginf=-HUGE)
         for number in range(SKETCHES):
             total[number] += (precise * (2 * (bits >> number & 1) - 1)).sum()
         total[SKETCHES] += precise.square().sum()

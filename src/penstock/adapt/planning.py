@@ -95,19 +95,24 @@ class ModelSizes:
         )
 
     def stand_in(self, shape: StepShape, parallel: ParallelConfig, batch: int, length: int) -> RunConfig:
-        """Return a decoder of Penstock's own with these sizes, to measure the cost of computation."""
+        """Return a decoder of Penstock's own with these sizes, to measure the cost of computation.
+
+        Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet,
+        it has one.
+        """
         return RunConfig(
             model=ModelConfig(
                 num_layers=shape.num_layers,
                 hidden_size=self.hidden_size,
                 num_heads=self.heads if self.hidden_size % self.heads == 0 else 1,
-                seq_len=length,
+                seq_len=max(1, length),
                 vocab_size=max(256, self.vocab_size),
                 moe_layers=tuple(layer for layer, moe in enumerate(shape.moe_layers) if moe),
                 ffn_hidden_size=self.dense_width or None,
             ),
             moe=replace(self.moe, shared_ffn_hidden_size=self.shared_width),
-            data=DataConfig(batch_per_device=batch),
+            schedule=ScheduleConfig(name="sequential"),
+            data=DataConfig(batch_per_device=max(1, batch)),
             parallel=parallel,
         )
 

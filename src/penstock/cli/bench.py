@@ -20,11 +20,12 @@ from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.tune import variants
 from penstock.bench.virtual_field import VirtualField
+from penstock.cli.out import check_folder
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
 from penstock.emulate import EmulateConfig
-from penstock.topology import Layout, ProcessInfo, detect
+from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.fits import check_memory, host_bytes
 from penstock.train.shares import check_shares
 from penstock.words import terminal_width
@@ -63,6 +64,8 @@ def bench(
     if not wanted.plan:
         _check_pieces(config)
     _check_fits(config, wanted, emulate)
+    if detect(os.environ) is None:
+        check_folder(wanted.plot, "--plot")
 
     def work(info: ProcessInfo) -> int:
         measure = partial(_compare, config, wanted, emulate)
@@ -146,6 +149,8 @@ def _compare(
 ) -> BenchResult:
     """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
     del device  # the compared systems run on the CPU
+    control = Control(layout.rank, layout.world_size)
+    control.agreed(lambda: check_folder(wanted.plot, "--plot"), "looking where figures are to be", by=0)
     with progress_line(shown=layout.rank == 0) as say:
         field = _field(config, wanted, layout, say)
         found = compare(field, config.compare, say)

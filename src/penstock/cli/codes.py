@@ -5,4 +5,4 @@ BAD_USAGE = 2
 """Wrong arguments or a setting that cannot be used."""
 
 INTERRUPTED = 130
-"""Ctrl-C before there was anything to save; the number is the one that shells use."""
+"""Ctrl-C before the work was done; the number is the one that shells use (143: SIGTERM)."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 NOT_BEGUN = "stopped before training began; nothing was saved"
+NO_RESULT = "stopped before there was a result"
 
 
 def tell(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
-from penstock.cli.codes import INTERRUPTED
 from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
-from penstock.cli.failing import NOT_BEGUN, say
+from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.paths import user_path
@@ -26,6 +24,7 @@ from penstock.config import ConfigError, expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
+from penstock.stops import STOPPED, STOPS
 
 MOST_PIECES = 64
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = [*(word for word in given[1:2] if word != "help"), "--help"]
     _check_command(parser, given)
     options = parse(parser, given)
-    return exit_code(lambda: options.run(options, given))
+    return exit_code(lambda: options.run(options, given), getattr(options, "left", STOPPED))
 
 
 def _check_command(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
@@ -104,7 +103,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
     add_emulation_options(train)
-    train.set_defaults(run=_train_or_stop)
+    train.set_defaults(run=_train, left=NOT_BEGUN)
 
 
 def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -237,7 +236,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         bench.add_argument(f"--{option}", nargs="?", const="", help=argparse.SUPPRESS)
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     add_emulation_options(bench)
-    bench.set_defaults(run=_bench)
+    bench.set_defaults(run=_bench, left=NO_RESULT)
 
 
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -276,7 +275,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     profile.add_argument("--json", action="store_true", help="print only the cluster file")
     add_emulation_options(profile)
-    profile.set_defaults(run=_profile)
+    profile.set_defaults(run=_profile, left=NO_RESULT)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -323,24 +322,16 @@ def _count(text: str) -> int:
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.train import train
+    with STOPS.loading():
+        from penstock.cli.train import train
 
     cluster = emulation(options)
     return train(options.config, options.overrides, given, json_wanted=options.json, emulate=cluster)
 
 
-def _train_or_stop(options: argparse.Namespace, given: Sequence[str]) -> int:
-    """Train, or say on the first rank that there was a stop before; once they train, ranks say more."""
-    try:
-        return _train(options, given)
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            say(NOT_BEGUN)
-        return INTERRUPTED
-
-
 def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.bench import Wanted, bench
+    with STOPS.loading():
+        from penstock.cli.bench import Wanted, bench
 
     for option, module in MOVED.items():
         if getattr(options, option) is not None:
@@ -359,7 +350,8 @@ def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.profile import Wanted, profile
+    with STOPS.loading():
+        from penstock.cli.profile import Wanted, profile
 
     path, words = _config_and_settings(options)
     wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
@@ -367,7 +359,8 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
-    from penstock.cli.doctor import Options, doctor
+    with STOPS.loading():
+        from penstock.cli.doctor import Options, doctor
 
     path, words = _config_and_settings(options)
     asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, try_to_write
 
 
 def check_out(path: Path, example: str) -> Path:
@@ -22,11 +22,29 @@ def check_out(path: Path, example: str) -> Path:
         if why is None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=path.parent, prefix=path.name):  # as long as write_json's draft name
-                return path
+                try_to_write(path.parent)
+            return path
     except OSError as error:
         why, cause = f"cannot be written ({error.strerror})", error
     hint = f"Name a file in a folder of yours, such as {example}."
     raise ConfigError("--out", str(path), why, hint) from cause
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """Make the folder `path`, if one is asked for. Raises ConfigError, naming the option, if nothing can be
+    written into it."""
+    if path is None:
+        return
+    why, cause = "is not a folder", None
+    try:
+        if not path.exists() or path.is_dir():
+            path.mkdir(parents=True, exist_ok=True)
+            try_to_write(path)
+            return
+    except OSError as error:
+        why, cause = f"cannot be written to ({error.strerror})", error
+    hint = "Name a folder of yours, such as figures."
+    raise ConfigError(option, str(path), why, hint) from cause
 
 
 def save_out(save: Callable[[Path], None], path: Path) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from penstock.cli.codes import FAILED, INTERRUPTED
+from penstock.cli.codes import FAILED
 from penstock.cli.paths import user_path
 from penstock.config import ConfigError
 from penstock.data.config import DataConfig
@@ -24,7 +24,10 @@ from penstock.data.record import WHOLE, Record, read_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
 from penstock.data.tokens import first_damage
+from penstock.stops import STOPS
 from penstock.words import counted, mib
+
+GOES_ON = "stopped; run the same command again, and it goes on"
 
 
 def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -77,6 +80,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
         print(f"penstock: {damage}", file=sys.stderr)
         return FAILED
+    STOPS.says(lambda: GOES_ON)
     try:
         _show(work.run(folder))
     except TextError as error:
@@ -86,9 +90,7 @@ def run_prepare(options: argparse.Namespace) -> int:
         hint = "Once that is mended, run the same command again: it goes on."
         print(f"penstock: {_problem(folder, error)} ({error.strerror}). {hint}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        print("penstock: stopped; run the same command again, and it goes on", file=sys.stderr)
-        return INTERRUPTED
+    STOPS.finish(0)
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
     return 0
 

@@ -15,7 +15,7 @@ import torch
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
 from penstock.cli.codes import FAILED
-from penstock.cli.out import check_out, save_out
+from penstock.cli.out import check_folder, check_out, save_out
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
@@ -80,7 +80,7 @@ def profile(
         batch, there = config.data.batch_per_device, host_bytes()
         check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:
-        check_out(wanted.out, EXAMPLE)
+        _check_places(wanted)
 
     def work(rank: ProcessInfo) -> int:
         measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
@@ -105,10 +105,15 @@ def _configured(
     return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
 
 
+def _check_places(wanted: Wanted) -> None:
+    """Raise ConfigError if what is measured could not be saved."""
+    check_out(wanted.out, EXAMPLE)
+    check_folder(wanted.plot, "--plot")
+
+
 def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.device) -> ClusterFile:
-    find = partial(check_out, wanted.out, EXAMPLE)
     control = Control(layout.rank, layout.world_size)
-    decided(control, find, "looking where the cluster file is to be")
+    decided(control, partial(_check_places, wanted), "looking where the cluster file is to be")
     config = on_device(config, device)
     sizes = config.model, config.moe, config.data.batch_per_device, layout
     fits = partial(check_memory, *sizes, there_bytes=device_bytes(device))

@@ -17,6 +17,7 @@ from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
+from penstock.stops import STOPS
 from penstock.topology import (
     CommunicationError,
     Control,
@@ -34,11 +35,12 @@ from penstock.topology.local import Places, local_processes
 from penstock.train.assemble import pick_device
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_processes
-from penstock.train.launcher import Place, launch
+from penstock.train.launcher import LaunchOutcome, Place, launch
 
 T = TypeVar("T")
 
 NOTHING_MEASURED = "stopped; nothing had been measured yet"
+UNPRINTED = "stopped while the result was being saved or printed"
 SPARE_S = 10.0
 PROGRAM = "penstock"
 
@@ -73,7 +75,11 @@ def on_ranks(
     if info is None and processes > 1:
         return start_ranks(given, processes, timeout_s, program=program, reports=reports)
     info = info or ALONE
-    return end_of_rank(info, work(info))
+    try:
+        code = work(info)
+    except KeyboardInterrupt:
+        code = STOPS.stopped()
+    return end_of_rank(info, code)
 
 
 def processes_of(config: RunConfig) -> int:
@@ -108,14 +114,16 @@ def start_ranks(
 ) -> int:
     """Start the ranks, wait for them, and return the exit code of all together.
 
-    given: arguments of the module `program`. way_out: what to say after a failure. reports: whether ranks
-    that fail have said why.
+    given: arguments of the module `program`, which lets signals through. way_out: what to say after a
+    failure. reports: whether ranks that fail have said why.
     """
     check_processes(processes)
     command = [sys.executable, "-m", program, *given]
     # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:
-        outcome = launch(command, processes, grace_s=timeout_s + SPARE_S, place=place)
+        outcome = launch(
+            command, processes, grace_s=timeout_s + SPARE_S, place=place, hears=True, ended=_note_end
+        )
     except OSError as error:
         why = f"this machine could not start them all ({error.strerror or error})"
         raise ConfigError("parallel.processes", processes, why, "Start fewer.") from error
@@ -125,6 +133,13 @@ def start_ranks(
         more = f"; {way_out()}" if way_out else ""
         print(f"penstock: {outcome.describe()}{more}", file=sys.stderr)
     return outcome.exit_code
+
+
+def _note_end(outcome: LaunchOutcome) -> None:
+    """Say what a stop has left if the first rank could not; from now on a stop changes nothing."""
+    if outcome.interrupted_by is not None and outcome.exit_codes[0] < 0:
+        STOPS.say()
+    STOPS.finish(outcome.exit_code)
 
 
 def measure_as_rank(
@@ -137,16 +152,15 @@ def measure_as_rank(
 ) -> int:
     """Join the other ranks, measure, leave, and return the exit code; rank 0 finishes with the result.
 
-    stopped: says, on every rank, what a stop has left; None = nothing is left. A stop may come while an
+    stopped: says, on every rank, what a stop has left; None = `STOPS` knows. A stop may come while an
     error is being reported: the other ranks end at the same signal, and this one may see that first.
     """
     try:
         return _measured_or_told(info, parallel, num_experts, measure, finish)
     except KeyboardInterrupt:
-        if stopped is not None:
-            stopped()
-        elif info.rank == 0:
-            say(NOTHING_MEASURED)
+        if stopped is None:
+            return STOPS.stopped()
+        stopped()
         return INTERRUPTED
 
 
@@ -165,9 +179,12 @@ def _measured_or_told(
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
         layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
         found = measure(layout, device)
+        STOPS.finish(None, UNPRINTED)
     except ConfigError as error:
         return refused(error)
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
+        if STOPS.heard:  # others ended at the same signal
+            raise KeyboardInterrupt from None
         tell(str(error))
         return FAILED
     leave()

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
+from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.failing import tell
 from penstock.config import ConfigError, HintWarning
 from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
+from penstock.stops import STOPS
 
 EXAMPLE: Final = "train.steps=5"
 SIMILAR = {"━": "=", "·": ".", "└": "|", "→": ">", "±": "+-", "\N{MINUS SIGN}": "-"}
@@ -69,8 +70,21 @@ def _similar(error: UnicodeError) -> tuple[str, int]:
     return "".join(SIMILAR.get(each, "?") for each in lacking), error.end
 
 
-def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; report in one line an error that a user can mend, or a hint."""
+def exit_code(command: Callable[[], int], left: str = "") -> int:
+    """Run a command and return its exit code; report in one line an error that a user can mend, or a hint.
+
+    left: what a stop leaves, until the command notes something else in `STOPS`; "" = it says so itself.
+    """
+    try:
+        STOPS.begin(left)
+        code = _code_of(command)
+        STOPS.finish(code)
+    except KeyboardInterrupt:
+        return STOPS.stopped()
+    return code
+
+
+def _code_of(command: Callable[[], int]) -> int:
     try:
         with _telling_hints():
             return command()
@@ -80,8 +94,6 @@ def exit_code(command: Callable[[], int]) -> int:
     except EmulationError as error:
         tell(str(error))
         return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
         sys.stderr.close()
         return 0

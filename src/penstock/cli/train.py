@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from penstock.cli.left import Left
 from penstock.cli.ranks import processes_of, start_ranks
 from penstock.config import ConfigError, is_missing, load
 from penstock.cost.clusters import find_cluster
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
+from penstock.stops import STOPS
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
-from penstock.train.output import check_writable
+from penstock.train.output import check_output
 from penstock.train.source import check_source
 from penstock.train.wandb_sink import check_wandb
 
@@ -82,11 +83,13 @@ def _start_ranks(
 
         require_checkpoint(config)
     check_wandb(config.metrics)
-    check_writable(config.output.dir)
+    check_output(config.output.dir, keep=config.train.resume is not False)
     _check_plan(config)
     if announced:
         print(announced, flush=True)
-    return start_ranks(given, processes, config.parallel.timeout_s, place, lambda: _way_out(config))
+    left = Left(config)
+    STOPS.says(left.by_a_stop)
+    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out)
 
 
 def _check_plan(config: RunConfig) -> None:
@@ -114,17 +117,7 @@ def _check_layout(config: RunConfig, processes: int) -> None:
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
-    from penstock.cli.train_rank import be_rank
+    with STOPS.loading():
+        from penstock.cli.train_rank import be_rank
 
     return be_rank(config, info, json_wanted)
-
-
-def _way_out(config: RunConfig) -> str:
-    from penstock.train.storage.finished import complete_checkpoints
-
-    saved = []
-    with suppress(OSError):  # this error must not hide why the run has ended
-        saved = complete_checkpoints(config.output.dir / "checkpoints")
-    if not saved:
-        return "no checkpoint has been written yet"
-    return f"continue from {saved[-1].name} with train.resume=true"

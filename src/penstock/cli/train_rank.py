@@ -6,14 +6,16 @@ import json
 import traceback
 
 from penstock.autopilot import Autopilot
-from penstock.cli.codes import FAILED, INTERRUPTED
-from penstock.cli.failing import NOT_BEGUN, say, tell
+from penstock.cli.codes import FAILED
+from penstock.cli.failing import NOT_BEGUN, tell
+from penstock.cli.left import Left
 from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
+from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.blame import give_up
 from penstock.train.assemble import pick_device
@@ -28,36 +30,68 @@ EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointErro
 
 def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     """Train as this rank, which joins the others and prints if it is rank 0; return its exit code."""
-    return end_of_rank(info, _train_as_rank(config, info, json_wanted))
+    return end_of_rank(info, _Rank(config, info).code(json_wanted))
 
 
-def _train_as_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
-    trainer = None
-    try:
-        device = pick_device(info.local_rank)
-        keep_freed_memory()
-        join(info, config.parallel.timeout_s, device)
-        trainer = Trainer(config, info, device, Autopilot, quiet=False)
-        summary = trainer.run()
-    except ConfigError as error:
-        return refused(error)
-    except KeyboardInterrupt:
-        if trainer is None and info.rank == 0:
-            say(NOT_BEGUN)
-        return INTERRUPTED
-    except EXPECTED as error:
-        return _report_failure(config, info, str(error))
-    except Exception as error:
-        headline = f"rank {info.rank}: {type(error).__name__}: {error}"
-        return _report_failure(config, info, f"{headline}\n\n{traceback.format_exc()}")
-    leave()
-    if info.rank == 0:
-        _print_summary(summary, json_wanted)
-    return 0
+class _Rank:
+    """This rank's part in a run, as far as it has come."""
+
+    def __init__(self, config: RunConfig, info: ProcessInfo) -> None:
+        self._config, self._info = config, info
+        self._trainer: Trainer | None = None
+        self._left = Left(config)
+
+    def code(self, json_wanted: bool) -> int:
+        """Train, report, and return the exit code."""
+        STOPS.says(self._left_now)
+        try:
+            code = self._train()
+            STOPS.finish(code)
+        except KeyboardInterrupt:
+            if self._summary is None:
+                return STOPS.stopped()
+            code = 0  # the stop came too late to change anything
+            STOPS.finish(code)
+        if code == 0:
+            leave()
+        if code == 0 and self._info.rank == 0:
+            assert self._summary is not None, "the run has ended"
+            _print_summary(self._summary, json_wanted)
+        return code
+
+    @property
+    def _summary(self) -> RunSummary | None:
+        return None if self._trainer is None else self._trainer.summary
+
+    def _left_now(self) -> str:
+        began = self._trainer is not None and self._trainer.began
+        return self._left.by_a_stop() if began else NOT_BEGUN
+
+    def _train(self) -> int:
+        config, info = self._config, self._info
+        try:
+            device = pick_device(info.local_rank)
+            keep_freed_memory()
+            join(info, config.parallel.timeout_s, device)
+            self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
+            self._trainer.run()
+        except ConfigError as error:
+            return refused(error)
+        except EXPECTED as error:
+            return _report_failure(config, info, str(error))
+        except Exception as error:
+            headline = f"rank {info.rank}: {type(error).__name__}: {error}"
+            return _report_failure(config, info, f"{headline}\n\n{traceback.format_exc()}")
+        return 0
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
-    """Print one line on the terminal; write the rest (a grid with the task marked, a traceback) to a file."""
+    """Print one line on the terminal; write the rest (a grid with the task marked, a traceback) to a file.
+
+    Raises KeyboardInterrupt instead after a stop: what it interrupts, and ranks that end, look like errors.
+    """
+    if STOPS.heard:
+        raise KeyboardInterrupt
     headline, _, details = text.partition("\n")
     give_up(headline)
     where = ""

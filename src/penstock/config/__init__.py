@@ -7,7 +7,16 @@ they see.
 
 from penstock.config.bounds import Items, Within, check_bounds
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
-from penstock.config.files import asked, expanded, is_missing, open_regular, parse_json, read_json, read_text
+from penstock.config.files import (
+    asked,
+    expanded,
+    is_missing,
+    open_regular,
+    parse_json,
+    read_json,
+    read_text,
+    try_to_write,
+)
 from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
 from penstock.config.other_names import HintWarning, OtherNameWarning
 from penstock.config.table import Table
@@ -36,4 +45,5 @@ __all__ = [
     "shorten",
     "to_dict",
     "to_toml",
+    "try_to_write",
 ]

@@ -60,11 +60,15 @@ class Exchange(Protocol):
         """Sum a tensor over all ranks that train together, not differentiable."""
         ...
 
-    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
+    def sum_of_alike(
+        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Sum a float64 tensor [N] over ranks, once per forward, after `check` and before any row leaves.
 
-        experts: of the layer. parameters: those that all these ranks should hold alike. Raises ValueError if
-        they do not, or if ranks have different layers.
+        experts: of the layer. parameters: those that all these ranks should hold alike. rows: what will
+        leave; returned with the sum, and needing a gradient if any rank's rows or experts need one, since all
+        ranks have to take part in backward then. Raises ValueError if parameters are not alike, or if ranks
+        have different layers.
         """
         ...
 
@@ -110,6 +114,8 @@ class Alone:
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
+    def sum_of_alike(
+        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         del experts, parameters
-        return tensor
+        return tensor, rows

@@ -233,9 +233,9 @@ class MoELayer(nn.Module):
         self.exchange.check(self.experts, x, self._words, first=not self._has_met)
         self._has_met = True
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
-        known = self._known(routed.sums, tokens, x.shape[:-1].numel())
+        known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
         route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).slices[0]
-        rows_RM = self.exchange.to_experts(routed.rows_RM, route)
+        rows_RM = self.exchange.to_experts(rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
         rows_RM = self.exchange.to_home(rows_RM, route)
@@ -288,19 +288,21 @@ class MoELayer(nn.Module):
             return replace(routed, weights=bias.when_trained(routed.weights, routed.sums.chosen_E))
         return replace(routed, rows_RM=bias.when_trained(routed.rows_RM, routed.sums.chosen_E))
 
-    def _known(self, sums: GateSums, tokens: Tokens, count: int) -> tuple[Tensor, Tensor]:
-        """Return how often all ranks chose every expert, and how many tokens they have.
+    def _known(
+        self, routed: RoutedTokens, tokens: Tokens, count: int
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return how often all ranks chose every expert and how many tokens they have, and the rows to send.
 
         Exchanged before any row leaves: ranks whose layers differ would misread each other's rows.
         """
         assert self.exchange is not None
-        here = sums.z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
-        chosen_E = sums.chosen_E.double()
+        z, chosen_E, rows_RM = routed.sums.z, routed.sums.chosen_E.double(), routed.rows_RM
+        here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
         if self.exchange.data_parallel_size == 1:
-            return chosen_E, here
-        mine = torch.cat([chosen_E, here.view(1)])
-        known = self.exchange.sum_of_alike(mine, self.experts, self.gate.parameters())
-        return known[:-1], known[-1]
+            return (chosen_E, here), rows_RM
+        mine, gate = torch.cat([chosen_E, here.view(1)]), self.gate.parameters()
+        known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
+        return (known[:-1], known[-1]), rows_RM
 
     def _judge(self, sums: GateSums, chosen_E: Tensor, total: Tensor) -> LayerLosses:
         assert self.exchange is not None

@@ -51,8 +51,10 @@ class Room:
 
     @staticmethod
     def like(own: Experts, slots: int) -> Room:
-        """Make a new room with `slots` slots."""
-        return Room(own, kinds_of(own), own.guests(slots))
+        """Make a new room with `slots` slots. Later steps use it, too, and lanes fill it on threads of their
+        own, so its tensors are ordinary ones even where the step that needs it is in inference mode."""
+        with torch.inference_mode(mode=False):
+            return Room(own, kinds_of(own), own.guests(slots))
 
     def fits(self, own: Experts, slots: int) -> bool:
         """Return whether the room has `slots` slots and still matches the layer's experts, which may have

@@ -40,6 +40,9 @@ class Spans:
     start_s: Rows
     end_s: Rows
 
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PathLink:
@@ -51,6 +54,9 @@ class PathLink:
     start_s: Seconds
     end_s: Seconds
     gap_s: Seconds
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)

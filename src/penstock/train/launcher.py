@@ -19,11 +19,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from penstock.stops import SIGNALS
 from penstock.topology.blame import CULPRITS_KEY
 from penstock.topology.rollcall import named
 from penstock.train.signals import recorded_signals, shares_terminal
@@ -58,6 +60,8 @@ class Failure:
 
     def describe(self) -> str:
         """Return one line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
+        if self.returncode - 128 in SIGNALS:
+            return f"rank {self.rank} was stopped by {signal.Signals(self.returncode - 128).name}"
         if self.signal_name is None:
             return f"rank {self.rank} exited with code {self.returncode}"
         return f"rank {self.rank} was killed by signal {-self.returncode} ({self.signal_name})"
@@ -92,12 +96,13 @@ class LaunchOutcome:
     def exit_code(self) -> int:
         """The code with which the launcher should exit.
 
-        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C); 2,
-        bad usage, if every rank that failed by itself exited with it; else 1.
+        0 if all ranks did; 128 + signal if an interruption ended them, as shells expect (130 is Ctrl-C), and
+        none failed at that; 2, bad usage, if every rank that failed by itself exited with it; else 1.
         """
         if not any(self.exit_codes):
             return 0
-        if self.interrupted_by is not None and self.first_failure is None:
+        failed_then = any(code > 0 and code - 128 not in SIGNALS for code in self.exit_codes)
+        if self.interrupted_by is not None and self.first_failure is None and not failed_then:
             return 128 + self.interrupted_by
         failed = {code for rank, code in enumerate(self.exit_codes) if code and rank not in self.stopped}
         return 2 if failed == {2} else 1
@@ -129,13 +134,17 @@ def launch(
     grace_s: float,
     environ: Mapping[str, str] | None = None,
     place: Place | None = None,
+    hears: bool = False,
+    ended: Callable[[LaunchOutcome], object] | None = None,
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
     The ranks inherit stdout, stderr and `environ` (None: this process's), and run at `place` (None: beside
     this process). `grace_s` is how long ranks may continue after one has failed or the run was interrupted.
-    Raises `ValueError` for fewer than one process and `OSError` if the command cannot be started; no rank is
-    left running, whatever happens.
+    hears: whether the command lets signals through by `penstock.stops`; until then they wait, so that none
+    ends Python's own start with a traceback. ended: called when all ranks have ended, while signals still
+    interrupt nothing. Raises `ValueError` for fewer than one process and `OSError` if the command cannot be
+    started; no rank is left running, whatever happens.
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
@@ -145,11 +154,15 @@ def launch(
     with recorded_signals() as received:
         ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
         try:
-            ranks.start(command, processes, shared, place)
+            with _held_back(SIGNALS if hears else ()):
+                ranks.start(command, processes, shared, place)
             ranks.wait()
         finally:
             ranks.kill()
-    return ranks.outcome()
+        outcome = ranks.outcome()
+        if ended is not None:
+            ended(outcome)
+    return outcome
 
 
 class _Ranks:
@@ -259,6 +272,16 @@ class _Ranks:
             interrupted_by=self.received[0] if self.received else None,
             silent=self.silent,
         )
+
+
+@contextmanager
+def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Let these signals wait while entered; a process that is started meanwhile inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- the store and the environment -------------------------------------------------------------------------

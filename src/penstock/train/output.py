@@ -1,16 +1,22 @@
-"""The folder of a run: one run at a time writes into it, and no earlier run is ever overwritten."""
+"""The folder of a run: one run at a time writes into it, and no earlier run is ever overwritten.
+
+What would be refused when a run begins to write is refused before anything is measured, too, by
+`check_output`, which changes nothing and keeps nobody out.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
-from penstock.config import ConfigError, asked
+from penstock.config import ConfigError, asked, try_to_write
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -23,19 +29,30 @@ CONFIG = "config.toml"
 """A run leaves this file, too, but a project may also have one; a run's stands beside a lock."""
 
 CHOOSE = "Choose a path that you can write to."
+TRY_AGAIN_S = 0.01
+
+
+def check_output(path: Path, *, keep: bool) -> None:
+    """Raise ConfigError if a run could not write to the folder `path` now; nothing is left behind.
+
+    keep: whether it continues the run that is there.
+    """
+    check_writable(path)
+    OutputFolder(path, keep=keep).check()
 
 
 def check_writable(path: Path) -> None:
     """Raise ConfigError if a run could not write to the folder `path`, or make it; nothing is left behind."""
+    there = path
     try:
         there = path = path.resolve()
         while not there.exists() and there != there.parent:
             there = there.parent
         if there == path:
-            with TemporaryFile(dir=path):
-                return
-        with TemporaryDirectory(dir=there, prefix=".penstock-"):
+            try_to_write(path)
             return
+        with TemporaryDirectory(dir=there, prefix=".penstock-") as folder:
+            try_to_write(Path(folder))
     except RuntimeError as error:  # what links that lead to each other end in
         raise ConfigError("output.dir", str(path), f"cannot be resolved ({error})", CHOOSE) from None
     except OSError as error:
@@ -56,12 +73,19 @@ class OutputFolder:
         self.moved_to: Path | None = None
         self._lock: IO[str] | None = None
 
+    def check(self) -> None:
+        """Raise ConfigError for what entering it now would refuse; another run may still come first."""
+        self._check_project()
+        with suppress(OSError), (self.path / LOCK).open("rb") as lock:  # where there is none, nobody holds it
+            if not _is_shared(lock):
+                raise self._held()
+        if self._has_earlier():
+            self._check_movable()
+
     def __enter__(self) -> OutputFolder:
-        if not self._keep and self._holds(CONFIG) and not any(map(self._holds, (LOCK, *MARKS))):
-            why = f"contains a {CONFIG} that was not written by a run, and a run would overwrite it"
-            raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
+        self._check_project()
         self._lock = self._acquired()
-        if not self._keep and any(map(self._holds, (CONFIG, *MARKS))):
+        if self._has_earlier():
             with self._lock:  # the lock moves with the folder, so no other run can take it before the move
                 self._move_aside()
                 self._lock = self._acquired()
@@ -76,21 +100,42 @@ class OutputFolder:
     def _holds(self, name: str) -> bool:
         return asked((self.path / name).exists)
 
-    def _move_aside(self) -> None:
+    def _check_project(self) -> None:
+        if not self._keep and self._holds(CONFIG) and not any(map(self._holds, (LOCK, *MARKS))):
+            why = f"contains a {CONFIG} that was not written by a run, and a run would overwrite it"
+            raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
+
+    def _has_earlier(self) -> bool:
+        """Return whether there is an earlier run to move aside."""
+        return not self._keep and any(map(self._holds, (CONFIG, *MARKS)))
+
+    def _check_movable(self) -> None:
+        """Raise ConfigError where the folder cannot get another name, as far as that shows before."""
         if Path.cwd().is_relative_to(self.path):
             raise self._refused(
                 "contains an earlier run and your current working directory",
                 "Choose a subfolder, or change to another directory.",
             )
+        try:
+            if self.path.is_mount():
+                raise OSError(errno.EBUSY, "a file system is mounted there")
+            with TemporaryDirectory(dir=self.path.parent, prefix=".penstock-"):
+                pass
+        except OSError as error:
+            raise self._stuck(error) from None
+
+    def _move_aside(self) -> None:
+        self._check_movable()
         aside = _free_name(self.path)
         try:
             self.path.rename(aside)
         except OSError as error:
-            why = f"holds an earlier run that cannot be moved aside: {error.strerror}"
-            raise self._refused(
-                why, "Choose another folder, or continue it with train.resume=true."
-            ) from None
+            raise self._stuck(error) from None
         self.moved_to = aside
+
+    def _stuck(self, error: OSError) -> ConfigError:
+        why = f"holds an earlier run that cannot be moved aside: {error.strerror}"
+        return self._refused(why, "Choose another folder, or continue it with train.resume=true.")
 
     def _acquired(self) -> IO[str]:
         """Return the lock of the folder that has this name now: another start may move one aside."""
@@ -108,16 +153,36 @@ class OutputFolder:
         except OSError as error:
             why = f"cannot be written to: {error.strerror}"
             raise self._refused(why, CHOOSE) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            hint = "Wait until it has ended, or choose another folder."
-            raise self._refused("another run is writing there", hint) from None
+        while not _is_taken(lock, fcntl.LOCK_EX):
+            if not _is_shared(lock):
+                lock.close()
+                raise self._held()
+            time.sleep(TRY_AGAIN_S)  # only another start's trial, which is over in a moment
         return lock
+
+    def _held(self) -> ConfigError:
+        hint = "Wait until it has ended, or choose another folder."
+        return self._refused("another run is writing there", hint)
 
     def _refused(self, why: str, hint: str) -> ConfigError:
         return ConfigError("output.dir", str(self.path), why, hint)
+
+
+def _is_shared(lock: IO[Any]) -> bool:
+    """Tell whether no run holds the lock, which is tried in common with others that try it."""
+    if not _is_taken(lock, fcntl.LOCK_SH):
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
+
+
+def _is_taken(lock: IO[Any], kind: int) -> bool:
+    """Take the lock if nobody has it, and tell whether that went well."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def keep_config(folder: Path, text: str, done: int) -> None:

@@ -31,6 +31,8 @@ LATER_S = 60.0
 """Seconds for which metrics may still be written after a rank has left why it failed; clocks may differ."""
 
 REMOVE = "Correct it, or move the file away."
+BY_LAYER = ("aux_loss_by_layer", "rows_dropped", "rank_rows_max_over_mean", "loads_in_common")
+"""Metrics that are drawn layer by layer."""
 
 
 def read_run(folder: Path) -> FinishedRun:
@@ -93,11 +95,24 @@ def _steps(folder: Path) -> list[StepMetrics]:
         why = f"holds no run: there is no {METRICS_FILE} in it"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
     try:
-        return read_metrics(path)
+        steps = read_metrics(path)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, "), REMOVE) from error
+    for name in BY_LAYER:
+        _check_layers(steps, name, path)
+    return steps
+
+
+def _check_layers(steps: Sequence[StepMetrics], name: str, path: Path) -> None:
+    """Raise ConfigError if a metric by layer does not have the same number of layers in all steps."""
+    found = {each.step: len(values) for each in steps if (values := getattr(each, name)) is not None}
+    for step, layers in found.items():
+        first, wanted = next(iter(found.items()))
+        if layers != wanted:
+            why = f"{name} has {layers} numbers (one per MoE layer) in step {step}, {wanted} in step {first}"
+            raise ConfigError(str(path), UNSET, why, REMOVE)
 
 
 def _failures(folder: Path) -> tuple[str, ...]:

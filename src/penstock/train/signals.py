@@ -9,10 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
 
-SAME_REQUEST_S: Final = 2.0
-"""Signals fewer seconds after the first than this belong to the same request to stop."""
+from penstock.stops import SAME_REQUEST_S
 
 
 @contextmanager

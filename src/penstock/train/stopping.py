@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from penstock.stops import SAME_REQUEST_S
 from penstock.topology import Control
-from penstock.train.signals import SAME_REQUEST_S
 
 
 @dataclass(frozen=True, kw_only=True)

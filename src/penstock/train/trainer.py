@@ -36,7 +36,7 @@ from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
-from penstock.train.output import OutputFolder, check_writable, keep_config
+from penstock.train.output import OutputFolder, check_output, keep_config
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
@@ -83,7 +83,8 @@ class Trainer:
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
         self.resumption = find_resumption(config, control, say)  # before anything is measured
-        control.agreed(lambda: check_writable(config.output.dir), "trying output.dir", by=0)
+        folder, keep = config.output.dir, self.resumption is not None
+        control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
         ranks = Ranks(control=control, device=device, node_size=node_size)
         config = make_pilot.layout(on_device(config, device), ranks, self.resumption, say)
         self.layout = Layout.build(
@@ -118,12 +119,21 @@ class Trainer:
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
+        self.began, self.summary = False, cast("RunSummary | None", None)
 
     def run(self) -> RunSummary:
-        """Train to the last step or until a stop is requested, and leave a checkpoint."""
+        """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
+        with StopRequests(self.control) as requests:
+            self._train(requests)
+            self.stack.close()
+            self.summary = summary = self._summarise()
+        return summary
+
+    def _train(self, requests: StopRequests) -> None:
+        """Run the steps and save the last one."""
         with ExitStack() as closing:
-            requests = closing.enter_context(StopRequests(self.control))
             self._open_output(closing)
+            self.began = True
             done = first = self._resume()
             closing.enter_context(self.progress)
             if self.config.moe.warning is not None:
@@ -142,7 +152,9 @@ class Trainer:
                 self._after_step(metrics, writer, last=last)
                 if not last:
                     self._steer(vote.slowest_s)
-        self.stack.close()
+
+    def _summarise(self) -> RunSummary:
+        """Say what has become of the run, and save that on rank 0."""
         assert self.analysis is not None, "the last step is saved"
         course = self.loads.course(self.moe_layers)
         picture = None

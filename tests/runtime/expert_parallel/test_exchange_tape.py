@@ -88,6 +88,23 @@ def test_a_rank_whose_tokens_need_no_gradient_takes_part_in_backward(ranks: Pool
             check_close(gradient, wanted[name] * (WORLD if name.startswith("0.") else 1), 1e-10, name)
 
 
+def frozen(rank: int, trained: bool) -> bool:
+    """Whether what comes out of a frozen model needs a gradient. trained: one expert of the last rank is."""
+    model = model_of(Case(world=WORLD), exchange_of(None, None)).requires_grad_(False)
+    if trained and rank == WORLD - 1:
+        next(model.layer.experts.parameters()).requires_grad_()
+    out: Tensor = model.layer(numbers(2, LENGTH, HIDDEN, seed=rank))
+    if out.requires_grad:
+        out.sum().backward()
+    return out.requires_grad
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_needs_no_gradient_on_any_rank_has_no_backward(ranks: Pools, trained: bool) -> None:
+    """Or frozen layers would keep what they have computed, and send it back."""
+    assert ranks(WORLD).run(frozen, trained) == [trained] * WORLD
+
+
 def penalty(rank: int) -> tuple[float, str]:
     """A penalty on gradients of the tokens, and what its backward says."""
     model = model_of(Case(world=WORLD), exchange_of(None, None))

@@ -95,11 +95,11 @@ class ExpertParallel:
         return exchange_counts(plan.counts_CN, maker, self._transport).value
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, _anchor(route), route, self._transport, True)
+        moved: Tensor = _Travel.apply(rows, route, self._transport, True)
         return moved
 
     def to_home(self, rows: Tensor, route: ChunkRoute) -> Tensor:
-        moved: Tensor = _Travel.apply(rows, _anchor(route), route, self._transport, False)
+        moved: Tensor = _Travel.apply(rows, route, self._transport, False)
         return moved
 
     def adopt(self, experts: nn.Module) -> None:
@@ -122,21 +122,27 @@ class ExpertParallel:
         self._transport.all_reduce(total, Group.WORLD)
         return total
 
-    def sum_of_alike(self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor]) -> Tensor:
-        """Return the sum of `tensor` over ranks, and compare layers and parameters in the same exchange.
+    def sum_of_alike(
+        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of `tensor` over ranks, and the rows to send; compare layers and parameters in the
+        same exchange.
 
         Parameters are compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most
-        differences.
+        differences. Whether other ranks need gradients is read only by a rank that needs none itself.
         """
         guard, size, waits = self._guard_of(experts), len(tensor), self._device.type == "cuda"
-        compared = [guard.marks]
+        needs = rows.requires_grad or any(parameter.requires_grad for parameter in experts.parameters())
+        compared = [guard.marks, tensor.new_full((1,), needs)]
         if not waits:  # a copy of the host's zeros would wait, too
             compared.append(fingerprint(parameters if torch.is_grad_enabled() else ()))
         total = self.sum_over_ranks(torch.cat([tensor, *(each.to(tensor) for each in compared)]))
         guard.judge(total[size : size + 2], waits=waits)
         if not waits:
-            require_alike(total[size + 2 :], self.layout.world_size)
-        return total[:size]
+            require_alike(total[size + 3 :], self.layout.world_size)
+        if not rows.requires_grad and self.ep_size > 1 and torch.is_grad_enabled():
+            rows = rows.detach().requires_grad_(needs or bool(total[size + 2]))
+        return total[:size], rows
 
     def finish_gradient(self, gradient: Tensor) -> Tensor:
         """Return an expert's gradient, summed over its replicas and divided by the number of ranks."""
@@ -249,17 +255,10 @@ class _Call(nn.Module):
 
 
 class _Travel(torch.autograd.Function):
-    """Moves rows along all legs, outward or home; gradients travel the opposite way.
-
-    anchor: makes autograd call `backward` on every rank, since all have to take part in it, also on one whose
-    tokens need no gradient (a rank without samples, say).
-    """
+    """Moves rows along all legs, outward or home; gradients travel the opposite way."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, anchor: Tensor | None, route: ChunkRoute, transport: Transport, outward: bool
-    ) -> Tensor:
-        del anchor
+    def forward(ctx: Any, rows: Tensor, route: ChunkRoute, transport: Transport, outward: bool) -> Tensor:
         ctx.route, ctx.transport, ctx.outward = route, transport, outward
         return _travel(rows, route, transport, outward=outward)
 
@@ -267,7 +266,7 @@ class _Travel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         came = grads[0].detach().contiguous()
         (back,) = _once(_travel(came, ctx.route, ctx.transport, outward=not ctx.outward))
-        return back, None, None, None, None
+        return back, None, None, None
 
 
 class _Once(torch.autograd.Function):
@@ -294,11 +293,6 @@ def _once(*gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients
     passed: tuple[Tensor, ...] = _Once.apply(*(gradient.requires_grad_() for gradient in gradients))
     return passed
-
-
-def _anchor(route: ChunkRoute) -> Tensor | None:
-    """Return a tensor that needs a gradient, where rows leave the rank and gradients are wanted."""
-    return torch.empty(0, requires_grad=True) if route.legs and torch.is_grad_enabled() else None
 
 
 def _travel(rows: Tensor, route: ChunkRoute, transport: Transport, *, outward: bool) -> Tensor:

@@ -154,7 +154,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
     """Return tensors like `like` from their bytes: the inverse of `_bytes_of`."""
     aligned = bytes_BN.clone(memory_format=torch.contiguous_format)
-    return aligned.view(like.dtype).view(len(bytes_BN), *like.shape[1:])
+    # As one row: of samples without bytes (a rank may have none of their tokens) torch views no matrix.
+    return aligned.view(-1).view(like.dtype).view(len(bytes_BN), *like.shape[1:])
 
 
 @handles(Op.SAMPLE_MOVE, F)

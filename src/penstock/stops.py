@@ -1,0 +1,214 @@
+"""What becomes of a process that is asked to stop (SIGINT, SIGTERM), from its first moment to its last.
+
+While modules are loaded there is nothing to clear up, and an exception could be lost inside an import, so the
+process ends at once. While a command works, KeyboardInterrupt is raised, once. When the work is done, a stop
+interrupts nothing. In all of them one line says what the stop leaves, on one of several ranks.
+
+Python's own handlers run late, or never, in a process that waits inside a library. The kernel's word reaches
+a thread whatever the main one does: it ends a process that stands still for `GRACE_S` after a stop, and one
+that is asked again. A part that handles signals itself, for a while, is left alone by all of this.
+
+It is the first that a command loads, so it does without `typing`, which takes longer to load than the rest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+NOT_YET = "stopped before the command began; nothing was done"
+STOPPED = "stopped"
+SAME_REQUEST_S = 2.0
+"""Signals fewer seconds after the first than this belong to the same request to stop."""
+
+GRACE_S = 4.0
+"""Seconds for which a process may stand still after it was asked to stop."""
+
+SAY_S = 1.0
+"""Seconds for the last line, whose reader may be gone."""
+
+POLL_S = 0.05
+
+
+class Phase(Enum):
+    """What a stop finds."""
+
+    LOADING = auto()
+    WORKING = auto()
+    DONE = auto()
+
+
+class Stops:
+    """Requests to stop this process, and what is true to say about one."""
+
+    def __init__(self) -> None:
+        self.heard: int | None = None
+        self._phase, self._left = Phase.LOADING, _always(NOT_YET)
+        self._code: int | None = None
+        self._raised, self._told = False, threading.Lock()
+
+    # ---- what a command notes ----
+
+    def hear(self) -> None:
+        """Take both signals, unless they are ignored, and let through what was held back until now."""
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        ears, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(ears,), name="penstock-stops", daemon=True).start()
+        atexit.register(self._rest)  # the first that is registered is called last
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def begin(self, left: str) -> None:
+        """Note that a command begins, after which a stop leaves what `left` says; "" = it says so itself."""
+        self.heard, self._raised, self._told = None, False, threading.Lock()
+        self._left, self._code, self._phase = _always(left), None, Phase.WORKING
+
+    def says(self, left: Callable[[], str]) -> None:
+        """Ask `left` from now on what a stop leaves: a clause that begins with "stopped"."""
+        self._left = left
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let a stop end the process at once while entered, for imports of what takes long to load."""
+        before, self._phase = self._phase, Phase.LOADING
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def finish(self, code: int | None, left: str = "") -> None:
+        """Note that the work is done: a stop raises nothing more.
+
+        code: with which a process that then stands still is ended; None = that of a stop. left: what is said.
+        """
+        self._phase = Phase.DONE
+        self._left, self._code = _always(left), code
+
+    def stopped(self) -> int:
+        """Say what this stop leaves, and return the exit code: 130 for SIGINT, 143 for SIGTERM."""
+        self._phase = Phase.DONE
+        self.say()
+        self._left, self._code = _always(""), None
+        return self.code
+
+    def say(self) -> None:
+        """Print what a stop leaves, once, if this process speaks for all ranks."""
+        if text := self._line():
+            print(text, file=sys.stderr, flush=True)
+
+    @property
+    def code(self) -> int:
+        """The exit code of a stop, as shells count it."""
+        return 128 + (self.heard or signal.SIGINT)
+
+    # ---- the signals ----
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.heard = self.heard or number
+        if self._phase is Phase.LOADING:
+            self._leave()
+        if self._phase is Phase.WORKING and not self._raised:
+            self._raised = True
+            raise KeyboardInterrupt
+
+    def _rest(self) -> None:
+        """Ignore signals while Python takes itself down: they would kill a process whose code is known."""
+        for number in filter(self._is_ours, SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
+
+    def _watch(self, ears: int) -> None:
+        """Hear the kernel's word whatever the main thread waits for."""
+        while heard := os.read(ears, 1):
+            if heard[0] in SIGNALS and self._is_ours(heard[0]):
+                self.heard = self.heard or heard[0]
+                self._wait(ears)
+                self._leave()
+
+    def _is_ours(self, number: int) -> bool:
+        return signal.getsignal(number) == self._handle
+
+    def _wait(self, ears: int) -> None:
+        """Return when the process stands still, or is asked again."""
+        patience, insists_s = Patience(threading.main_thread()), time.monotonic() + SAME_REQUEST_S
+        while not patience.ends(GRACE_S, moves=self._phase is Phase.DONE):
+            if not all(map(self._is_ours, SIGNALS)):
+                patience.begin()
+            if not select.select([ears], [], [], POLL_S)[0]:
+                continue
+            again = os.read(ears, 1)[0]
+            if time.monotonic() > insists_s and again in SIGNALS and self._is_ours(again):
+                return
+
+    def _leave(self) -> None:
+        """Say what the stop leaves, and end the process.
+
+        The words are written by a bare thread, since nobody may read them, past sys.stderr and the locks of
+        `threading`, which the interrupted thread may hold.
+        """
+        written = threading.Lock()
+        written.acquire()
+        start_new_thread(self._write, (written,))
+        written.acquire(timeout=SAY_S)
+        os._exit(self.code if self._code is None else self._code)
+
+    def _write(self, written: threading.Lock) -> None:
+        try:
+            os.write(2, f"{text}\n".encode() if (text := self._line()) else b"")
+        finally:
+            written.release()
+
+    def _line(self) -> str:
+        if not speaks() or not self._told.acquire(blocking=False):
+            return ""
+        text = self._left()
+        return f"penstock: {text}" if text else ""
+
+
+class Patience:
+    """How long another thread may stand still."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        assert thread.ident is not None, "it has been started"
+        self._clock = time.pthread_getcpuclockid(thread.ident) if sys.platform == "linux" else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._since_s, self._used_s = time.monotonic(), self._processor_s()
+
+    def ends(self, grace_s: float, *, moves: bool) -> bool:
+        """Tell whether it has lasted `grace_s`; if the thread `moves`, only while it used no processor."""
+        if moves and self._processor_s() != self._used_s:
+            self.begin()
+        return time.monotonic() - self._since_s >= grace_s
+
+    def _processor_s(self) -> float:
+        """Return the processor time of the thread; 0 where a system does not tell."""
+        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+
+def speaks() -> bool:
+    """Tell whether this process speaks for all ranks, by what torchrun, Slurm or Penstock has left."""
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
+
+
+def _always(text: str) -> Callable[[], str]:
+    return lambda: text
+
+
+STOPS = Stops()

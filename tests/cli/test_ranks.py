@@ -1,0 +1,65 @@
+"""The process that starts ranks, when it is asked to stop: the ranks say what that leaves, if they can."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import ranks
+from penstock.cli.failing import NOT_BEGUN
+from penstock.train import launcher
+from tests.support.launched import start_launcher
+from tests.support.runs import write_config
+
+pytestmark = pytest.mark.slow
+
+
+def ask_afterwards() -> None:
+    """Interrupt this process in the moment in which all ranks have ended."""
+
+    def launched(*given: Any, **more: Any) -> launcher.LaunchOutcome:
+        outcome = launcher.launch(*given, **more)
+        os.kill(os.getpid(), signal.SIGINT)
+        return outcome
+
+    vars(ranks)["launch"] = launched
+
+
+def kill_at_once() -> None:
+    """Interrupt this process when it has started the ranks, and kill them before they hear of it."""
+    start = launcher._Ranks.start
+
+    def started(self: launcher._Ranks, *given: Any) -> None:
+        start(self, *given)
+        os.kill(os.getpid(), signal.SIGINT)
+        for rank in self.processes:
+            rank.kill()
+
+    launcher._Ranks.start = started  # type: ignore[assignment,method-assign]
+
+
+def test_a_stop_after_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    errors, out = tmp_path / "errors", tmp_path / "out"
+    words = ("train", write_config(tmp_path), "train.steps=2", "output.loads=false")
+    process = start_launcher(*words, stderr=errors, stdout=out, meddle=ask_afterwards)
+    assert process.wait(timeout=90) == 0, errors.read_text()
+    assert "penstock: " not in errors.read_text() and "checkpoint" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("train", "stopped; no checkpoint has been written yet"), ("profile", "result")]
+)
+def test_what_killed_ranks_could_not_say_is_said(tmp_path: Path, command: str, said: str) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000007" / "SHA256SUMS").touch()  # of an earlier run
+    errors = tmp_path / "errors"
+    more = () if command == "train" else ("--out", tmp_path / "cluster.json")
+    words = (command, write_config(tmp_path), *more)
+    process = start_launcher(*words, stderr=errors, meddle=kill_at_once)
+    assert process.wait(timeout=90) == 130, errors.read_text()
+    lines = [line for line in errors.read_text().splitlines() if line.startswith("penstock: ")]
+    assert len(lines) == 1 and said in lines[0] and NOT_BEGUN not in lines[0], lines

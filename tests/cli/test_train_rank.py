@@ -1,0 +1,65 @@
+"""Training that is asked to stop: wherever that happens, what is said is true, once, and so is the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.failing import NOT_BEGUN
+from penstock.train.storage.finished import complete_checkpoints
+from tests.support import asked
+from tests.support.forked import run_forked
+from tests.support.runs import write_config
+
+pytestmark = pytest.mark.slow
+
+NOTHING = ""
+NONE_YET = "stopped; no checkpoint has been written yet"
+FROM_2 = "stopped; continue from step-00000002 with train.resume=true"
+ENDED = "stopped after the last step; step-00000004 is saved"
+SETTINGS = ("train.steps=4", "train.checkpoint_every=2", "output.trace_steps=0", "output.loads=false")
+
+CASES = [
+    ("joining", "SIGINT", 130, NOT_BEGUN, 0),
+    ("building the model", "SIGINT", 130, NOT_BEGUN, 0),
+    ("building the model", "SIGTERM", 143, NOT_BEGUN, 0),
+    ("in the first step", "SIGINT", 0, NOTHING, 1),
+    ("in the first step", "SIGINT,SIGINT", 130, NONE_YET, 0),
+    ("before step 3", "SIGTERM", 0, NOTHING, 3),
+    ("before step 3", "SIGINT,SIGINT", 130, FROM_2, 2),
+    ("before step 3", "SIGTERM,SIGTERM", 143, FROM_2, 2),
+    ("in the second save", "SIGINT", 0, NOTHING, 4),
+    ("in the second save", "SIGINT,SIGINT", 130, FROM_2, 2),
+    ("after step 4", "SIGINT", 0, NOTHING, 4),
+    ("in the last evaluation", "SIGINT", 0, NOTHING, 4),
+    ("summing up", "SIGINT", 0, NOTHING, 4),
+    ("summing up", "SIGINT,SIGINT", 130, ENDED, 4),
+    ("leaving", "SIGINT,SIGINT", 0, NOTHING, 4),
+    ("printing", "SIGINT", 0, NOTHING, 4),
+]
+"""Place, signals, code, what is said, and the last step that is saved."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("place", "signals", "code", "said", "saved"), CASES)
+def test_what_a_stop_leaves(
+    tmp_path: Path, ranks: int, place: str, signals: str, code: int, said: str, saved: int
+) -> None:
+    words = (place, signals, "train", write_config(tmp_path), f"parallel.processes={ranks}", *SETTINGS)
+    done = run_forked(ranks, *words, program=asked.__file__)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    assert (done.returncode, lines) == (code, [f"penstock: {said}"] if said else []), done.stderr
+    assert "Traceback" not in done.stderr
+    there = [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert there[-1:] == ([f"step-{saved:08d}"] if saved else [])
+    assert ("steps" in done.stdout) == (code == 0), "a run that ends tells what has become of it"
+    assert ((tmp_path / "run" / "summary.json").exists()) == (code == 0)
+
+
+def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000007").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000007" / "SHA256SUMS").touch()
+    words = ("in the first step", "SIGINT,SIGINT", "train", write_config(tmp_path), *SETTINGS)
+    done = run_forked(1, *words, "parallel.processes=1", program=asked.__file__)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"penstock: {NONE_YET}")
