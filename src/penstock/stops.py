@@ -157,8 +157,8 @@ class Stops:
     def _leave(self) -> None:
         """Say what the stop leaves, and end the process.
 
-        The words are written by a bare thread, since nobody may read them, past sys.stderr and the locks of
-        `threading`, which the interrupted thread may hold.
+        The words are written by a bare thread, since their reader may be gone, and past sys.stderr and the
+        locks of `threading`, which the interrupted thread may hold.
         """
         written = threading.Lock()
         written.acquire()

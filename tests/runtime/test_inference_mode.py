@@ -1,4 +1,4 @@
-"""Evaluation under `torch.inference_mode`: what it makes anew must serve the training steps after it."""
+"""Evaluation under `torch.inference_mode`: what it allocates must serve the training steps after it."""
 
 from __future__ import annotations
 

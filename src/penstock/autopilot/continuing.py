@@ -66,7 +66,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption, say: Say) -> Planned:
-    """Return a plan that was made anew with what the run has learnt before from trials of moving.
+    """Return a newly made plan with what the run has learnt before from trials of moving.
 
     That holds for the same step on the same machines. All ranks call this together.
     """

@@ -294,7 +294,7 @@ def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, 
 
 
 def _received(rows_PRCE: Counts, hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Counts:
-    """Return the rows that every rank receives in one layer, [P]; hosts share those of each slice anew."""
+    """Return the rows that every rank receives in one layer, [P]; hosts share each slice by itself."""
     if hostings:
         hosting, pieces = hostings[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
         seats = [seated(pieces[:, piece], hosting, work) for piece in range(pieces.shape[1])]

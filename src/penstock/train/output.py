@@ -1,7 +1,7 @@
 """The folder of a run: one run at a time writes into it, and no earlier run is ever overwritten.
 
 What would be refused when a run begins to write is refused before anything is measured, too, by
-`check_output`, which changes nothing and keeps nobody out.
+`check_output`, which changes nothing and keeps no other run out.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OutputFolder:
     def check(self) -> None:
         """Raise ConfigError for what entering it now would refuse; another run may still come first."""
         self._check_project()
-        with suppress(OSError), (self.path / LOCK).open("rb") as lock:  # where there is none, nobody holds it
+        with suppress(OSError), (self.path / LOCK).open("rb") as lock:  # without a lock file no run holds it
             if not _is_shared(lock):
                 raise self._held()
         if self._has_earlier():
@@ -177,7 +177,7 @@ def _is_shared(lock: IO[Any]) -> bool:
 
 
 def _is_taken(lock: IO[Any], kind: int) -> bool:
-    """Take the lock if nobody has it, and tell whether that went well."""
+    """Take the lock unless another process has it, and tell whether that went well."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
     except BlockingIOError:
