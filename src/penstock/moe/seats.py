@@ -22,6 +22,7 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.orders.base import Order
 from penstock.moe.orders.index import places
+from penstock.moe.sizes import GroupSizes
 from penstock.placement import SPLIT, ExpertPlacement, Hosting, Part
 
 STRIDE = 2531
@@ -100,7 +101,7 @@ class OwnAndGuests(Experts):
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         here = self.own.num_local_experts
-        own, others = sizes[:here], sizes[here:]
+        own, others = GroupSizes(sizes[:here]), GroupSizes(sizes[here:])
         if not any(others):
             out_RM: Tensor = self.own(rows_RM, own, product)
             return out_RM

@@ -34,9 +34,20 @@ class Machinery:
         device, dtype = self.device.type, self.autocast_dtype
         if dtype is None and not torch.is_autocast_enabled(device):
             return nullcontext()  # entering and leaving a real context takes 4 us, a third of a small segment
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        # What is cast without autograd has no history, and must not be found by tasks that need gradients.
+        return torch.autocast(
+            device, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled()
+        )
 
-    def without_callers_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context for half a step, so that backward tasks compute as forward ones did."""
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context for half a step.
+
+        The caller's autocast is off, so backward tasks compute as forward ones did. Where tasks compute under
+        autocast, their casts of parameters last for the half: autocast forgets them when its outermost
+        context is left, and with one context per task every microbatch would cast every parameter, and keep
+        the cast for backward.
+        """
         device = self.device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        if self.autocast_dtype is None and not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, enabled=False)

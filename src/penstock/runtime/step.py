@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
@@ -35,6 +35,9 @@ class Step:
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
         at_once = self.buckets.at_once
+        # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
+        # memory.
+        copies = None if machinery.device.type == "cpu" else ComputeCopies()
         layout = machinery.layout
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
@@ -51,7 +54,9 @@ class Step:
             wire_dtype=machinery.autocast_dtype,
             carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
-            weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
+            weights=partial(WeightGradients, at_once, copies)
+            if stack.plan.weights_apart
+            else partial(AutogradWeights, copies),
             host=stack.host,
             lodging=self.lodging,
             transports=machinery.transports,
@@ -87,7 +92,7 @@ class Step:
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have seats, for what is recomputed."""
-        with self.stack.machinery.without_callers_autocast(), self.lodging.seated():
+        with self.stack.machinery.computing(), self.lodging.seated():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
