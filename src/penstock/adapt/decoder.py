@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.adapt.code import code_of, in_parts
 from penstock.adapt.cut import Caught, Cut
 from penstock.adapt.family import Family
 from penstock.moe import MoELayer, SampleKeys
+from penstock.runtime.cross_entropy import cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,7 @@ class Decoder:
         logits_TV = self.logits(h_BLM)
         if self.keeps_logits:  # keyed by the place of their labels in the batch, in any order of microbatches
             self.kept[int(labels_BL.storage_offset())] = logits_TV.detach().unflatten(0, labels_BL.shape)
-        precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(precise_TV, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+        return cross_entropy_sum(logits_TV, labels_BL.flatten())
 
     def logits(self, h_BLM: Tensor) -> Tensor:
         """Return the logits that the model computes from the output of its last layer."""
