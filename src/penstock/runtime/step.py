@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from penstock.device import device_of
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
@@ -97,17 +98,17 @@ class Step:
     def _compare(self) -> None:
         """Compare marks of all ranks, before any gradient is reduced."""
         gradients, machinery = self.stack.gradients, self.stack.machinery
-        total, device = self.context.marks_total, machinery.device.type
+        total, waits = self.context.marks_total, device_of(machinery.device).is_gpu
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         wish = self.stack.wish
-        if device == "cuda" and not (gradients.taken_up or wish):
+        if waits and not (gradients.taken_up or wish):
             return  # reading the sums makes the host wait, so only ranks with a change do
         check_wishes(total, wish, machinery.layout, machinery.control)
         if wish:
             return  # its marks are those of the last step, for which the plan was good enough
         check_samples(total, machinery.layout)
         if not agree(total.tolist(), machinery.layout):
-            if device == "cuda":
+            if waits:
                 raise mismatch(gradients.changes(machinery.layout.rank))
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()

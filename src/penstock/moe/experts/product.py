@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.device import device_of
 from penstock.moe.experts.multiply import is_for_onednn, multiply, put
 
 Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -170,7 +171,7 @@ _as_operator.register_autograd(_gradients, setup_context=_save)
 
 
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:
-    if rows_RM.device.type != "cpu":
+    if not device_of(rows_RM).is_cpu:
         return False
     if rows_RM.dtype != weight_EMH.dtype:
         return weight_EMH.numel() > CACHED

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.device import device_of
 from penstock.moe.experts.product import CACHED, autocast, grouped_product, weight_gradient
 
 
@@ -109,7 +110,7 @@ def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
     Where a small weight is cast, autograd keeps the copy for backward.
     """
     is_cast = autocast(rows_RM).dtype != weight_EMH.dtype
-    return rows_RM.device.type != "cpu" or (is_cast and weight_EMH.numel() <= CACHED)
+    return not device_of(rows_RM).is_cpu or (is_cast and weight_EMH.numel() <= CACHED)
 
 
 def _product(
