@@ -1,5 +1,5 @@
-"""Who computes with ranks, who decides by the name of an op or a lane, how files are opened, how docstrings
-begin: by syntax."""
+"""Who computes with ranks, who decides by the name of an op, a lane or a device, how files are opened, how
+docstrings begin: by syntax."""
 
 from __future__ import annotations
 
@@ -123,6 +123,18 @@ def unnamed_encodings(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
+def gpu_questions(tree: ast.AST) -> Iterator[str]:
+    """Uses of torch.cuda, and comparisons with the name of a kind of device."""
+    for node in ast.walk(tree):
+        asked = isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            kinds = any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides)
+            asked = kinds and any(isinstance(side, ast.Constant) for side in sides)
+        if asked or (isinstance(node, ast.Constant) and node.value == "cuda"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]  # an expression
+
+
 def _sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
@@ -147,6 +159,11 @@ def test_files_of_text_are_in_one_encoding() -> None:
     assert found == {}, 'write encoding="utf-8": another machine, or another shell, has another default'
 
 
+def test_only_one_module_asks_torch_what_a_gpu_is() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(gpu_questions(tree)))}
+    assert list(found) == ["device.py"], "ask penstock.device, so that recorded devices run the same code"
+
+
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
     found = {name: lines for name, tree in _sources() if (lines := list(without_verb(tree)))}
     assert found == {}, "say what the function does or returns: Return ..., Write ..., Gather ..."
@@ -169,6 +186,21 @@ def test_exceptions_stand_in_the_description_of_the_architecture(name: str) -> N
 )
 def test_what_counts_as_arithmetic(line: str, found: bool) -> None:
     assert bool(list(arithmetic(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("torch.cuda.synchronize()", True),
+        ("if rows.is_cuda: pass", True),
+        ("x = rows.device.type != 'cpu'", True),
+        ("device = torch.device('cuda', 0)", True),
+        ("y = one.device.type == other.device.type", False),
+        ("device = torch.device('cpu')", False),
+    ],
+)
+def test_what_counts_as_a_question_about_gpus(line: str, found: bool) -> None:
+    assert bool(list(gpu_questions(ast.parse(line)))) is found
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ PURE = (
 
 LAYERS = (
     *PURE,
+    "device",
     "topology",
     "sharding",
     "moe",

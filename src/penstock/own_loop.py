@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from penstock.autopilot import Autopilot
 from penstock.config import load
+from penstock.device import device_of, pick_device
 from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
 from penstock.runtime import PipelinedStack
@@ -25,7 +26,7 @@ from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_si
 from penstock.topology.blame import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.alike import check_alike
-from penstock.train.assemble import build_machinery, build_stack, on_device, pick_device
+from penstock.train.assemble import build_machinery, build_stack, on_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
 
@@ -99,7 +100,7 @@ def session(
             give_up(f"{type(error).__name__}: {reason(error)}")
         if run is not None:
             run.model.machinery.transports.abort()  # ranks that wait for this one wait no longer
-        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that are gone
+        _close(run, leaves=joins, aborts=device_of(device).is_gpu)  # NCCL would wait for ranks that are gone
         raise
     _close(run, leaves=joins, aborts=False)
 

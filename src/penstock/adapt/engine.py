@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.random import fork_rng
 
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.drift import check_alike, is_due
 from penstock.adapt.intact import check_intact
 from penstock.adapt.planning import Planner
+from penstock.device import device_of
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
@@ -166,7 +166,7 @@ class Engine:
         if before.recompute != self._recompute:
             why = f"gradient checkpointing was switched to {self._recompute!r}"
         device = self.stack.machinery.device
-        with self.stack.wishing(why), fork_rng([device] if device.type == "cuda" else []):
+        with self.stack.wishing(why), device_of(device).fork_random(device):
             self._run(given)
 
     def _trained(self) -> frozenset[str]:

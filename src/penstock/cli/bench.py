@@ -24,6 +24,7 @@ from penstock.cli.out import check_folder
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
+from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.fits import check_memory, host_bytes
@@ -132,7 +133,7 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | No
     ranks = processes_of_bench(config) if emulate is None else emulate.shape.ranks
     size = ranks if info is None else info.world_size
     check_shares(config.model, config.moe, config.parallel, size)
-    if wanted.virtual or torch.cuda.is_available():
+    if wanted.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     batch = config.compare.batch_per_device

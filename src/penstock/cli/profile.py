@@ -20,6 +20,7 @@ from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
+from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.extras import install, is_there, needs
 from penstock.report.profile import profile_text
@@ -76,7 +77,7 @@ def profile(
     info = detect(os.environ)
     config, ranks = _configured(path, overrides, info, emulate)
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
-    if not torch.cuda.is_available():  # refused before any process starts
+    if not count_gpus():  # refused before any process starts
         batch, there = config.data.batch_per_device, host_bytes()
         check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:

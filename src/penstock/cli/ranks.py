@@ -13,6 +13,7 @@ from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
+from penstock.device import pick_device
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
@@ -32,7 +33,6 @@ from penstock.topology import (
 from penstock.topology.blame import give_up, is_first_to_say
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
-from penstock.train.assemble import pick_device
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_processes
 from penstock.train.launcher import LaunchOutcome, Place, launch

@@ -12,13 +12,13 @@ from penstock.cli.left import Left
 from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
+from penstock.device import pick_device
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.blame import give_up
-from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError

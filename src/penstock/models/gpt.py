@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.models.dropout import CounterDropout
@@ -111,7 +112,7 @@ class VocabularyShard(nn.Embedding):
         self.first, self.vocabulary = shard.rank * self.num_embeddings, config.vocab_size
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        if not input.is_cuda and ((input < 0) | (input >= self.vocabulary)).any():
+        if not device_of(input).is_gpu and ((input < 0) | (input >= self.vocabulary)).any():
             raise IndexError(f"a token is out of bounds: the vocabulary is 0 to {self.vocabulary - 1}")
         places_BL = input - self.first
         here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)

@@ -11,6 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
+
 
 class GroupSizes(tuple[int, ...]):
     """Rows of every expert, and where each expert's rows end, on the device once a kernel reads it there.
@@ -41,9 +43,8 @@ def from_host(
     `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
     stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
     """
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    made = torch.tensor(numbers, dtype=dtype)
+    return device_of(device).from_host(made, device)
 
 
 VIEWS = 16
@@ -54,7 +55,7 @@ microseconds."""
 def is_for_views(rows: Tensor, blocks: int) -> bool:
     """Return whether this number of blocks is put in order as views that are concatenated, and not by
     index."""
-    return rows.device.type == "cpu" or blocks < VIEWS
+    return not device_of(rows).is_gpu or blocks < VIEWS
 
 
 def reordered(rows: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:

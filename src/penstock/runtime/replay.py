@@ -15,6 +15,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from penstock.device import device_of
+
 _ATEN = torch.ops.aten
 SELECTING = frozenset(
     {
@@ -75,7 +77,7 @@ class Replay:
         """Run without keeping anything for a backward but selections and the state of random numbers."""
         self._modes = tuple(_get_current_function_mode_stack())  # such as a default device
         self._random = torch.get_rng_state()
-        self._random_there = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
+        self._random_there = device_of(self._device).random_state(self._device)
         with torch.no_grad(), _Noting(self._selected):
             yield
 
@@ -85,16 +87,12 @@ class Replay:
 
         Autograd takes part, which is switched off inside a backward.
         """
-        forked = torch.random.fork_rng([self._device] if self._on_gpu else [])
+        forked = device_of(self._device).fork_random(self._device)
         with ExitStack() as modes, forked, torch.enable_grad(), _Repeating(self._selected):
             for mode in self._modes:  # a backward has none of them
                 modes.enter_context(mode)
             torch.set_rng_state(self._random)
             if self._random_there is not None:
-                torch.cuda.set_rng_state(self._random_there, self._device)
+                device_of(self._device).set_random_state(self._random_there, self._device)
             yield
         self._selected = []
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from penstock.device import device_of
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
@@ -37,7 +38,7 @@ class Step:
         at_once = self.buckets.at_once
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
-        copies = None if machinery.device.type == "cpu" else ComputeCopies()
+        copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
         layout = machinery.layout
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
@@ -102,17 +103,17 @@ class Step:
     def _compare(self) -> None:
         """Compare marks of all ranks, before any gradient is reduced."""
         gradients, machinery = self.stack.gradients, self.stack.machinery
-        total, device = self.context.marks_total, machinery.device.type
+        total, waits = self.context.marks_total, device_of(machinery.device).is_gpu
         assert total is not None and gradients.marks is not None, "the statistics task has run"
         wish = self.stack.wish
-        if device == "cuda" and not (gradients.taken_up or wish):
+        if waits and not (gradients.taken_up or wish):
             return  # reading the sums makes the host wait, so only ranks with a change do
         check_wishes(total, wish, machinery.layout, machinery.control)
         if wish:
             return  # its marks are those of the last step, for which the plan was good enough
         check_samples(total, machinery.layout)
         if not agree(total.tolist(), machinery.layout):
-            if device == "cuda":
+            if waits:
                 raise mismatch(gradients.changes(machinery.layout.rank))
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()

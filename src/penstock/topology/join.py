@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.config import UNSET, ConfigError
+from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls
@@ -107,8 +108,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device_of(device).make_current(device)
     where = "here" if info == ALONE else _master(os.environ)
     _name_loopback(where)
     try:
@@ -117,7 +117,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
         raise CommunicationError(_not_joined(info, timeout_s, where)) from error
     if info.world_size > 1:
         answer_calls(_roll_call(info, where), store)
-    if device.type == "cpu" and info.world_size > 1:
+    if device_of(device).is_cpu and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         torch.set_num_threads(1)
 
@@ -209,7 +209,7 @@ def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Sto
     """Start torch's default process group; return the store at which the ranks have met."""
     store = HashStore() if info == ALONE else _store(info, timeout)
     dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        backend=device_of(device).backend,
         store=store,
         rank=info.rank,
         world_size=info.world_size,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config import ConfigError
+from penstock.device import count_gpus
 from penstock.topology.cgroup import cpu_limit
 from penstock.topology.groups import ParallelConfig
 from penstock.words import counted
@@ -35,8 +36,8 @@ class Places:
         These are the cores to which the process is bound, and no more than its container has processor time
         for.
         """
-        if torch.cuda.is_available():
-            return Places(number=torch.cuda.device_count(), gpus=True)
+        if gpus := count_gpus():
+            return Places(number=gpus, gpus=True)
         bound = len(os.sched_getaffinity(0))
         limit = cpu_limit()
         if limit is None or limit >= bound:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload
 from penstock.decision import GradientBytes, PlacementConfig
+from penstock.device import device_of
 from penstock.dispatch import of_hops
 from penstock.ops import Op
 from penstock.placing import Slack
@@ -57,7 +58,7 @@ class VirtualStack:
         make_plan: Callable[[StepShape, GradientBytes], StepPlan],
         placement: PlacementConfig,
     ) -> None:
-        assert machinery.device.type == "cpu", "a sleep of the host holds up no stream of a GPU"
+        assert device_of(machinery.device).is_cpu, "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
         self.routing, self.machinery = routing, machinery
         self.execution: Execution | None = None

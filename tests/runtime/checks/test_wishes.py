@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.device import Cpu, using
 from penstock.runtime.checks.marks import WISH
 from penstock.runtime.checks.wishes import check_wishes, with_wish
 from penstock.runtime.errors import ScheduleMismatchError
@@ -14,15 +15,15 @@ from penstock.topology import Control, Layout
 LAYOUT = Layout(world_size=2, ep_size=2, rank=0)
 
 
-class OnGpu(Tensor):
-    """Says that it is on one, where reading it makes the host wait."""
+class OnGpu(Cpu):
+    """Says of tensors of the CPU that reading them makes the host wait."""
 
-    is_cuda = True
+    is_gpu = True
 
 
 def sums_of(*wishes: str) -> Tensor:
     marks = (with_wish(torch.zeros(WISH + 1, dtype=torch.float64), wish) for wish in wishes)
-    return sum(marks, torch.zeros(WISH + 1, dtype=torch.float64)).as_subclass(OnGpu)
+    return sum(marks, torch.zeros(WISH + 1, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
@@ -37,10 +38,11 @@ def sums_of(*wishes: str) -> Tensor:
     ],
 )
 def test_a_rank_on_a_gpu_says_what_it_knows(mine: str, others: str, told: str) -> None:
-    with pytest.raises(ScheduleMismatchError, match=told):
+    with using(OnGpu()), pytest.raises(ScheduleMismatchError, match=told):
         check_wishes(sums_of(mine, others), mine, LAYOUT, Control(0, 2))
 
 
 @pytest.mark.parametrize("wish", ["", "experts were frozen"])
 def test_ranks_that_wish_alike_go_on(wish: str) -> None:
-    check_wishes(sums_of(wish, wish), wish, LAYOUT, Control(0, 2))
+    with using(OnGpu()):
+        check_wishes(sums_of(wish, wish), wish, LAYOUT, Control(0, 2))

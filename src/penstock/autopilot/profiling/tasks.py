@@ -24,6 +24,7 @@ from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
+from penstock.device import device_of
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -190,7 +191,7 @@ class _Runs:
 
     def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
         """Return steps over the network; None if nothing is sent, or on GPUs: their lanes share no cores."""
-        if self.machinery.layout.world_size == 1 or self.machinery.device.type != "cpu":
+        if self.machinery.layout.world_size == 1 or not device_of(self.machinery.device).is_cpu:
             return None
         stack = build_stack(self.config, self.machinery)
         named = [(choice.schedule, plan) for choice, plan in zip(choices, self.plans, strict=True)]

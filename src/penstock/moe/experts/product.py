@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.device import device_of
 from penstock.moe.experts.multiply import is_for_onednn, multiply, put
 from penstock.moe.sizes import ends_of
 
@@ -21,8 +22,6 @@ Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUPED_KERNELS = (9, 10)
-"""Major compute capabilities of the GPUs for which PyTorch 2.13 has a grouped kernel."""
 CACHED = 1 << 24
 """Number of weights that still fit into a processor's cache after they have been cast to another type."""
 
@@ -185,18 +184,12 @@ _as_operator.register_autograd(_gradients, setup_context=_save)
 
 
 def has_grouped_kernel(rows_RM: Tensor) -> bool:
-    """Return whether PyTorch has a grouped kernel for these rows: bfloat16 on Hopper and datacenter
-    Blackwell.
-
-    Elsewhere on GPUs `grouped_mm` loops over experts after a copy of the ends to the host.
-    """
-    if rows_RM.device.type != "cuda" or rows_RM.dtype != torch.bfloat16:
-        return False
-    return torch.cuda.get_device_capability(rows_RM.device)[0] in GROUPED_KERNELS
+    """Return whether PyTorch multiplies such rows with a grouped kernel on their device."""
+    return device_of(rows_RM).has_grouped_kernel(rows_RM.device, rows_RM.dtype)
 
 
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:
-    if rows_RM.device.type != "cpu":
+    if not device_of(rows_RM).is_cpu:
         return len(set(sizes)) > 1 and not has_grouped_kernel(rows_RM)
     if rows_RM.dtype != weight_EMH.dtype:
         return weight_EMH.numel() > CACHED

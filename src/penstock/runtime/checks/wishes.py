@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.runtime.checks.marks import WISH
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.topology import Control, Layout
@@ -30,7 +31,7 @@ def check_wishes(total: Tensor, wish: str, layout: Layout, control: Control) -> 
     """
     if int(total[WISH]) in (0, layout.world_size):
         return
-    if not total.is_cuda:
+    if not device_of(total).is_gpu:
         wishes = enumerate(control.gather(wish, "comparing plans"))
         who = next(_needs(rank, why) for rank, why in wishes if why)
     elif wish:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.device import device_of, device_of_backend
 from penstock.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
@@ -62,7 +63,7 @@ class ExpertParallel:
             )
         parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.layout = Layout.build(parallel, dist.get_world_size(), dist.get_rank(), num_experts)
-        self._device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+        self._device = device_of_backend(dist.get_backend_config())
         inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
         self._transport: Transport = build_transport(
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
@@ -131,7 +132,7 @@ class ExpertParallel:
         Parameters are compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most
         differences. Whether other ranks need gradients is read only by a rank that needs none itself.
         """
-        guard, size, waits = self._guard_of(experts), len(tensor), self._device.type == "cuda"
+        guard, size, waits = self._guard_of(experts), len(tensor), device_of(self._device).is_gpu
         needs = rows.requires_grad or any(parameter.requires_grad for parameter in experts.parameters())
         compared = [guard.marks, tensor.new_full((1,), needs)]
         if not waits:  # a copy of the host's zeros would wait, too
@@ -174,7 +175,7 @@ class ExpertParallel:
 
         Gloo does not always notice if sizes differ. Checked where no device has to be waited for.
         """
-        if self._device.type == "cuda":
+        if device_of(self._device).is_gpu:
             return
         sums = torch.tensor([slots, slots**2])
         self._transport.all_reduce(sums, Group.EXPERT)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.graph import Phase, Task
 from penstock.ops import Op, tensor
 from penstock.runtime.batch import NO_LABEL
@@ -342,7 +343,7 @@ def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
 
 def _check_known(labels_T: Tensor, vocabulary: int) -> None:
     """Raise IndexError for a label outside the vocabulary; not on a GPU, where it would wait."""
-    if labels_T.is_cuda:
+    if device_of(labels_T).is_gpu:
         return
     unknown = (labels_T != NO_LABEL) & ((labels_T < 0) | (labels_T >= vocabulary))
     if unknown.any():

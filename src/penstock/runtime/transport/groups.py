@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
 from penstock.runtime.transport.loops import Loops
@@ -156,9 +157,13 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
+    def __init__(self, groups: dict[Axes, dist.ProcessGroup], device: torch.device) -> None:
+        super().__init__(groups)
+        self._device = gpu_of(device)
+
     def abort(self) -> None:
         for group in self._groups.values():
-            group._get_backend(torch.device("cuda")).abort()
+            self._device.abort(group)
 
 
 def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:
@@ -179,6 +184,6 @@ def build_transport(
     if layout.world_size == 1:
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
-    if device.type == "cuda":
-        return NcclTransport(make_groups())
+    if device_of(device).is_gpu:
+        return NcclTransport(make_groups(), device)
     return GlooTransport(make_groups, parallel.send_buffer_bytes)

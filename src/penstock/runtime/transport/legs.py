@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.dispatch import Leg
 from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
@@ -44,18 +45,12 @@ class HostCounts:
     """
 
     def __init__(self, counts: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if counts.is_cuda:
-            host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
-            counts = host
-        self._counts = counts
+        self._counts, self._there = device_of(counts).to_host(counts)
 
     @property
     def numbers(self) -> Counts:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._there is not None:
+            self._there.synchronize()
         numbers: Counts = self._counts.numpy()
         return numbers
 
