@@ -301,12 +301,13 @@ def gpu_of(where: Tensor | torch.device) -> Gpu:
 @contextmanager
 def using(device: Device) -> Iterator[None]:
     """Let `device` stand for all of its kind, in all threads of this process."""
-    before = _BY_KIND[device.kind]
+    before = dict(_BY_KIND)
     _BY_KIND[device.kind] = device
     try:
         yield
     finally:
-        _BY_KIND[device.kind] = before
+        _BY_KIND.clear()
+        _BY_KIND.update(before)
 
 
 def count_gpus() -> int:

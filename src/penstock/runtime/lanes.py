@@ -297,7 +297,8 @@ class StreamLanes:
         try:
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
-                    self._kind.record_stream(tensor, stream)
+                    if tensor.device.type == self._device.type:  # numbers of the host belong to no stream
+                        self._kind.record_stream(tensor, stream)
         except BaseException as error:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
