@@ -12,12 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.random import fork_rng
+
+Numbers = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
 
 
 class Event(Protocol):
@@ -64,6 +67,11 @@ class Device(ABC):
     def host_threads(self, threads: int, name: str) -> Executor:
         """Return threads for work of the host that runs beside the one that issues operations."""
         return ThreadPoolExecutor(threads, name)
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Raise ValueError with the message unless a truth on the device holds; a GPU does so later."""
+        if not holds:
+            raise ValueError(message)
 
     # ---- memory ----
 
@@ -126,6 +134,13 @@ class Gpu(Device):
     """A kind of device on which work is queued, in streams."""
 
     is_gpu = True
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
+
+        The error comes with whatever reads the device next, and the process cannot go on with this device.
+        """
+        torch._assert_async(holds, message)
 
     @abstractmethod
     def current_stream(self, device: torch.device) -> Stream:
@@ -296,6 +311,15 @@ def gpu_of(where: Tensor | torch.device) -> Gpu:
     device = device_of(where)
     assert isinstance(device, Gpu), f"{device.kind} has no streams"
     return device
+
+
+def on_device(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers of the host on a device, without a wait.
+
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
+    stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
+    """
+    return device_of(device).from_host(torch.as_tensor(numbers, dtype=dtype), device)
 
 
 @contextmanager

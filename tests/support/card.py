@@ -1,25 +1,29 @@
 """A GPU that this machine does not have: tensors of a device of their own, whose numbers the CPU computes.
 
-A `Card` tensor says that it lies on the device `card:0`, holds a tensor of the CPU, and lets PyTorch compute with that,
-autograd and process groups included. So whole steps run on real ranks, with real routing and with the code for GPUs,
-and what a GPU would refuse or wait for is seen:
+A `Card` tensor says that it lies on the device `card:0`, holds a tensor of the CPU, and lets PyTorch compute
+with that, autograd and process groups included. So whole steps run on real ranks, with real routing and with
+the code for GPUs, and what a GPU would refuse or wait for is seen:
 
 - an operation on tensors of both devices, other than a copy or a scalar, is an error, as is `numpy()`;
-- whatever makes the host wait for the device is noted with the line of Penstock that asked: `item()`, copies that block,
+- whatever makes the host wait for the device is noted with the line of Penstock that asked: `item()`, copies
+that block,
   sizes that depend on data, events and streams that are waited for.
 
-What it cannot show: how long anything takes, and whether streams are ordered (`penstock.runtime.recorded` does that).
+What it cannot show: how long anything takes, and whether streams are ordered (`penstock.runtime.recorded`
+does that).
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,20 +45,29 @@ PINNED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 NOTED: list[Counter[Wait]] = []
 """The counters that are open, of all threads: tasks of lane `host` run on one of their own."""
 
-SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal", "is_nonzero"}
+SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
 """Operations that read numbers of the device on the host to know a size or a truth."""
 
 
 def note(what: str) -> None:
-    """Count a wait for the line of the package that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.name != "device.py":
-            for counter in NOTED:
-                counter[path.relative_to(ROOT).as_posix(), frame.f_lineno, what] += 1
-            return
-        frame = frame.f_back  # type: ignore[assignment]
+    """Count a wait for the line of the package that is running, or for its caller.
+
+    Tasks of lane `host` wait on a thread of their own, and no operation is issued later for it.
+    """
+    if threading.current_thread().name.startswith("penstock-host"):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _issues(Path(frame.f_code.co_filename)):
+        frame = frame.f_back
+    where = ("outside", 0, what)
+    if frame is not None:
+        where = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix(), frame.f_lineno, what
+    for counter in NOTED:
+        counter[where] += 1
+
+
+def _issues(path: Path) -> bool:
+    return path.is_relative_to(ROOT) and path.name != "device.py"
 
 
 class Card(Tensor):
@@ -90,7 +103,9 @@ class Card(Tensor):
         return self.held.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise TypeError(f"can't convert {KIND}:0 device type tensor to numpy (force={force}). Use Tensor.cpu() first")
+        raise TypeError(
+            f"can't convert {KIND}:0 device type tensor to numpy, force={force}: use .cpu() first"
+        )
 
     @classmethod
     def __torch_dispatch__(
@@ -126,7 +141,8 @@ def _on_card(value: Any, written: Mapping[int, Card]) -> Any:
 
 
 def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Note what the host waits for, refuse tensors of two devices; return whether the result is on the host."""
+    """Note what the host waits for, refuse tensors of two devices; return whether the result is on the
+    host."""
     name, values = func.overloadpacket.__name__, tree_leaves((args, kwargs))
     if func.namespace == "c10d":
         _check_exchange(name, values)
@@ -153,29 +169,31 @@ def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if name == "_local_scalar_dense":
         note("number read on the host")
         return True
-    indices = [each for each in values if isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)]
-    if name in SIZES or (name in ("index", "index_put_", "_index_put_impl_") and indices[int(name != "index") :]):
+    indices = tree_leaves(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
+    if name in SIZES or any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices):
         note(f"size or truth of {name}")
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
         note("size of repeat_interleave")
     if strangers := [e for e in values if isinstance(e, Tensor) and not isinstance(e, Card) and e.dim()]:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {KIND}:0 and cpu! ({func}, "
-            f"of the host: {[list(each.shape) for each in strangers]})"
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{KIND}:0 and cpu! ({func}, of the host: {[list(each.shape) for each in strangers]})"
         )
     return name in ("equal", "is_nonzero")
 
 
 def _note_upload(source: Tensor, non_blocking: bool) -> None:
-    """A copy from pageable memory waits for the device; a number alone travels with the launch."""
-    if source.dim() and source.numel() and not (non_blocking and is_pinned(source)):
+    """A copy from pageable memory waits for the device."""
+    if source.numel() and not (non_blocking and is_pinned(source)):
         note("copy from pageable memory")
 
 
 def _check_exchange(name: str, values: Sequence[Any]) -> None:
     """Raise what NCCL raises for tensors of the host, beside those of the device."""
     if any(isinstance(each, Tensor) and not isinstance(each, Card) for each in values):
-        raise RuntimeError(f"No backend type associated with device type cpu ({name}: a process group of GPUs)")
+        raise RuntimeError(
+            f"No backend type associated with device type cpu ({name}: a process group of GPUs)"
+        )
 
 
 def is_pinned(tensor: Tensor) -> bool:
@@ -284,7 +302,7 @@ class CardDevice(Gpu):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         del stream
         if not isinstance(tensor, Card):
-            raise NotImplementedError("Could not run 'aten::record_stream' with arguments from the 'CPU' backend")
+            raise NotImplementedError("Could not run 'aten::record_stream' with the 'CPU' backend")
 
     def abort(self, group: ProcessGroup) -> None:
         del group
@@ -345,6 +363,3 @@ def counted() -> Iterator[Counter[Wait]]:
         yield counter
     finally:
         NOTED.remove(counter)
-
-
-Function = Callable[..., Any]

@@ -53,8 +53,8 @@ class Case:
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
-    several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in for
-    one, see `tests.support.card`.
+    several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
+    for one, see `tests.support.card`.
     """
 
     world_size: int

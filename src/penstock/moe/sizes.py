@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from penstock.device import device_of
+from penstock.device import device_of, on_device
 
 
 class GroupSizes(tuple[int, ...]):
@@ -26,25 +26,13 @@ class GroupSizes(tuple[int, ...]):
     def ends(self, device: torch.device) -> Tensor:
         """Return where each group ends, int32 [N], as `torch.nn.functional.grouped_mm` reads it."""
         if self._ends is None or self._ends.device != device:
-            self._ends = from_host(list(accumulate(self)), device, torch.int32)
+            self._ends = on_device(list(accumulate(self)), device, torch.int32)
         return self._ends
 
 
 def ends_of(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return where each group ends, int32 [N], from whatever holds the sizes."""
     return (sizes if isinstance(sizes, GroupSizes) else GroupSizes(sizes)).ends(device)
-
-
-def from_host(
-    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    """Return numbers of the host on a device, without a wait.
-
-    `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
-    stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
-    """
-    made = torch.tensor(numbers, dtype=dtype)
-    return device_of(device).from_host(made, device)
 
 
 VIEWS = 16
@@ -87,8 +75,8 @@ def permutation(sizes: Sequence[int], order: Sequence[int], device: torch.device
     total = sum(lengths)
     here_R = torch.arange(total, device=device)
     forth, back = (
-        from_host([lengths, ahead], device, torch.int64),
-        from_host([sizes, there], device, torch.int64),
+        on_device([lengths, ahead], device, torch.int64),
+        on_device([sizes, there], device, torch.int64),
     )
     return (
         here_R + torch.repeat_interleave(forth[1], forth[0], output_size=total),

@@ -207,7 +207,7 @@ class PipelinedStack(nn.Module):
             check_no_data_parallel(self.model)
         self._take_up_changes()
         samples = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
-        given = with_documents(samples, documents_BL, self.parts)
+        given = with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
         if largest_batch is None:
             check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)

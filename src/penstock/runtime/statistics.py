@@ -81,7 +81,7 @@ class StatisticsCodec:
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
-        tokens = torch.as_tensor(sum(head.tokens for head in heads)).to(loss)
+        tokens = torch.zeros_like(loss) + sum(head.tokens for head in heads)
         z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
         header = torch.stack([loss, valid, tokens, z])
         pieces = [sum(map(self._piece, layer)) for layer in routers]

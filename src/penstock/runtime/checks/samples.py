@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
 from penstock.runtime.checks.marks import weight_among
@@ -102,20 +103,21 @@ def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelPa
             f"documents_BL must be int64 and as large as tokens_BL, {list(tokens_BL.shape)}, not "
             f"{documents_BL.dtype} {list(documents_BL.shape)}: where the document of every token begins"
         )
-    if documents_BL is not None and not _are_beginnings(documents_BL):
-        raise ValueError(
+    if documents_BL is not None:
+        device_of(documents_BL).check(
+            _are_beginnings(documents_BL),
             "documents_BL must hold, for every token, the place in its sample where its document begins: "
-            "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else"
+            "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else",
         )
     return replace(samples, documents_BL=documents_BL)
 
 
-def _are_beginnings(documents_BL: Tensor) -> bool:
+def _are_beginnings(documents_BL: Tensor) -> Tensor:
     """Return whether every place says its own number or that of the place before, and the first says 0."""
     places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     begins_BL = documents_BL == places_L
     goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
-    return bool(begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all())
+    return begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all()
 
 
 def _mark(batch: Batch) -> Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
+from penstock.device import on_device
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.checks.marks import Entry, Marks, value_marks
 from penstock.runtime.checks.snapshot import Snapshot
@@ -99,9 +100,7 @@ class Gradients:
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         self._take_up([p for layer in (*everywhere, *marked) for p in layer])
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
-        # The marks are copied to the device here, since the copy makes the host wait.
-        numbers = self.marks.numbers(self._layout)
-        self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self.to_sum = on_device(self.marks.numbers(self._layout), self._device, torch.float64)
         self._fill(replicated, experts, partial, moved | assigned.several)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.device import device_of, on_device
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import Tokens
@@ -93,9 +94,15 @@ def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return homes, and their routes for combine. Raises PlacementError unless all members found the same."""
     homes: SampleHomes = inputs.one("homes")
     transport = context.transports.of(task.lane, task.axes)
-    mine = torch.tensor([homes.digest], device=context.batch.tokens[0].device)
+    mine = on_device([homes.digest], context.batch.tokens[0].device)
     once = [1] * transport.size(task.axes)
-    everyone: list[int] = transport.all_gather(mine, once, task.axes).tolist()
+    gathered = transport.all_gather(mine, once, task.axes)
+    if device_of(gathered).is_gpu:  # the device stops before combine reads them, and no host waits for it
+        device_of(gathered).check(
+            (gathered == mine).all(), f"homes of samples of layer {task.layer} differ by rank"
+        )
+        return {"homes": homes, "route": homes.routes}
+    everyone: list[int] = gathered.tolist()
     if differing := [member for member, digest in enumerate(everyone) if digest != everyone[0]]:
         raise PlacementError(
             f"members {', '.join(map(str, differing))} of the group along {' x '.join(task.axes)} found "
@@ -128,8 +135,7 @@ class Ferry:
             return list(cargo)
         device = cargo[0].device
         leaving, arriving, stayed, staying = (
-            torch.from_numpy(numbers).to(device)
-            for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
+            on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
         )
         packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in cargo], dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
@@ -235,5 +241,4 @@ def row_order_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def _taken(rows_RM: Tensor, order: RowOrder | None, *, back: bool) -> Tensor:
     if order is None:
         return rows_RM
-    index = torch.from_numpy(order.back if back else order.forward)
-    return rows_RM.index_select(0, index.to(rows_RM.device))
+    return rows_RM.index_select(0, on_device(order.back if back else order.forward, rows_RM.device))

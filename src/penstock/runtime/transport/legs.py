@@ -51,6 +51,7 @@ class HostCounts:
     def numbers(self) -> Counts:
         if self._there is not None:
             self._there.synchronize()
+            self._there = None
         numbers: Counts = self._counts.numpy()
         return numbers
 
