@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -77,7 +77,7 @@ class Card(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Card:
-        made: Card = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Card = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -94,7 +94,7 @@ class Card(Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.held.untyped_storage()
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         del tensor_contents
         return f"Card({self.held!r})"
 
@@ -111,9 +111,9 @@ class Card(Tensor):
     def __torch_dispatch__(
         cls,
         func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         del types
         kwargs = dict(kwargs or {})
@@ -350,7 +350,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
         target.held.copy_(_held(source))
     else:
         note("copy to the host")
-        target.copy_(source.held)
+        target.copy_(_held(source))
     return target
 
 
