@@ -108,7 +108,7 @@ class Card(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no defaults
         cls,
         func: Any,
         types: Iterable[type],
