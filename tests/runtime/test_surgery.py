@@ -58,7 +58,7 @@ def test_changes_on_one_rank_are_an_error_that_names_them(ranks: Pools, name: st
     case = replace(CASE, ep_size=1 if name == "replica" else 2)
     for text, goes_on in ranks(2).run(apart, case, name):
         assert re.search(APART[name][1], text), text
-        assert "on rank 1 against rank 0" in text
+        assert "on rank 1 against rank 0" in text, text
         assert "on all ranks before the same step" in text
         assert goes_on
 

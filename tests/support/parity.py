@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -295,6 +296,7 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm(stack, CLIP)
     optimizer.step()
+    check_equal_values(stack)
     parameters = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
     return StepResult(
         loss=loss.item(),
@@ -304,6 +306,13 @@ def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
         executed_as_simulated=executed_as_planned(stack),
         parts=parts_of(stack),
     )
+
+
+def check_equal_values(stack: PipelinedStack) -> None:
+    """Ranks hold the same bits of what they share: a difference that rounding explains is an error, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack.compare_values()
 
 
 def executed_as_planned(stack: PipelinedStack) -> bool:

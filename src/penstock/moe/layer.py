@@ -234,7 +234,7 @@ class MoELayer(nn.Module):
         self._has_met = True
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
         known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
-        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).slices[0]
+        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
@@ -300,7 +300,8 @@ class MoELayer(nn.Module):
         here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
         if self.exchange.data_parallel_size == 1:
             return (chosen_E, here), rows_RM
-        mine, gate = torch.cat([chosen_E, here.view(1)]), self.gate.parameters()
+        mine = torch.cat([chosen_E, here.view(1)])
+        gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
         known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
         return (known[:-1], known[-1]), rows_RM
 

@@ -25,6 +25,7 @@ from penstock.runtime.again import repeated
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
     check_layers,
@@ -116,6 +117,7 @@ class PipelinedStack(nn.Module):
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
+        self.consistency = Consistency(self.gradients, machinery)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         # These belong to the step that ran last: a backward pass shows its own step again.
         self.execution: Execution | None = None
@@ -205,6 +207,7 @@ class PipelinedStack(nn.Module):
             check_updates(self._updating, self.updates)
             check_no_checkpoint()
             check_no_data_parallel(self.model)
+        self.consistency.read_late()
         self._take_up_changes()
         samples = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
         given = with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
@@ -250,6 +253,15 @@ class PipelinedStack(nn.Module):
                 check_carries(self.parts, autocast_dtype)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
+    def compare_values(self) -> None:
+        """Raise ParameterMismatchError, on all ranks, if they hold different values of what they share.
+
+        Parameters, buffers and replicas of experts are compared, as training steps do at times. All ranks
+        call it.
+        """
+        refuse_stale(self)
+        self.consistency.compare()
+
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task of the last step ran on this rank."""
         return self.execution.records(step) if self.execution else []
@@ -290,10 +302,11 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates"))
+        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates", "consistency"))
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step, "host": self.host.copy()}, memo))
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
+        copied.consistency = Consistency(copied.gradients, machinery)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from penstock.device import device_of
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
-from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
-from penstock.runtime.checks.samples import check_samples, with_samples
-from penstock.runtime.checks.wishes import check_wishes, with_wish
 from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
@@ -42,6 +39,9 @@ class Step:
         layout = machinery.layout
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
+        self.consistency = stack.consistency.of_step(
+            batch, terms=stack.codec.terms, seed=stack.seed, wish=stack.wish, training=training
+        )
         self.context = StepContext(
             parts=stack.parts,
             batch=batch,
@@ -63,9 +63,8 @@ class Step:
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
-            marks=with_wish(
-                with_samples(stack.gradients.to_sum, batch, layout, stack.codec.terms), stack.wish
-            ),
+            marks=self.consistency.marks,
+            fingerprint=self.consistency.fingerprint,
             relocation=stack.relocation,
             training=training,
             updates=stack.updates,
@@ -85,8 +84,8 @@ class Step:
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
-        if self.training or self.stack.wish:
-            self._compare()
+        assert self.context.marks_total is not None, "the statistics task has run"
+        self.consistency.judge(self.context.marks_total)
         self.versions = self._parameter_versions()
         # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
         return statistics.loss.clone()
@@ -99,24 +98,6 @@ class Step:
     def _show(self, statistics: StepStatistics) -> None:
         """Show this step on the stack as the one that ran last, in either of its halves."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
-
-    def _compare(self) -> None:
-        """Compare marks of all ranks, before any gradient is reduced."""
-        gradients, machinery = self.stack.gradients, self.stack.machinery
-        total, waits = self.context.marks_total, device_of(machinery.device).is_gpu
-        assert total is not None and gradients.marks is not None, "the statistics task has run"
-        wish = self.stack.wish
-        if waits and not (gradients.taken_up or wish):
-            return  # reading the sums makes the host wait, so only ranks with a change do
-        check_wishes(total, wish, machinery.layout, machinery.control)
-        if wish:
-            return  # its marks are those of the last step, for which the plan was good enough
-        check_samples(total, machinery.layout)
-        if not agree(total.tolist(), machinery.layout):
-            if waits:
-                raise mismatch(gradients.changes(machinery.layout.rank))
-            raise_mismatch(gradients.marks, machinery.layout, machinery.control)
-        gradients.taken_up = ()
 
     def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
         """Return the parameters' places and version counters; () where nothing is recomputed, so that none
