@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
+from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
 from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.checks.samples import check_samples, with_samples
@@ -34,6 +35,8 @@ class Step:
         self.stack, self.training, self.finished = stack, training, False
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
+        recomputes = training and self.shape.recompute != "none"
+        self.model_state = ForwardState(stack.gradients.snapshot, recomputes=recomputes)
         at_once = self.buckets.at_once
         layout = machinery.layout
         self.lodging = stack.host.lend(stack.moe_layers)
@@ -81,7 +84,8 @@ class Step:
         self._show(statistics)
         if self.training or self.stack.wish:
             self._compare()
-        self.versions = self._parameter_versions()
+        if self.training:
+            self.model_state.note()
         # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
         return statistics.loss.clone()
 
@@ -112,31 +116,24 @@ class Step:
             raise_mismatch(gradients.marks, machinery.layout, machinery.control)
         gradients.taken_up = ()
 
-    def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
-        """Return the parameters' places and version counters; () where nothing is recomputed, so that none
-        matter. `parameter.data = ...` gives a parameter another place and leaves its counter."""
-        if self.shape.recompute == "none":
-            return ()
-        return tuple((p.data_ptr(), p._version) for p in self.stack.model.parameters())
-
-    def _check_unchanged(self) -> None:
-        if self._parameter_versions() != self.versions:
-            raise RuntimeError(
-                "parameters were changed between forward and backward, in place or by parameter.data = ..., "
-                "and what is recomputed before its backward would not be what it was: update them after "
-                "backward, or compute the loss again"
-            )
-
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = loss_gradient
+        with self.model_state.restored():
+            self._backward()
+
+    def _backward(self) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
         gradients = self.stack.gradients.backward_pass(self.buckets)
-        gradients.check()
-        self._check_unchanged()
+        try:
+            gradients.check()
+            self.model_state.check()
+        except RuntimeError as error:  # ranks that have begun ask why this one does not take part
+            ACTIVITY.fail("backward", error)
+            raise
         try:
             gradients.begin()
             self.finished = True
