@@ -23,7 +23,7 @@ from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
-from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
 
 
@@ -92,7 +92,7 @@ class ExpertParallel:
             self._require_equal_slots(plan.slots[0])
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
-        return exchange_counts(plan.counts_CN, maker, self._transport).value
+        return Later.of(exchange_counts(plan.counts_CN, maker, self._transport))
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
         moved: Tensor = _Travel.apply(rows, route, self._transport, True)
