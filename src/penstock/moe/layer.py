@@ -32,6 +32,7 @@ from penstock.moe.orders.sort import SortOrder
 from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
+from penstock.moe.versions import count_updates
 from penstock.placement import ExpertPlacement
 
 
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
+        count_updates()
         if exchange is not None:
             _require_whole(expert)
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)

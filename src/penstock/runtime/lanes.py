@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.device import Event, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import Call, Span
+from penstock.runtime.transport.legs import Later
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
@@ -385,6 +386,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor inside a handler's inputs: they must outlive the stream that reads them."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Later):
+        yield from tensors_in(value.holds)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

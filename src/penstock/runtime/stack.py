@@ -19,6 +19,7 @@ from penstock.decision import GradientBytes
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
+from penstock.moe.versions import count_updates
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.again import repeated
@@ -102,6 +103,7 @@ class PipelinedStack(nn.Module):
         updating: Updating | None = None,
     ) -> None:
         super().__init__()
+        count_updates()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
         replicas = machinery.layout.edp_size > 1
         self._updating = None if updating is None else replace(updating, replicas=replicas)

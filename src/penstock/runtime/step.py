@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.device import device_of
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
+from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
@@ -32,6 +33,8 @@ class Step:
         self.stack, self.training, self.finished = stack, training, False
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
+        recomputes = training and self.shape.recompute != "none"
+        self.model_state = ForwardState(stack.gradients.snapshot, recomputes=recomputes)
         at_once = self.buckets.at_once
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
@@ -86,7 +89,8 @@ class Step:
         self._show(statistics)
         assert self.context.marks_total is not None, "the statistics task has run"
         self.consistency.judge(self.context.marks_total)
-        self.versions = self._parameter_versions()
+        if self.training:
+            self.model_state.note()
         # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
         return statistics.loss.clone()
 
@@ -99,31 +103,24 @@ class Step:
         """Show this step on the stack as the one that ran last, in either of its halves."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
 
-    def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
-        """Return the parameters' places and version counters; () where nothing is recomputed, so that none
-        matter. `parameter.data = ...` gives a parameter another place and leaves its counter."""
-        if self.shape.recompute == "none":
-            return ()
-        return tuple((p.data_ptr(), p._version) for p in self.stack.model.parameters())
-
-    def _check_unchanged(self) -> None:
-        if self._parameter_versions() != self.versions:
-            raise RuntimeError(
-                "parameters were changed between forward and backward, in place or by parameter.data = ..., "
-                "and what is recomputed before its backward would not be what it was: update them after "
-                "backward, or compute the loss again"
-            )
-
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = loss_gradient
+        with self.model_state.restored():
+            self._backward()
+
+    def _backward(self) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
         gradients = self.stack.gradients.backward_pass(self.buckets)
-        gradients.check()
-        self._check_unchanged()
+        try:
+            gradients.check()
+            self.model_state.check()
+        except RuntimeError as error:  # ranks that have begun ask why this one does not take part
+            ACTIVITY.fail("backward", error)
+            raise
         try:
             gradients.begin()
             self.finished = True

@@ -23,7 +23,7 @@ from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
-from penstock.runtime.transport.legs import HostCounts, exchange_counts, send_home, send_out
+from penstock.runtime.transport.legs import HostCounts, Later, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig
 
 
@@ -97,7 +97,7 @@ class ExpertParallel:
             guard.judge_change()
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
-        routes = exchange_counts(plan.counts_CN, maker, self._transport).value
+        routes = Later.of(exchange_counts(plan.counts_CN, maker, self._transport))
         guard.judge()  # what was summed before the counts has arrived with them
         return routes
 

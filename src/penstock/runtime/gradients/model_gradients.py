@@ -50,7 +50,8 @@ class Gradients:
     """The gradients of a model, and the layer with which each is reduced. `holds` is asked before every step;
     `renew` follows where it says no.
 
-    buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
+    buckets: trained parameters only; frozen ones keep whatever gradient they have. snapshot: the model that
+    they were made for. marks: what ranks compare;
     to_sum: the marks as numbers, see `Marks.numbers`. taken_up: names of parameters that are new in a step.
     """
 
@@ -69,7 +70,7 @@ class Gradients:
     def holds(self, shape: StepShape) -> bool:
         """Return whether model and buckets still belong together, under a plan of this shape."""
         as_made = self._splits(shape) == self._splits(self._shape)
-        return self.marks is not None and as_made and _covers(shape, self.buckets) and self._snapshot.holds()
+        return self.marks is not None and as_made and _covers(shape, self.buckets) and self.snapshot.holds()
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
@@ -179,7 +180,7 @@ class Gradients:
         for layer in assigned.experts:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
-        self._snapshot, self._names, self._experts = snapshot, names, assigned.experts
+        self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
         self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.mp_size)
         return assigned
 

@@ -26,7 +26,7 @@ from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
 from penstock.runtime.passengers import passengers_of, travellers
 from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import HostCounts, Later
+from penstock.runtime.transport.legs import Later, to_host
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -64,17 +64,17 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         chunks=task.cut.slices,
     )
     transport = context.transports.of(task.lane, task.axes)
-    everyone = HostCounts(transport.all_gather(counts, samples_P, task.axes))
+    everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
     company = context.placing.company
-    loads = Later(lambda: SampleTable.of(everyone.numbers, samples_P, company, size))
-    route = Later(lambda: maker.from_table(loads.value.sent(loads.value.device_I), context.degrees))
+    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, company, size))
+    route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
 
 
 @handles(Op.SAMPLE_PLACES, F)
 def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return homes: those of all samples, and what follows from them here. Numbers on the host only."""
-    loads: Later[SampleTable] = inputs.one("loads")
+    loads: SampleTable = Later.of(inputs.one("loads"))
     placing, following = context.placing, context.following(task.layer)
     visit = Visit(
         layer=task.layer,
@@ -84,9 +84,9 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    device_I = placing.homes(loads.value, visit, round(length * context.row_weight(task.layer)))
+    device_I = placing.homes(loads, visit, round(length * context.row_weight(task.layer)))
     maker = context.maker(task.layer)
-    return {"homes": settle(loads.value, device_I, placing.member, maker, context.degrees)}
+    return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
 
 
 @handles(Op.SAMPLE_HOMES, F)
@@ -184,7 +184,8 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     moved = _by_token(by_token, taken)
     moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")
-    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices))
+    # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
+    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices), (positions_Tk, came))
     return {**moved, "order": order, "passengers": came}
 
 
