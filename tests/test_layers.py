@@ -42,6 +42,7 @@ PURE = (
 LAYERS = (
     *PURE,
     "topology",
+    "partial_state",
     "sharding",
     "moe",
     "runtime",

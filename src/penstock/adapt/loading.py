@@ -19,6 +19,7 @@ from penstock.adapt.look import Found, look
 from penstock.adapt.scheduled import engine_of
 from penstock.adapt.weights import StoredTensor, refuse_misfits, share_of_experts, stored_tensors
 from penstock.decision import Decision
+from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.topology import ParallelConfig
 
@@ -65,7 +66,7 @@ def reload(model: Any, folder: str | Path) -> None:
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     tensors = share_of_experts(stored_tensors(Path(folder)), found.model, _rows_of_experts(found), held)
     state = _filled(found, config, tensors, held, next(model.parameters()).dtype).state_dict()
-    mine = model.state_dict()
+    mine = without_marks(model.state_dict())
     if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():
