@@ -43,6 +43,7 @@ LAYERS = (
     *PURE,
     "device",
     "topology",
+    "partial_state",
     "sharding",
     "moe",
     "runtime",

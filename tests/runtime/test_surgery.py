@@ -290,7 +290,7 @@ def test_data_parallel_around_a_stack_is_refused(ranks: Pools) -> None:
 
 def test_a_stack_cannot_be_pickled_and_its_model_can() -> None:
     stack = stack_of(0, ALONE)
-    with pytest.raises(TypeError, match=r"cannot be pickled: .* Save stack.state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"cannot be pickled"):
         pickle.dumps(stack)
     with pytest.raises(TypeError, match=r"cannot be pickled"):
         copy.copy(stack)

@@ -106,7 +106,7 @@ def add_parameter(model: GPT) -> None:
 
 
 def assign_state(model: GPT) -> None:
-    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    state = {n: 2 * t if t.is_floating_point() else t for n, t in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.adapters import core_of
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine
@@ -27,6 +28,7 @@ from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, SortOrder
+from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import (
@@ -171,6 +173,7 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
             cut.spread = Spread(machinery, moe)
+            mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     return Engine(stack, decoder, planner)

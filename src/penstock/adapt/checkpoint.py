@@ -29,6 +29,7 @@ from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.train.checkpoint import together
 from penstock.train.storage.files import make_durable, write_durably
 from penstock.train.storage.shards import Outgoing, write_shard
@@ -164,10 +165,11 @@ class _States:
         ]
 
     def check(self) -> None:
-        """Raise ValueError for state or settings that cannot be saved.
+        """Raise ValueError for state or settings that cannot be saved, ShareError for another rank's state.
 
         State must belong to single numbers of parameters; settings must be numbers that JSON can hold.
         """
+        watch_optimizer(self.optimizer)
         json.dumps(self.groups, default=_number)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():

@@ -16,6 +16,7 @@ from penstock.adapt.engine import Engine
 from penstock.adapt.export import whole_state
 from penstock.adapt.saving import Writing
 from penstock.adapt.weights import INDEX, ONE
+from penstock.partial_state import without_marks
 from penstock.train.checkpoint import together
 from penstock.train.storage.files import make_durable
 
@@ -98,7 +99,7 @@ def _writing(model: Any, engine: Engine, max_shard_size: int | str, *, original:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state = model.state_dict()
+    state = without_marks(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, model)

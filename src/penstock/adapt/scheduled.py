@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from torch._compile import _disable_dynamo
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
+from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.topology import Control
 from penstock.train.checkpoint import together
@@ -210,10 +212,10 @@ def _generate(plain: Any) -> Callable[..., Any]:
 
 def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
     """Refuse on all ranks what one rank refuses: the given state may be rank 0's alone."""
-    refusal = None
+    refusal: Exception | None = None
     try:
         check_names(model, plain, given)
-    except ValueError as error:
+    except (ValueError, ShareError) as error:
         refusal = error
     if control.any(refusal is not None, "comparing names of what is saved"):
         raise refusal or ValueError("another rank has refused to save the model: see its error")
@@ -299,7 +301,26 @@ def _reduced(self: Any, protocol: Any) -> Any:
     A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
     """
     del protocol
-    return object.__new__, (type(self),), _State(self)
+    return _empty, (_Copied(type(self)),), _State(self)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The class of a model that is copied; what pickles a model comes here first, and is refused."""
+
+    kind: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
+        del memo
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle(f"a scheduled {self.kind.__name__}")
+
+
+def _empty(copied: _Copied) -> Any:
+    """Return a model without attributes, to be filled."""
+    return object.__new__(copied.kind)
 
 
 def _refuse_data_parallel(self: Any) -> Any:

@@ -25,7 +25,6 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
-from penstock.moe.held import HeldExperts
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.sort import SortOrder
@@ -33,6 +32,7 @@ from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
 from penstock.moe.versions import count_updates
+from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 
 
@@ -114,8 +114,8 @@ class MoELayer(nn.Module):
         if self.exchange is not None:
             self._maker = self.exchange.maker(self.dispatch, order)
             self.exchange.adopt(expert)
-        if exchange is not None and ep_size > 1:
-            self.held = HeldExperts(self.placement.held(ep_rank), gate.num_experts, first=ep_rank == 0)
+        if ep_size > 1:
+            mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._words += f", placement {self.placement.digest[:8]}"
         self._has_met = False  # whether other ranks' layers have been compared with this one

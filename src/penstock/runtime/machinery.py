@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.partial_state import refuse_pickle
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.transport import Transports
 from penstock.topology import Control, Layout
@@ -28,6 +29,9 @@ class Machinery:
         """End the machinery's threads and connections, which nothing may use any more."""
         self.lanes.close()
         self.transports.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickle("a model or part of one that Penstock runs")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which tasks compute: this precision, whatever the caller has switched on."""

@@ -20,6 +20,7 @@ from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.versions import count_updates
+from penstock.partial_state import refuse_pickle
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.again import repeated
@@ -47,12 +48,12 @@ from penstock.runtime.checks.misuse import (
     check_not_sharded,
     check_updates,
     refuse_data_parallel,
-    refuse_pickle,
     refuse_stale,
     watch_model,
 )
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
 from penstock.runtime.executor import Execution
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
@@ -69,7 +70,7 @@ from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.schedule import StepPlan
-from penstock.sharding import mark_shards
+from penstock.sharding import mark_shards, mark_states_of_shards
 from penstock.step import StepShape
 from penstock.step.shape import Updating
 from penstock.trace import TaskRecord
@@ -114,6 +115,8 @@ class PipelinedStack(nn.Module):
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
+        mark_states_of_shards(model)
+        watch_optimizers()
         self._shape = self._checked_shape()
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
@@ -312,7 +315,7 @@ class PipelinedStack(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return refuse_pickle()
+        return refuse_pickle("a PipelinedStack (its `model` can)")
 
     def _replicate_for_data_parallel(self) -> Any:
         return refuse_data_parallel()

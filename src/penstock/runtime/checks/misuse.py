@@ -44,14 +44,6 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_pickle() -> NoReturn:
-    """Raise TypeError: the threads and process groups of a stack belong to this process."""
-    raise TypeError(
-        "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
-        "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
-    )
-
-
 def raise_replaced(name: str) -> NoReturn:
     """Raise RuntimeError: a hook used a gradient during a step, which was not synchronised yet."""
     raise RuntimeError(

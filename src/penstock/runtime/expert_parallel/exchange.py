@@ -19,7 +19,9 @@ from penstock.moe.layer import MoELayer
 from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
+from penstock.partial_state import refuse_pickle
 from penstock.runtime.expert_parallel.guard import ExpertGuard
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
@@ -69,6 +71,7 @@ class ExpertParallel:
         )
         self._ranks = ExpertRanks(self.layout, self._transport, self._device)
         self._control = Control(self.layout.rank, self.layout.world_size)
+        watch_optimizers()
         self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
 
     @property
@@ -195,6 +198,9 @@ class ExpertParallel:
         """Return this very object: a copied layer talks to the same ranks through the same groups."""
         del memo
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickle("an MoELayer with ExpertParallel")
 
 
 def ignore_experts(model: nn.Module) -> nn.Module:
