@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -260,6 +261,10 @@ class Decoder:
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
 
+    def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
+        """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""
+        return self._calls.of(keys).layers
+
     @property
     def base(self) -> Any:
         return self.family.decoder(self.model)
@@ -271,9 +276,15 @@ class Decoder:
 
     @property
     def coefficient(self) -> float:
-        """Weight of the balance loss: as in transformers, an attribute of the model itself."""
+        """Weight of the balance loss, read where the model's own code reads it."""
         assert self.family.coefficient is not None, "a step without one has no balance loss"
-        return float(getattr(self.model, self.family.coefficient))
+        return float(attrgetter(self.family.coefficient)(self.model))
+
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether the model weighs a balance loss at all: some have none."""
+        name = self.family.coefficient
+        return name is not None and hasattr(self.model, name.partition(".")[0])
 
     @property
     def hidden_size(self) -> int:
