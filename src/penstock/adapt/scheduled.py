@@ -89,8 +89,10 @@ def _forward(plain: Any) -> Callable[..., Any]:
             return _step(self, named)
         if self.training and torch.is_grad_enabled():
             raise ValueError(
-                "a scheduled model in training mode computes its loss inside the step, so it needs labels: "
-                "give labels=..., or call model.eval() to get logits without gradients"
+                "a scheduled model in training mode computes its loss inside the step, and the call has no "
+                "labels: give labels=..., or call model.eval() to get logits without gradients. Trainer "
+                "removes labels for label_smoothing_factor and compute_loss_func, which make another loss of "
+                "logits: leave these out"
             )
         with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
             out = plain.forward(self, **named)
