@@ -139,9 +139,14 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def of_no_known_family(folder: Path) -> None:
+def dense(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
+
+
+def of_no_known_family(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "minimax_m2", "head_dim": 8}))
 
 
 def quantized(folder: Path) -> None:
@@ -168,7 +173,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (without_weights, "holds neither model.safetensors nor"),
         (cut_short, "cannot be read as safetensors"),
         (quantized, "holds quantized numbers"),
-        (of_no_known_family, "LlamaForCausalLM is of no family that Penstock knows"),
+        (dense, "LlamaForCausalLM has no experts"),
+        (of_no_known_family, "MiniMaxM2ForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
 def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:

@@ -20,6 +20,7 @@ from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import check, coefficient_of, guess
 from penstock.adapt.look import Found, look
+from penstock.adapt.outside import watch_outside
 from penstock.adapt.planning import planner_of
 from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
@@ -104,6 +105,9 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
     schedule(model, engine)
+    if machinery.layout.world_size > 1:
+        path = ".".join(filter(None, (found.family.base, found.family.layers)))
+        watch_outside(model, path, engine.decoder.inside)
     return model
 
 

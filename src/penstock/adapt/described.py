@@ -37,7 +37,7 @@ def read_config(folder: Path) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a configuration's own checks raise
         raise ValueError(
-            f"{file} describes no model that transformers knows: {_line(error)}. {COPY}"
+            f"{file} describes no model that transformers knows: {in_one_line(error)}. {COPY}"
         ) from error
     _check_experts(file, config.get_text_config())
     return config
@@ -54,7 +54,7 @@ def empty_model(folder: Path, config: Any) -> Any:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
-        why = f"transformers cannot make a causal language model of it: {_line(error)}"
+        why = f"transformers cannot make a causal language model of it: {in_one_line(error)}"
         raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error
 
 
@@ -63,10 +63,18 @@ def read_table(file: Path) -> dict[str, Any]:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {_line(error)}. {COPY}") from error
+        raise ValueError(f"{file} is not JSON: {in_one_line(error)}. {COPY}") from error
     if not isinstance(table, dict):
         raise ValueError(f"{file} holds {type(table).__name__}, and no JSON object. {COPY}")
     return table
+
+
+def setting_of(config: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a configuration; where layers have values of their own, that of the others."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers refuses to say it, as it is not that of every layer
+        return vars(config).get(name, default)
 
 
 def _errors_only(record: LogRecord) -> bool:
@@ -96,7 +104,7 @@ def quiet() -> Iterator[None]:
 
 def _check_experts(file: Path, config: Any) -> None:
     """Raise ValueError for a number of experts below one, or smaller than that which a token chooses."""
-    found = {name: getattr(config, name, None) for name in (*EXPERTS, *CHOSEN)}
+    found = {name: setting_of(config, name) for name in (*EXPERTS, *CHOSEN)}
     there = {name: value for name, value in found.items() if isinstance(value, int)}
     for name, value in there.items():
         if value < 1:
@@ -110,6 +118,6 @@ def _check_experts(file: Path, config: Any) -> None:
         )
 
 
-def _line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return the type and message of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

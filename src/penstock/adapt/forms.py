@@ -62,6 +62,9 @@ class ExpertForm:
                 f"{', '.join(missing)}): only experts with stacked weights, as transformers 5 has them, can "
                 "be spread"
             )
+        weights = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        if not all(hasattr(experts, name) for name in weights):
+            raise ValueError(f"{where}: {type(experts).__name__} has no {' and '.join(weights)}")
 
     def count(self, experts: Any) -> int:
         """Return the number of experts, with all of them on this rank."""

@@ -12,9 +12,11 @@ import torch
 
 from penstock.adapt.build import machinery_for, scheduled
 from penstock.adapt.described import empty_model, quiet, read_config
+from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.experts import keep_shares
 from penstock.adapt.families import FAMILIES, family_of
 from penstock.adapt.family import Family
+from penstock.adapt.guess import guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.scheduled import engine_of
 from penstock.adapt.weights import StoredTensor, refuse_misfits, share_of_experts, stored_tensors
@@ -88,6 +90,7 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
     config = model.config  # that of the text part, where a model also sees or hears
     family = family_of(model)
     if family is None:
+        guess(model, brought_by(model))  # where there is nothing to spread, parallelize would refuse it, too
         raise ValueError(
             f"{type(model).__name__} is of no family that Penstock knows ({', '.join(FAMILIES)}), and is "
             "looked at with its numbers: load it with from_pretrained, and call parallelize"

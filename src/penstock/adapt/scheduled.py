@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
@@ -90,8 +91,10 @@ def _forward(plain: Any) -> Callable[..., Any]:
             return _step(self, named)
         if self.training and torch.is_grad_enabled():
             raise ValueError(
-                "a scheduled model in training mode computes its loss inside the step, so it needs labels: "
-                "give labels=..., or call model.eval() to get logits without gradients"
+                "a scheduled model in training mode computes its loss inside the step, and the call has no "
+                "labels: give labels=..., or call model.eval() to get logits without gradients. Trainer "
+                "removes labels for label_smoothing_factor and compute_loss_func, which make another loss of "
+                "logits: leave these out"
             )
         with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
             out = plain.forward(self, **named)
@@ -143,7 +146,7 @@ def _step(model: Any, named: dict[str, Any]) -> Any:
         raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
     _check_kinds(named)
     engine = engine_of(model)
-    given = _inputs_of(model, named, engine.decoder.family.coefficient)
+    given = _inputs_of(model, named, engine.decoder)
     loss, aux = engine.step(given, training=True)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
     out = MoeCausalLMOutputWithPast(
@@ -177,11 +180,11 @@ def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
     return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
-def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> StepInputs:
+def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInputs:
     balances = named.get("output_router_logits")
-    if balances is None:
-        balances = getattr(model.config, "output_router_logits", False)
-    if balances and coefficient is None:
+    if balances is None:  # where a model also sees or hears, its text configuration says it
+        balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if balances and decoder.family.coefficient is None:
         raise ValueError(
             f"output_router_logits = True: how {type(model).__name__} weighs its router loss was not "
             "understood, since its family is not known or its code was changed: leave it off, or describe "
@@ -195,7 +198,7 @@ def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> St
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
-        balances=bool(balances) and hasattr(model, coefficient or ""),  # otherwise the model has no such loss
+        balances=bool(balances) and decoder.has_balance_loss,
         keep_logits=named.get("logits_to_keep") is not None,
     )
 

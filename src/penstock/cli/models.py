@@ -159,6 +159,7 @@ def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import find_checkpoint, read_whole
     from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
     from penstock.adapt.described import quiet
+    from penstock.adapt.families import family_of
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
 
     source, target = options.source, options.target
@@ -179,9 +180,12 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"{source} as a Hugging Face model folder: {target}")
         return 0
     if not isinstance(model, PenstockForCausalLM):
+        advice = (
+            ". Fine-tune it with penstock.load_pretrained, whose checkpoints transformers reads as they are"
+        )
         raise ValueError(
-            f"{source} is a {type(model).__name__}, which penstock train does not know: fine-tune it with "
-            "penstock.load_pretrained, whose checkpoints transformers reads as they are"
+            f"{source} is a {type(model).__name__}, and a checkpoint of penstock train holds Penstock's own "
+            f"decoder{'' if family_of(model) is None else advice}"
         )
     print(f"{source} as a checkpoint: {to_checkpoint(model, target)}")
     return 0

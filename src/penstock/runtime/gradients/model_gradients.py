@@ -261,16 +261,16 @@ def _check_places(parameters: Sequence[nn.Parameter], names: dict[int, str], dev
         name = names[id(p)]
         if hasattr(p, "placements"):
             raise ValueError(
-                f"{name} is a DTensor: a stack places and reduces parameters itself. Do not shard the model "
-                "around it (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
+                f"{name} is a DTensor: steps place and reduce parameters themselves. Do not shard the model "
+                "around them (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
             )
         if not p.is_leaf:
             raise ValueError(
-                f"{name} is computed from other tensors (functional_call does that): a stack reduces "
+                f"{name} is computed from other tensors (functional_call does that): steps reduce "
                 "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
             )
         if p.device.type != device.type or device.index not in (None, p.device.index):
             raise ValueError(
-                f"{name} is on {p.device}, and the stack runs on {device}: move the model back, or build a "
-                "new stack with machinery for the other device."
+                f"{name} is on {p.device}, and the model's steps run on {device}: move the model back, or "
+                "schedule another one that is on the other device from the beginning."
             )
