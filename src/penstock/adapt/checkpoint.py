@@ -30,9 +30,9 @@ from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_togeth
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
 from penstock.train.checkpoint import together
-from penstock.train.storage.files import make_durable, write_durably
 from penstock.train.storage.shards import Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
+from penstock.writing import make_durable, write_whole
 
 STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
 WITHOUT = "without_state"
@@ -193,7 +193,8 @@ class _States:
                 write_shard(
                     folder / STATE, [replace(each, load=lambda: next(left).load()) for each in outgoing]
                 )
-                write_durably(folder / GROUPS, json.dumps(self.written, indent=1, default=_number))
+                text = json.dumps(self.written, indent=1, default=_number)
+                write_whole(folder / GROUPS, text, durable=True)
         finally:
             for each in left:
                 each.load()

@@ -17,7 +17,7 @@ from penstock.adapt.export import whole_state
 from penstock.adapt.saving import Writing
 from penstock.adapt.weights import INDEX, ONE
 from penstock.train.checkpoint import together
-from penstock.train.storage.files import make_durable
+from penstock.writing import make_durable, write_whole
 
 UNFINISHED, FORMER = ".unfinished-model", ".former-model"
 """Subfolders for files being written, and for old files until the new ones are in their place."""
@@ -123,7 +123,7 @@ def _begin(folder: Path, write_papers: Callable[[], None]) -> str:
         write_papers()
     former.mkdir()  # made now, and not after everything has been written
     token = secrets.token_hex()
-    (work / SEEN).write_text(token, encoding="utf-8")
+    write_whole(work / SEEN, token)
     return token
 
 

@@ -15,7 +15,6 @@ from penstock.config.files import (
     parse_json,
     read_json,
     read_text,
-    try_to_write,
 )
 from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
 from penstock.config.other_names import HintWarning, OtherNameWarning
@@ -45,5 +44,4 @@ __all__ = [
     "shorten",
     "to_dict",
     "to_toml",
-    "try_to_write",
 ]

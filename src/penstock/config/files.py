@@ -14,7 +14,6 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from penstock.config.error import UNSET, ConfigError, shorten
@@ -25,8 +24,6 @@ MOST_JSON_BYTES = 64 * MEBIBYTE
 
 MOST_DIGITS = 400
 """Most digits of an integer; floating point ends at 309 digits."""
-
-TRIAL_BYTES = 1 << 16
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Configurations installed with the package; `configs/` in the source code is a link to them."""
@@ -53,15 +50,6 @@ def asked(question: Callable[[], bool]) -> bool:
         return question()
     except OSError:
         return False
-
-
-def try_to_write(folder: Path) -> None:
-    """Write a file into `folder`, and leave nothing. Raises OSError, also on a full disk, where an empty file
-    could still be made."""
-    with TemporaryFile(dir=folder, prefix=".penstock-") as file:
-        file.write(bytes(TRIAL_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def is_missing(path: Path) -> bool:

@@ -30,7 +30,7 @@ from penstock.topology import CommunicationError, Control
 from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
-from penstock.train.storage.files import DamagedError, make_durable
+from penstock.train.storage.files import DamagedError
 from penstock.train.storage.finished import PREFIX, complete_checkpoints, step_of
 from penstock.train.storage.held import Held
 from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
@@ -42,6 +42,7 @@ from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
 from penstock.train.storage.stored import Entry, Stored, StoredReader
 from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
+from penstock.writing import make_durable
 
 STEP = "train.step"
 UNFINISHED, DAMAGED = ".unfinished-", "damaged-"

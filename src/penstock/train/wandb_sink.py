@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 from penstock.config import ConfigError
 from penstock.train.curves import WeightsAndBiases
+from penstock.writing import write_whole
 
 Mode = Literal[True, False, "offline"]
 ID_FILE: Final = "wandb-id.txt"
@@ -76,5 +77,5 @@ def _id_in(folder: Path, *, resumes: bool) -> str:
     if resumes and path.exists():
         return path.read_text(encoding="utf-8").strip()
     found = secrets.token_hex(4)
-    path.write_text(found + "\n", encoding="utf-8")
+    write_whole(path, found + "\n")
     return found
