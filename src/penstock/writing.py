@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,9 @@ PART: Final = ".part"
 TOKEN_BYTES: Final = 4
 DRAFT: Final = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN_BYTES}}}{re.escape(PART)}")
 """Names of files that are being written, or that a killed process has left."""
+
+UNFINISHED: Final = ".unfinished-"
+"""Beginning of the names of folders that are being written."""
 
 NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 TRIAL_BYTES: Final = 1 << 16
@@ -85,6 +89,27 @@ def write_setting(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield the path for a new folder, which is named `target` when the context is left without an error.
+
+    target: does not exist, or is an empty folder.
+    """
+    target = target.resolve()
+    work = target.with_name(f"{UNFINISHED}{target.name}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_tree(work)
+    try:
+        yield work
+        for each in (*work.rglob("*"), work):
+            make_durable(each)
+        work.replace(target)
+        make_durable(target.parent)
+    except BaseException:
+        remove_tree(work)
+        raise
+
+
 def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
     """Open the file of a lock; what it holds stays as it is.
 
@@ -123,6 +148,14 @@ def remove_drafts(folder: Path) -> None:
     for path in folder.iterdir():
         if DRAFT.fullmatch(path.name) and not path.is_dir():
             path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with all in it; of a link only the link, and nothing where nothing is."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def exchange(first: Path, second: Path) -> bool:

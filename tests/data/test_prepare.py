@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -166,6 +167,21 @@ def test_cut_off_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer
         finish(work, cut)
         assert content(cut) == whole
     assert list(work.run(cuts[-1])) == [], "a whole folder stays as it is"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+    work, out = preparation(write_inputs(tmp_path / "in")), tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(out / ".lock")
+    else:
+        (out / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError) as caught:
+        finish(work, out)
+    assert caught.value.key == "--out"
+    assert (tmp_path / "mine").read_text() == "mine" and [path.name for path in out.iterdir()] == [".lock"]
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from penstock.config.bounds import Items, Within, check_bounds
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
 from penstock.config.files import (
     asked,
+    check_no_link,
     expanded,
     is_missing,
     open_regular,
@@ -32,6 +33,7 @@ __all__ = [
     "asked",
     "check_bounds",
     "check_name",
+    "check_no_link",
     "check_value",
     "expanded",
     "from_dict",

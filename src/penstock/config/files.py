@@ -63,6 +63,13 @@ def is_missing(path: Path) -> bool:
     return False
 
 
+def check_no_link(path: Path, hint: str) -> None:
+    """Raise ConfigError about a link in the place of a file that Penstock writes itself: it may lead to what
+    is not to be read or shown."""
+    if asked(path.is_symlink):
+        raise ConfigError(str(path), UNSET, "is a link, and a run leaves none", hint)
+
+
 def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:
     """Return `path` with a home folder at its beginning expanded; raise ConfigError about `key`."""
     try:

@@ -216,14 +216,12 @@ def _is_taken(lock: BinaryIO, kind: int) -> bool:
 def keep_config(folder: Path, text: str, done: int) -> None:
     """Write `config.toml`; keep the previous one, of the first `done` steps, if its settings differ."""
     path = folder / CONFIG
-    if not is_missing(path) and _settings(_earlier(path)) != _settings(text):
-        kept = folder / f"config-until-step-{done:08d}.toml"
-        path.rename(_free_name(kept) if kept.exists() else kept)
+    if not is_missing(path):
+        earlier = read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
+        if _settings(earlier) != _settings(text):
+            kept = folder / f"config-until-step-{done:08d}.toml"
+            write_whole(_free_name(kept) if os.path.lexists(kept) else kept, earlier)
     write_whole(path, text)
-
-
-def _earlier(path: Path) -> str:
-    return read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
 
 
 def _settings(text: str) -> list[str]:
@@ -233,6 +231,6 @@ def _settings(text: str) -> list[str]:
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
         number += 1
     return aside
