@@ -17,6 +17,7 @@ import penstock
 
 PURE = (
     "stops",
+    "writing",
     "config",
     "words",
     "extras",

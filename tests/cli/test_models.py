@@ -267,6 +267,10 @@ def test_a_checkpoint_of_a_scheduled_model_becomes_a_folder_of_transformers(
     assert {path.name for path in exported.iterdir()} == names
     read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
     assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    (tmp_path / "mine").write_text("a secret")  # a folder from someone else may lead to it
+    (saved / "notes.txt").symlink_to(tmp_path / "mine")
+    assert "notes.txt is a link" in refused(capsys, "convert", saved, tmp_path / "other")
+    (saved / "notes.txt").unlink()
     tensors = load_file(saved / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})

@@ -29,6 +29,7 @@ from tests.support.checkpoints import (
     train,
     trained,
 )
+from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -63,6 +64,32 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     other = bare(0, CASE, tmp_path)
     other.load(path)
     check_equal(state_of(other), state_of(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step-00000002", "step-000000002"])
+def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_one(tmp_path: Path, name: str) -> None:
+    """Also after a kill that left a checkpoint under a longer name. Others that are removed stay whole."""
+    folder = tmp_path / "checkpoints"
+    run = trained(0, CASE, folder, keep=1)
+    run.save(1)
+    saved, reader = run.save(2), bare(0, replace(CASE, seed=5), folder)
+    saved.rename(folder / name)
+    old = state_of(run)
+    train(run, 0, CASE, 1)
+    new, outcomes = state_of(run), []
+    for copy in left_by_kills(folder, lambda: run.save(2), tmp_path / "copies"):
+        reader.folder = copy
+        newest = reader.newest()
+        assert newest is not None
+        assert reader.load(newest) == 2
+        found = state_of(reader)
+        outcomes.append(all(torch.equal(found[each], new[each]) for each in new))
+        check_equal(found, new if outcomes[-1] else old)
+        for path in complete_checkpoints(copy):
+            reader.load(path)
+    assert len(outcomes) > 20 and outcomes == sorted(outcomes) and outcomes[-1]
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

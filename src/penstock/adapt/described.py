@@ -16,6 +16,10 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names in configurations for the number of experts, and for the number that a token chooses."""
 
+FORMER, FORMER_CHECKPOINT = ".former-model", ".unfinished-former-"
+"""Folders for the files that a save replaces, until the new ones are in their place: inside of the folder of
+a model, and beside the folder of a checkpoint, whose name follows."""
+
 COPY = "Copy it again from where the model's files come from"
 
 
@@ -25,6 +29,7 @@ def read_config(folder: Path) -> Any:
 
     file = folder / CONFIG
     if not file.is_file():
+        refuse_cut_off(folder)
         raise ValueError(
             f"{folder} holds no {CONFIG}. Give a folder that save_pretrained has written, or download the "
             "model's files first: hf download NAME --local-dir FOLDER"
@@ -41,6 +46,17 @@ def read_config(folder: Path) -> Any:
         ) from error
     _check_experts(file, config.get_text_config())
     return config
+
+
+def refuse_cut_off(folder: Path) -> None:
+    """Raise ValueError where a save was killed before the new files had the place of the former ones."""
+    for former in (folder / FORMER, folder.with_name(f"{FORMER_CHECKPOINT}{folder.name}")):
+        if former.is_dir() and any(former.iterdir()):
+            what = f"its files to {folder}" if former.parent == folder else f"it to {folder}"
+            raise ValueError(
+                f"{folder} is not whole: a save was cut off, and what it was to replace is in {former}. Move "
+                f"{what}, or save the model there once more"
+            )
 
 
 def empty_model(folder: Path, config: Any) -> Any:

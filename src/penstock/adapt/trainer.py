@@ -18,6 +18,7 @@ from penstock.adapt.checkpoint import load_optimizer, save_optimizer
 from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft
 from penstock.runtime import clip_grad_norm_
+from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
 
@@ -119,7 +120,8 @@ class ScheduledTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.model, _plain(self.optimizer), output_dir)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            with replacing(Path(output_dir) / SCHEDULER) as file:
+                torch.save(self.lr_scheduler.state_dict(), file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

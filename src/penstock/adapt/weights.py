@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.described import CONFIG, COPY, read_table
+from penstock.adapt.described import CONFIG, COPY, read_table, refuse_cut_off
 
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
@@ -80,6 +80,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / ONE).exists():
         return [folder / ONE]
     if not index.exists():
+        refuse_cut_off(folder)
         raise ValueError(
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"

@@ -161,16 +161,19 @@ def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.described import quiet
     from penstock.adapt.families import family_of
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
+    from penstock.writing import new_folder
 
     source, target = options.source, options.target
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file: name a folder that is not there yet")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty: name a folder that is not there yet")
+    if target.resolve() == Path.cwd():
+        raise ValueError(f"{target} is the folder that you are in: name a folder that is not there yet")
     checkpoint = find_checkpoint(source)
     if checkpoint is not None:
-        with quiet():
-            from_checkpoint(checkpoint).save_pretrained(target)
+        with quiet(), new_folder(target) as work:
+            from_checkpoint(checkpoint).save_pretrained(work)
         print(f"{checkpoint} as a Hugging Face model folder: {target}")
         return 0
     refuse_adapters(source)

@@ -24,6 +24,7 @@ from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
+from penstock.writing import write_whole
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
@@ -99,7 +100,7 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
         report = config.output.dir / f"failure-rank{info.rank}.txt"
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(text, encoding="utf-8")
+            write_whole(report, text)
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
