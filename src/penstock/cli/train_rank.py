@@ -12,6 +12,7 @@ from penstock.cli.left import Left
 from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
+from penstock.graph import RefusalError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -75,7 +76,7 @@ class _Rank:
             join(info, config.parallel.timeout_s, device)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
-        except ConfigError as error:
+        except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:
             return _report_failure(config, info, str(error))
