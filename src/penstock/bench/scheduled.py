@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
 from penstock.data import DataConfig
+from penstock.decision import ScheduleConfig
 from penstock.models import GPT
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -178,6 +179,18 @@ def run_config_of(config: BenchConfig) -> RunConfig:
         data=DataConfig(batch_per_device=compare.batch_per_device),
         train=TrainConfig(seed=compare.seed),
         output=OutputConfig(loads=False),
+    )
+
+
+def run_of(config: BenchConfig, name: str, schedule: ScheduleConfig) -> RunConfig:
+    """Return the training run whose steps a contender of this name has, cut as `schedule` says."""
+    named, run = Named.of(name), run_config_of(config)
+    return replace(
+        run,
+        moe=named.moe(run.moe),
+        schedule=schedule,
+        placement=named.placement(config.placement),
+        optimizer=named.optimizer(run.optimizer),
     )
 
 

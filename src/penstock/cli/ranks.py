@@ -15,6 +15,7 @@ from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.device import pick_device
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -180,7 +181,7 @@ def _measured_or_told(
         layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
         found = measure(layout, device)
         STOPS.finish(None, UNPRINTED)
-    except ConfigError as error:
+    except (ConfigError, RefusalError) as error:
         return refused(error)
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         if STOPS.heard:  # others ended at the same signal
@@ -191,7 +192,7 @@ def _measured_or_told(
     return finish(found) if info.rank == 0 else 0
 
 
-def refused(error: ConfigError) -> int:
+def refused(error: ConfigError | RefusalError) -> int:
     """Return the exit code of a rank that has found an unusable setting. Of ranks with the same fault one
     reports it; where others have not found the fault, they are told why this rank ends."""
     text = str(error)

@@ -13,6 +13,7 @@ from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.device import pick_device
+from penstock.graph import RefusalError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -76,7 +77,7 @@ class _Rank:
             join(info, config.parallel.timeout_s, device)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
-        except ConfigError as error:
+        except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:
             return _report_failure(config, info, str(error))
