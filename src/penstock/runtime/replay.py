@@ -128,7 +128,7 @@ class _Draw:
         if not _draws(func):
             return None
         given = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)), None)
-        if given is None and _device(args, kwargs).type != "cpu":
+        if given is None and not device_of(_device(args, kwargs)).is_cpu:
             return None
         return _Draw(func, args, kwargs, _taking_a_generator(func), given)
 
