@@ -210,8 +210,8 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     empty, latin = tmp_path / "empty", tmp_path / "latin"
     empty.write_text("")
     latin.write_bytes(b"several\nw\xf6rter")
-    for command in (["generate", "--prompt", "b"], ["evaluate", text]):
-        said_of = refused(capsys, command[0], tmp_path / "mixtral", *command[1:], "--tokenizer", "bytes")
+    for command, *rest in (("generate", "--prompt", "b"), ("evaluate", str(text))):
+        said_of = refused(capsys, command, tmp_path / "mixtral", *rest, "--tokenizer", "bytes")
         assert "bytes are 256 tokens, and the model knows 61" in said_of
     for more, words in (
         (["generate", "--prompt", ""], "prompt is empty"),
@@ -222,8 +222,8 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["evaluate", latin], f"{latin}: is not UTF-8 text (line 2). Save it as UTF-8."),
         (["convert", text], f"{text} is a file: name a folder"),
     ):
-        command, *rest = more
-        assert words in refused(capsys, str(command), tmp_path / "bytes", *rest)
+        name, *options = map(str, more)
+        assert words in refused(capsys, name, tmp_path / "bytes", *options)
     assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
 
 

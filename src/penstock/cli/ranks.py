@@ -32,6 +32,7 @@ from penstock.topology import (
     leave,
 )
 from penstock.topology.blame import give_up, is_first_to_say
+from penstock.topology.interfaces import check_interface
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
 from penstock.train.config import RunConfig
@@ -112,13 +113,18 @@ def start_ranks(
     program: str = PROGRAM,
     *,
     reports: bool = False,
+    announced: str = "",
 ) -> int:
     """Start the ranks, wait for them, and return the exit code of all together.
 
     given: arguments of the module `program`, which lets signals through. way_out: what to say after a
-    failure. reports: whether ranks that fail have said why.
+    failure. reports: whether ranks that fail have said why. announced: printed once nothing is refused.
     """
     check_processes(processes)
+    if place is None and not reports:
+        check_interface(os.environ)  # an emulated cluster has interfaces of its own; a doctor reports it
+    if announced:
+        print(announced, flush=True)
     command = [sys.executable, "-m", program, *given]
     # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:

@@ -91,11 +91,9 @@ def _start_ranks(
         require_checkpoint(config)
     check_wandb(config.metrics)
     check_output(config.output.dir, keep=config.train.resume is not False)
-    if announced:
-        print(announced, flush=True)
     left = Left(config)
     STOPS.says(left.by_a_stop)
-    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out)
+    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out, announced=announced)
 
 
 def _check_plan(config: RunConfig) -> None:
