@@ -246,7 +246,7 @@ def _connect(info: ProcessInfo, store: Store, timeout_s: float, device: torch.de
 
     def start() -> None:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=device_of(device).backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,
