@@ -349,6 +349,13 @@ def pick_device(local_rank: int) -> torch.device:
     return device
 
 
+def wait_for_gpu() -> None:
+    """Make the host wait until the current GPU of this process has done everything, if there is one."""
+    if count_gpus():
+        device = torch.device("cuda", torch.cuda.current_device())
+        device_of(device).synchronize(device)
+
+
 def device_of_backend(backend: str) -> torch.device:
     """Return the kind of device whose tensors process groups of this backend are for."""
     return torch.device("cuda" if "nccl" in backend else "cpu")

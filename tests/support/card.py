@@ -49,12 +49,23 @@ SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecuti
 """Operations that read numbers of the device on the host to know a size or a truth."""
 
 
+class _Work:
+    """Whether the device has done everything: from a wait for the whole device until something is
+    computed."""
+
+    done = False
+
+
+WORK = _Work()
+
+
 def note(what: str) -> None:
     """Count a wait for the line of the package that is running, or for its caller.
 
-    Tasks of lane `host` wait on a thread of their own, and no operation is issued later for it.
+    Tasks of lane `host` wait on a thread of their own, and no operation is issued later for it. Nothing is
+    waited for where the device has done everything.
     """
-    if threading.current_thread().name.startswith("penstock-host"):
+    if WORK.done or threading.current_thread().name.startswith("penstock-host"):
         return
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _issues(Path(frame.f_code.co_filename)):
@@ -144,6 +155,7 @@ def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Note what the host waits for, refuse tensors of two devices; return whether the result is on the
     host."""
     name, values = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+    WORK.done = WORK.done and name in ("_to_copy", "copy_", "_local_scalar_dense", "detach", "view", "alias")
     if func.namespace == "c10d":
         _check_exchange(name, values)
         return False
@@ -237,6 +249,7 @@ class CardDevice(Gpu):
     def synchronize(self, device: torch.device) -> None:
         del device
         note("wait for the device")
+        WORK.done = True
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made = torch.empty(tuple(shape), dtype=dtype)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.config import ConfigError
+from penstock.device import Cpu, using
 from penstock.train.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
@@ -54,6 +56,33 @@ def test_the_random_generator_goes_on(tmp_path: Path) -> None:
     expected = torch.rand(4)
     run.load(path)
     assert torch.equal(torch.rand(4), expected)
+
+
+class WithGenerator(Cpu):
+    """A device that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def random_state(self, device: torch.device) -> Tensor:
+        del device
+        return self.generator.get_state()
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        del device
+        self.generator.set_state(state)
+
+
+def test_the_generator_of_the_device_goes_on(tmp_path: Path) -> None:
+    device = WithGenerator()
+    with using(device):
+        run = trained(0, CASE, tmp_path)
+        path = run.save(2)
+        expected = torch.rand(4, generator=device.generator)
+        run.load(path)
+        assert torch.equal(torch.rand(4, generator=device.generator), expected)
+    other = bare(0, CASE, tmp_path)
+    assert other.load(path) == 2  # on a device without one
 
 
 def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:

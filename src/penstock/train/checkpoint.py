@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import CommunicationError, Control
@@ -237,12 +238,16 @@ class Checkpoints:
             raise DamagedError(f"it holds step {step}")
         if broken is not None:
             raise DamagedError(f"{broken} in it is not finite")
-        generator = generator_name(self._control.rank)
-        if generator in state:
-            try:
+        generator, device = generator_name(self._control.rank), self.stack.machinery.device
+        on_device = generator_name(self._control.rank, on_device=True)
+        try:
+            if generator in state:
                 torch.set_rng_state(state[generator].tensor)
-            except (RuntimeError, TypeError) as error:
-                raise DamagedError(f"its {generator} is no state of a generator") from error
+            if on_device in state:
+                generator = on_device
+                device_of(device).set_random_state(state[on_device].tensor, device)
+        except (RuntimeError, TypeError) as error:
+            raise DamagedError(f"its {generator} is no state of a generator") from error
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""
@@ -253,7 +258,11 @@ class Checkpoints:
     def _state(self) -> dict[str, AnyHeld]:
         """Return everything that belongs to the run, as views: loading writes through them."""
         self._moments.settle()
-        state: dict[str, AnyHeld] = {generator_name(self._control.rank): Held(torch.get_rng_state())}
+        generator, device = generator_name(self._control.rank), self.stack.machinery.device
+        state: dict[str, AnyHeld] = {generator: Held(torch.get_rng_state())}
+        there = device_of(device).random_state(device)
+        if there is not None:
+            state[generator_name(self._control.rank, on_device=True)] = Held(there)
         state |= learnt(self.stack)
         model, shardings = self.stack.model, shardings_of(self.stack.model)
         kept = model.state_dict().keys()
