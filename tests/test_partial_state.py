@@ -17,9 +17,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 import penstock
 from penstock.moe import ModuleExperts, SoftmaxGate, SortOrder
@@ -199,6 +202,20 @@ def test_a_rank_loads_its_own_share_alone(ranks: Pools, tmp_path: Path, make: Ma
     assert other == {way: ["", "ShareError"] for way in ways} | {"unmarked": ["ShareError"] * 2}
 
 
+def of_replicas(rank: int, ep_size: int) -> list[str]:
+    """What happens to the states of four ranks, of which several hold the same experts."""
+    model = stack_of(rank, replace(CASE, double=False, world_size=4, ep_size=ep_size))
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, model.state_dict())
+    return [outcome(partial(model.load_state_dict, state)) for state in states]
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_replicas_load_the_state_of_each_other(ranks: Pools, ep_size: int) -> None:
+    for rank, found in enumerate(ranks(4).run(of_replicas, ep_size)):
+        assert found == ["" if (rank - other) % ep_size == 0 else "ShareError" for other in range(4)]
+
+
 def moments_loaded(rank: int, make: Make, folder: Path) -> list[str]:
     """A new optimiser gets the moments of rank 0, before and after its first step; then its own."""
     model = make(rank)
@@ -250,6 +267,7 @@ def written(rank: int, make: Make, folder: Path) -> dict[str, str]:
         "distributed state": lambda: save_distributed(
             get_model_state_dict(model), checkpoint_id=folder / "3"
         ),
+        "distributed later": lambda: async_save(model.state_dict(), checkpoint_id=folder / "async"),
         "distributed optimiser": lambda: save_distributed(
             get_optimizer_state_dict(model, optimizer), checkpoint_id=folder / "4"
         ),
@@ -276,11 +294,31 @@ def written(rank: int, make: Make, folder: Path) -> dict[str, str]:
 def test_no_tool_writes_a_share_as_the_whole(ranks: Pools, tmp_path: Path, make: Make) -> None:
     """Those of accelerate write on rank 0 alone, which is the one to refuse."""
     first, second = ranks(RANKS).run(written, make, tmp_path)
-    assert len(first) == 10 and set(first.values()) == {"ShareError"}
+    assert len(first) == 11 and set(first.values()) == {"ShareError"}
     assert {name for name, error in second.items() if error != "ShareError"} == {
         name for name in first if name.startswith("accelerate")
     }
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".distcp")]
+
+
+def mixed(rank: int, make: Make) -> list[str]:
+    """What optimisers of torch say that take parameters of all ranks for the same; nothing is changed."""
+    model, found = make(rank), []
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    for optimizer in (
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01),
+        PostLocalSGDOptimizer(adamw(model), averager),
+    ):
+        before = numbers_of(model)
+        found.append(outcome(partial(stepped, model, rank, optimizer)))
+        assert all(map(torch.equal, before, numbers_of(model)))
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("make", KINDS[:-1])
+def test_no_optimiser_mixes_shares(ranks: Pools, make: Make) -> None:
+    assert ranks(RANKS).run(mixed, make) == [["ShareError"] * 2] * RANKS
 
 
 def of_whole(rank: int, make: Make) -> list[str]:
