@@ -54,7 +54,7 @@ class ShareMark(Tensor):
 
     def data_ptr(self) -> int:
         for name in torch_callers():
-            if name.startswith(("safetensors", "torch.distributed")):
+            if name.startswith(("safetensors.", "torch.distributed.checkpoint.")):
                 self._refuse(f"a file of {name}")
         return super().data_ptr()
 
@@ -173,6 +173,6 @@ def check_share(found: str, here: str) -> None:
     """Raise ShareError unless a state of the share `found` is loaded into the share `here`."""
     if found != here:
         raise ShareError(
-            f"this state has the share of another rank or layout, {found or 'of no name'}, and this rank "
+            f"this state has the share of another rank or layout, {found}, and this rank "
             f"holds {here or 'the whole model'}. {REMEDY}"
         )

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -52,6 +53,7 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_check)
 
 
+@_disable_dynamo
 def _before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
     del arguments, named
     watch_optimizer(optimizer)
@@ -72,9 +74,8 @@ def _mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Mark the groups of which a parameter of a share has state of its own shape."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         pairs = zip(group["params"], saved["params"], strict=True)
-        held = [p for p, number in pairs if _has_tensors(state["state"].get(number))]
-        if share := _share(held):
-            saved[KEY] = ShareMark.of(share)
+        if _share(p for p, number in pairs if _has_tensors(state["state"].get(number))):
+            saved[KEY] = ShareMark.of(_share(group["params"]))
 
 
 def _has_tensors(state: Mapping[str, Any] | None) -> bool:
