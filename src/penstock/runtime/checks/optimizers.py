@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.runtime.expert_parallel.ranks import Whole, share_of
 
 NORM, FACTORS = "the norm of a tensor", "sums over rows and columns of a tensor"
@@ -75,7 +76,10 @@ class _Watch:
 
 
 def watch_optimizers() -> None:
-    """Check every optimiser of this process before each of its steps, from now on."""
+    """Check every optimiser of this process before each of its steps, and mark its state, from now on.
+
+    Costs a look into a table and a set in every step of an optimiser.
+    """
     if not _Watch.begun:
         _Watch.begun = True
         register_optimizer_step_pre_hook(_before_step)
@@ -85,6 +89,7 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     del args, kwargs
     check_optimizer(optimizer)
+    watch_optimizer(optimizer)
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

@@ -95,7 +95,7 @@ def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int |
     if besides is not None:
         known |= numbers == besides
     where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
-    if numbers.is_cuda:
+    if device_of(numbers).is_gpu:
         # The device keeps messages of less than 255 characters.
         torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
     elif not known.all():

@@ -12,9 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock.partial_state import KEY, ShareError, ShareMark, check_share, share_of, torch_callers
 from penstock.runtime.expert_parallel.ranks import MARK, ExpertRanks
@@ -24,16 +22,6 @@ MIXING = tuple(f"torch.distributed.optim.{name}_optimizer" for name in ("zero_re
 """Modules of optimisers that give every rank the parameters of other ranks, or their mean."""
 
 _known: WeakSet[Optimizer] = WeakSet()
-_watching: list[Any] = []
-
-
-def watch_optimizers() -> None:
-    """Mark the states of all optimisers of this process that have parameters of a share, and check them.
-
-    Costs a look into a set in every step of an optimiser.
-    """
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def watch_optimizer(optimizer: Optimizer) -> None:
@@ -51,12 +39,6 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     _known.add(optimizer)
     optimizer.register_state_dict_post_hook(_mark)
     optimizer.register_load_state_dict_pre_hook(_check)
-
-
-@_disable_dynamo
-def _before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
-    del arguments, named
-    watch_optimizer(optimizer)
 
 
 def _refuse_mixing(optimizer: Optimizer) -> None:
