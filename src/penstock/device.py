@@ -116,7 +116,8 @@ class Device(ABC):
         """Make it the device that this process uses where none is named."""
 
     def identity(self, device: torch.device) -> str:
-        """Return what tells this device from all others in the world, where two processes must not share one."""
+        """Return what tells this device from all others in the world, where two processes must not share
+        one."""
         del device
         return ""
 

@@ -70,7 +70,7 @@ class OneForAll(Cpu):
     """A device that is the same for all ranks, as where there are more ranks than GPUs."""
 
     def identity(self, device: torch.device) -> str:
-        return "GPU-0" if device.index is None else f"GPU-{device.index}"
+        return f"GPU of {device}"
 
 
 def shared_by(rank: int) -> str:

@@ -86,9 +86,8 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
             raise ConfigError(
                 "parallel.processes",
                 parallel.processes,
-                f"there {'is' if places.number == 1 else 'are'} {counted(places.number, 'GPU')}, and NCCL takes "
-                "one process for each",
-                f"Use {places.number} or fewer, or hide them (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+                f"this machine has {counted(places.number, 'GPU')}, and NCCL takes one process for each",
+                f"Use {places.number} at most, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
             )
         return parallel.processes
     least = 1 if places.gpus else LEAST

@@ -67,7 +67,7 @@ def check_devices(device: torch.device, control: Control) -> None:
                 "parallel.processes",
                 control.world_size,
                 f"ranks {ranks[identity]} and {rank} would share a GPU, and NCCL takes one process for each",
-                "Start one process for each GPU, or hide them (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+                "Start one for each GPU, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
             )
 
 
