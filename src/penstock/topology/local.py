@@ -87,7 +87,7 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
                 "parallel.processes",
                 parallel.processes,
                 f"this machine has {counted(places.number, 'GPU')}, and NCCL takes one process for each",
-                f"Use {places.number} at most, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+                f"Use {places.number} at most, or hide GPUs (CUDA_VISIBLE_DEVICES=) and compute on cores.",
             )
         return parallel.processes
     least = 1 if places.gpus else LEAST
