@@ -178,7 +178,7 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     moved = _by_token(by_token, taken)
     moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")
-    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices))
+    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices), (positions_Tk, came))
     return {**moved, "order": order, "passengers": came}
 
 

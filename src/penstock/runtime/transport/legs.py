@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """A value that is made when it is first read, by whoever reads it."""
+    """A value that is made when it is first read, by whoever reads it.
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._made = make, False
+    holds: the tensors that `make` reads, or values with tensors inside. Their memory must outlive the stream
+    that reads the value (`lanes.tensors_in`).
+    """
+
+    def __init__(self, make: Callable[[], T], holds: tuple[Any, ...] = ()) -> None:
+        self._make, self._made, self.holds = make, False, holds
         self._value: T
 
     @property
