@@ -12,11 +12,13 @@ from torch import Tensor
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import Prediction
+from penstock.device import device_of
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.lanes import build_lanes
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
@@ -34,6 +36,7 @@ from tests.support.reference_moe import Weights
 from tests.support.reference_step import adamw_step, cuts_batches, settings_of
 from tests.support.searching import short_search
 
+CPU = torch.device("cpu")
 CLIP = 0.05
 LEARNING_RATE = 1e-2
 # A first AdamW step is g / (|g| + eps): with the usual tiny eps it is the sign of g, which turns the rounding
@@ -210,14 +213,18 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
 def machinery(
     world_size: int, ep_size: int, rank: int, node_size: int = 0, *, mp_size: int = 1, esp_size: int = 1
 ) -> Machinery:
-    """Groups and lanes of a rank; kept, since a pool runs many cases."""
-    return _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size)
+    """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
+    one recording, so its lanes are made for each."""
+    is_gpu = device_of(CPU).is_gpu
+    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, is_gpu)
+    return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if is_gpu else found
 
 
 @cache
 def _machinery(
-    world_size: int, ep_size: int, rank: int, node_size: int, mp_size: int, esp_size: int
+    world_size: int, ep_size: int, rank: int, node_size: int, mp_size: int, esp_size: int, is_gpu: bool
 ) -> Machinery:
+    del is_gpu  # a GPU has other transports than a CPU
     layout = Layout(
         world_size=world_size,
         ep_size=ep_size,
@@ -226,7 +233,7 @@ def _machinery(
         mp_size=mp_size,
         esp_size=esp_size,
     )
-    return build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
+    return build_machinery(layout, CPU, ParallelConfig(), "float32")
 
 
 def machinery_of(rank: int, case: Case) -> Machinery:
