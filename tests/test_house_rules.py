@@ -26,6 +26,14 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
 DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
+OPENS_FOR_WRITING = "writing.py"
+"""The file with the functions that open files for writing; all others call these."""
+
+WRITING_MODE = re.compile(r"[rwxabt]*[wxa+][bt+]*")
+WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
+WRITERS = {"write_text", "write_bytes", "touch", "mkstemp", "copyfile", "copy2", "tofile", "memmap"}
+SAVERS = {"savefig", "savez", "savez_compressed", "torch.save"}
+"""Functions of other packages that take a path or a file; a file must come from `writing.replacing`."""
 NAMES = {"Op", "Lane"}
 LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS", "KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
@@ -135,6 +143,27 @@ def gpu_questions(tree: ast.AST) -> Iterator[str]:
             yield f"line {node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]  # an expression
 
 
+def writings(tree: ast.AST) -> Iterator[str]:
+    """Calls that open a file for writing, or that may."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    entered = [item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+    files = {
+        item.optional_vars.id
+        for item in entered
+        if isinstance(item.optional_vars, ast.Name)
+        and ast.unparse(item.context_expr).startswith("replacing(")
+    }
+    for call in calls:
+        called = ast.unparse(call.func)
+        name, given = called.rpartition(".")[2], [*call.args, *(each.value for each in call.keywords)]
+        words = [each.value for each in given if isinstance(each, ast.Constant)]
+        opens = name in ("open", "fdopen") and any(map(WRITING_MODE.fullmatch, map(str, words)))
+        opens |= called == "os.open" and bool(WRITING_FLAGS & set(_words(call)))
+        saves = {name, called} & SAVERS and not files & {ast.unparse(each) for each in given}
+        if opens or saves or name in WRITERS:
+            yield f"line {call.lineno}: {called}"
+
+
 def _sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
@@ -162,6 +191,11 @@ def test_files_of_text_are_in_one_encoding() -> None:
 def test_only_one_module_asks_torch_what_a_gpu_is() -> None:
     found = {name: lines for name, tree in _sources() if (lines := list(gpu_questions(tree)))}
     assert list(found) == ["device.py"], "ask penstock.device, so that recorded devices run the same code"
+
+
+def test_one_file_opens_files_for_writing() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(writings(tree)))}
+    assert list(found) == [OPENS_FOR_WRITING], "write by penstock.writing, which follows no links"
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
@@ -216,6 +250,30 @@ def test_what_counts_as_a_question_about_gpus(line: str, found: bool) -> None:
 )
 def test_what_counts_as_an_unnamed_encoding(line: str, found: bool) -> None:
     assert bool(list(unnamed_encodings(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("path.open('wb')", True),
+        ("path.open(mode='a', encoding='utf-8')", True),
+        ("open(handle, 'r+b')", True),
+        ("os.open(path, os.O_RDWR | os.O_NOFOLLOW)", True),
+        ("path.write_text(text, encoding='utf-8')", True),
+        ("np.savez_compressed(path, loads=loads)", True),
+        ("with path.open('rb') as file: torch.save(state, file)", True),
+        ("path.touch()", True),
+        ("path.open('rb')", False),
+        ("path.open(encoding='utf-8')", False),
+        ("os.open(path, os.O_RDONLY | os.O_NOFOLLOW)", False),
+        ("with replacing(path) as file: torch.save(state, file)", False),
+        ("with replacing(path) as picture: figure.savefig(picture, dpi=DPI)", False),
+        ("self.host.open(self.layers, shape)", False),
+        ("states.save(folder)", False),
+    ],
+)
+def test_what_counts_as_writing(line: str, found: bool) -> None:
+    assert bool(list(writings(ast.parse(line)))) is found
 
 
 @pytest.mark.parametrize(

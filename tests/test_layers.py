@@ -17,6 +17,7 @@ import penstock
 
 PURE = (
     "stops",
+    "writing",
     "config",
     "words",
     "extras",
@@ -43,6 +44,7 @@ LAYERS = (
     *PURE,
     "device",
     "topology",
+    "partial_state",
     "sharding",
     "moe",
     "runtime",

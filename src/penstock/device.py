@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,6 +22,7 @@ from torch.random import fork_rng
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Numbers = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
 
 
 class Pending(Protocol[T_co]):
@@ -72,6 +74,11 @@ class Device(ABC):
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait until the device has done everything."""
 
+    def check(self, holds: Tensor, message: str) -> None:
+        """Raise ValueError with the message unless a truth on the device holds; a GPU does so later."""
+        if not holds:
+            raise ValueError(message)
+
     # ---- memory ----
 
     @abstractmethod
@@ -81,6 +88,10 @@ class Device(ABC):
     @abstractmethod
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         """Return the tensor's numbers in memory of the host, and the event after which they are there."""
+
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Return numbers of the host on the device. The host does not wait for the copy."""
+        return numbers.to(device)
 
     @abstractmethod
     def memory_bytes(self, device: torch.device) -> int | None:
@@ -118,11 +129,24 @@ class Device(ABC):
     def computes_in_bfloat16(self) -> bool:
         """Return whether products in bfloat16 are the faster ones."""
 
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether `grouped_mm` of this type is one kernel, which reads on the device where groups
+        end."""
+        del device, dtype
+        return False
+
 
 class Gpu(Device):
     """A kind of device on which work is queued, in streams."""
 
     is_gpu = True
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
+
+        The error comes with whatever reads the device next, and the process cannot go on with this device.
+        """
+        torch._assert_async(holds, message)
 
     @abstractmethod
     def current_stream(self, device: torch.device) -> Stream:
@@ -203,6 +227,14 @@ class Cpu(Device):
         return False
 
 
+GROUPED_KERNELS = (9, 10)
+"""Major compute capabilities for which PyTorch 2.13 has a grouped kernel: Hopper, and Blackwell of data
+centres.
+
+On other GPUs `grouped_mm` copies the ends to the host, waits, and loops over the groups.
+"""
+
+
 class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
@@ -234,6 +266,11 @@ class Cuda(Gpu):
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        # From pageable memory the host would wait until the stream has done all that was issued before.
+        pinned = self.pinned(numbers.shape, numbers.dtype).copy_(numbers)
+        return pinned.to(device, non_blocking=True)
+
     def memory_bytes(self, device: torch.device) -> int | None:
         return int(torch.cuda.get_device_properties(device).total_memory)
 
@@ -256,7 +293,12 @@ class Cuda(Gpu):
         return torch.cuda.get_device_name(device)
 
     def computes_in_bfloat16(self) -> bool:
-        return bool(torch.cuda.is_bf16_supported())
+        # PyTorch counts GPUs that emulate bfloat16, for which it is several times slower than float32.
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        capability = torch.cuda.get_device_capability(device)[0]
+        return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
 
 
 class Other(Cpu):
@@ -282,15 +324,25 @@ def gpu_of(where: Tensor | torch.device) -> Gpu:
     return device
 
 
+def on_device(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers of the host on a device, without a wait.
+
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
+    stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
+    """
+    return device_of(device).from_host(torch.as_tensor(numbers, dtype=dtype), device)
+
+
 @contextmanager
 def using(device: Device) -> Iterator[None]:
     """Let `device` stand for all of its kind, in all threads of this process."""
-    before = _BY_KIND[device.kind]
+    before = dict(_BY_KIND)
     _BY_KIND[device.kind] = device
     try:
         yield
     finally:
-        _BY_KIND[device.kind] = before
+        _BY_KIND.clear()
+        _BY_KIND.update(before)
 
 
 def count_gpus() -> int:
@@ -306,6 +358,13 @@ def pick_device(local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % gpus)
     device_of(device).make_current(device)
     return device
+
+
+def wait_for_gpu() -> None:
+    """Make the host wait until the current GPU of this process has done everything, if there is one."""
+    if count_gpus():
+        device = torch.device("cuda", torch.cuda.current_device())
+        device_of(device).synchronize(device)
 
 
 def device_of_backend(backend: str) -> torch.device:

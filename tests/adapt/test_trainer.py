@@ -100,6 +100,22 @@ def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
     AcceleratorState._reset_state(True)
 
 
+def test_other_losses_are_refused_by_their_settings(tmp_path: Path) -> None:
+    """Trainer itself takes the labels away for them: then it is said when the model is called."""
+    model = penstock.parallelize(small("mixtral"))
+    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 1}
+    smooth = TrainingArguments(**common, label_smoothing_factor=0.1)
+    for kind, arguments, more, words in (
+        (ScheduledTrainer, smooth, {}, r"label_smoothing_factor = 0\.1: "),
+        (ScheduledTrainer, TrainingArguments(**common), {"compute_loss_func": max}, "compute_loss_func: "),
+        (Trainer, smooth, {}, "label_smoothing_factor and compute_loss_func"),
+    ):
+        AcceleratorState._reset_state(True)
+        with pytest.raises(ValueError, match=words):
+            kind(model=model, args=arguments, train_dataset=Samples(), **more).train()
+    AcceleratorState._reset_state(True)
+
+
 def draw(rank: int, world: int) -> torch.Tensor:
     """What this rank samples from its own prompt with a seed of its own."""
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe").eval()

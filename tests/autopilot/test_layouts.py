@@ -77,12 +77,12 @@ def test_impossible_layouts_are_refused_by_name(tmp_path: Path) -> None:
     odd = config_of(tmp_path, "parallel.mp_size=2", "data.batch_per_device=1", *AUTO)
     with pytest.raises(ConfigError, match=r"data.batch_per_device = 1: 1 samples cannot be divided"):
         with_layout(odd, LayoutSizes(mp_size=1, ep_size=4, esp_size=1))
-    check_some_layout(odd, RANKS, None)
+    check_some_layout(odd, RANKS, RANKS, None)
     with pytest.raises(ConfigError, match=r"each of 4 ranks needs"):
-        check_some_layout(odd, RANKS, 1 << 10)
+        check_some_layout(odd, RANKS, RANKS, 1 << 10)
     alone = replace(odd.model, num_heads=1)
     with pytest.raises(ConfigError, match=r"no layout of 4 ranks divides"):
-        check_some_layout(replace(odd, model=alone), RANKS, None)
+        check_some_layout(replace(odd, model=alone), RANKS, RANKS, None)
     with pytest.raises(ConfigError, match=r"no layout fits"):
         found_by(config_of(tmp_path), memory=MemoryBudget(bytes=1))
 
@@ -97,7 +97,7 @@ def test_what_is_wrong_with_every_layout_is_told(tmp_path: Path) -> None:
     wrong = "moe.gate=soft", "parallel.mp_size=2", "data.batch_per_device=1"
     soft = config_of(tmp_path, *wrong, *AUTO)
     with pytest.raises(ConfigError, match=r'moe.gate = "soft": mixes all tokens of a sample'):
-        check_some_layout(soft, RANKS, None)
+        check_some_layout(soft, RANKS, RANKS, None)
 
 
 def test_a_model_too_large_for_any_layout_is_refused_before_ranks_start(

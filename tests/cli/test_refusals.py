@@ -70,9 +70,24 @@ def test_what_all_find_is_said_once(tmp_path: Path) -> None:
     assert done.stderr.count("moe.num_experts = 7") == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.mp_size=2", "moe.gate=soft"),
+        ("placement.experts=shadowing", "placement.split=exact"),
+    ],
+)
+def test_ranks_of_another_launcher_refuse_what_does_not_go_together(
+    tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    done = run(tmp_path, "", "train", write_config(tmp_path), *settings)
+    assert done.returncode == 2
+    assert done.stderr.count("penstock: ") == 1 and "Traceback" not in done.stderr
+
+
 def test_a_rank_that_cannot_even_join_says_why(tmp_path: Path) -> None:
     lost = "if rank == '1':\n    del os.environ['MASTER_ADDR']"
     done = run(tmp_path, lost, "train", write_config(tmp_path))
     assert "penstock: MASTER_ADDR: is not set" in done.stderr
     assert "rank 0 of 2 could not join the others" in done.stderr
-    assert "or another program already uses that port: choose another MASTER_PORT." in done.stderr
+    assert "rank 1 has not come" in done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from penstock.config import ConfigError
 from penstock.moe import MoEConfig, build_layer
 from penstock.moe.config import BalanceGroup
 from penstock.moe.experts.base import ExpertShard
@@ -84,28 +85,29 @@ def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: st
 
 
 @pytest.mark.parametrize(
-    ("moe", "layout", "forms", "words"),
+    ("moe", "layout", "forms", "key"),
     [
         (
             ORDERS["merged"],
             (4, 1, 2, 2),
             FORMS,
-            "one row for several experts, and with esp_size = 2",
+            "moe.one_copy_per_rank",
         ),
-        ({"compression": "int8"}, (4, 1, 2, 2), FORMS, "with esp_size = 2 those are partial sums"),
-        (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "mixes all tokens of a sample, and with mp_size = 2"),
+        ({"compression": "int8"}, (4, 1, 2, 2), FORMS, "parallel.esp_size"),
+        (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "moe.gate"),
     ],
 )
 def test_what_ranks_cannot_share_says_why(
-    moe: dict[str, Any], layout: Layout, forms: tuple[ExpertForm, ...], words: str
+    moe: dict[str, Any], layout: Layout, forms: tuple[ExpertForm, ...], key: str
 ) -> None:
     world_size, mp_size, ep_size, esp_size = layout
     config = MoEConfig(**{"num_experts": 8, "moe_ffn_hidden_size": 8} | moe)
     place = Place(world_size=world_size, mp_size=mp_size, ep_size=ep_size, esp_size=esp_size, rank=0)
     layer = build_layer(8, config, ep_size=ep_size, shard=ExpertShard(0, esp_size))
     for form in forms:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ConfigError) as refused:
             maker_of(layer, place, form)
+        assert refused.value.key == key
 
 
 # ---- scales ------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def layer_of(**parts: Any) -> Callable[[], MoELayer]:
             layer_of(order=MergedOrder(8, 2, 4, node_size=2, rank=1)),
             'use dispatch="node_once", or node_size=1',
         ),
-        (lambda: MergedOrder(1040, 2, 4, node_size=2), "number of nodes = 520.*exact up to 256"),
+        (lambda: MergedOrder(1040, 2, 4, node_size=2), "exact up to 256.*520"),
         (lambda: MergedOrder(36, 2, 36, node_size=9), "at most 8 ranks"),
     ],
 )

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,11 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.config import ConfigError
+from penstock.topology.control import CommunicationError
+from penstock.topology.interfaces import interface_names
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
+from tests.support.patience import HANG_S
+from tests.support.runs import refused, write_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -28,7 +31,7 @@ WORKER = """
 import os, torch, torch.distributed as dist
 from penstock.topology.join import detect, join, leave
 info = detect(os.environ)
-join(info, 60.0, torch.device("cpu"))
+join(info, 200.0, torch.device("cpu"))
 total = torch.tensor([info.rank + 1.0])
 dist.all_reduce(total)
 line = f"{info.launcher} {info.rank} {info.local_rank} {int(total)} {torch.get_num_threads()}\\n"
@@ -269,10 +272,29 @@ def test_loopback_traffic_needs_no_host_name(
 
 
 def test_an_interface_the_user_chose_is_kept(clean: pytest.MonkeyPatch) -> None:
+    there = ",".join(interface_names()[-2:])
+    clean.setenv("GLOO_SOCKET_IFNAME", there)
+    clean.setenv("MASTER_ADDR", "127.0.0.1")
+    clean.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(CommunicationError, match="could not join"):
+        join(ProcessInfo(rank=1, world_size=2, local_rank=1, launcher="torchrun"), 0.01, CPU)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == there
+
+
+def test_an_interface_that_is_not_there_is_refused(clean: pytest.MonkeyPatch) -> None:
+    """With the variable, its value, and the interfaces that there are."""
     clean.setenv("GLOO_SOCKET_IFNAME", "nothing0")
-    with pytest.raises(RuntimeError, match="could not join"):
+    with pytest.raises(ConfigError) as caught:
         join(ALONE, 1.0, CPU)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "nothing0"
+    assert (caught.value.key, caught.value.value) == ("GLOO_SOCKET_IFNAME", "nothing0")
+    assert all(name in caught.value.why for name in interface_names())
+
+
+def test_the_command_refuses_an_interface_that_is_not_there(
+    clean: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    assert 'GLOO_SOCKET_IFNAME = "nothing0"' in refused(capsys, "train", write_config(tmp_path))
 
 
 # ---- real processes ----------------------------------------------------------------------------------------
@@ -290,7 +312,9 @@ def worker(tmp_path: Path, clean: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_two_processes_of_torchrun(worker: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*command, str(worker)], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        [*command, str(worker)], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 0 3 1", "torchrun 1 1 3 1"]
 
@@ -308,7 +332,7 @@ def test_two_tasks_of_slurm(worker: Path) -> None:
         for rank in range(2)
     ]
     try:
-        printed = [task.communicate(timeout=90)[0] for task in tasks]
+        printed = [task.communicate(timeout=HANG_S)[0] for task in tasks]
     finally:
         for task in tasks:
             task.kill()
@@ -320,9 +344,7 @@ def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatc
     """torchrun's store lives as long as the job: addresses in it may be of a session that has ended."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clean.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    clean.setenv("MASTER_ADDR", "127.0.0.1")
-    clean.setenv("MASTER_PORT", str(server.port))
     info = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="torchrun")  # waits for no other rank
-    first, second = (_store(info, timedelta(seconds=30)) for _ in range(2))
+    first, second = (_store(info, f"127.0.0.1:{server.port}", HANG_S) for _ in range(2))
     first.set("address", "old")
     assert first.check(["address"]) and not second.check(["address"])

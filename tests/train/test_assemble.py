@@ -39,7 +39,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_a_step_is_planned_in_the_precision_that_it_runs_in(
     asked: Precision, device: torch.device, element_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     config = on_device(replace(CONFIG, train=TrainConfig(precision=asked)), device)
     sizes = gradient_bytes(config.model, config.moe, ALONE)
     assert workload(config, ALONE, sizes).element_bytes == element_bytes

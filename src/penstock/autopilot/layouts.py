@@ -12,7 +12,7 @@ from functools import partial
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.profiling import profile_layout
-from penstock.autopilot.run_problem import check_shared, run_problem
+from penstock.autopilot.run_problem import candidates, check_shared, run_problem
 from penstock.config import ConfigError, IndivisibleError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
@@ -67,13 +67,13 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     )
 
 
-def check_some_layout(config: RunConfig, processes: int, there_bytes: int | None) -> None:
+def check_some_layout(config: RunConfig, processes: int, node_size: int, there_bytes: int | None) -> None:
     """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
 
-    there_bytes: memory of all processes together; None = not known.
+    node_size: ranks of a node. there_bytes: memory of all processes together; None = not known.
     """
     last: ConfigError | None = None
-    for each in _layouts(config, processes, 0, processes):
+    for each in _layouts(config, processes, 0, node_size):
         if there_bytes is None:
             return
         try:
@@ -231,6 +231,7 @@ def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int,
     check_shares(found.model, found.moe, found.parallel, world_size)
     check_shared(found.moe, found.parallel)
     layout = Layout.build(found.parallel, world_size, rank, found.moe.num_experts, node_size)
+    candidates(found, layout)
     return _Possible(sizes=sizes, config=found, layout=layout)
 
 

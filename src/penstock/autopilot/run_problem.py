@@ -7,12 +7,16 @@ from typing import get_args
 
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.decision import Decision
 from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
 from penstock.dispatch.node_once import MOST_NODE_SIZE
+from penstock.graph import RefusalError
 from penstock.moe import MoEConfig
+from penstock.moe.orders.merged import MOST_EXPERTS_THERE
 from penstock.plan import Problem
 from penstock.plan.plan_config import GIVEN
+from penstock.plan.space import in_effect
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, gradient_bytes, is_sharded, workload
 from penstock.train.config import RunConfig
@@ -64,6 +68,30 @@ def _problem(
     )
 
 
+def given_choice(config: RunConfig, problem: Problem) -> Decision:
+    """Return what the sections of a run decide where nothing is searched, without what has no effect."""
+    dispatch, recompute = problem.workload.dispatch, config.plan.given_recompute
+    return in_effect(problem, config.schedule.decision(dispatch, config.placement, recompute))
+
+
+def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
+    """Return the dispatches with which a given choice can run.
+
+    Raises ConfigError or RefusalError, as of the first dispatch, if it can run with none.
+    """
+    found: list[str] = []
+    refused: list[ValueError] = []
+    for name in problem.dispatches:
+        try:
+            problem.cut(replace(choice, dispatch=name))
+            found.append(name)
+        except (ConfigError, RefusalError) as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return found
+
+
 def candidates(config: RunConfig, layout: Layout) -> list[str]:
     """Return the dispatches that these ranks can run, and that the configuration leaves open.
 
@@ -74,7 +102,8 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
         if layout.ep_node_size == 1 and config.plan.source == GIVEN:
             return ["flat"]  # the possible gain is not worth the seconds that measuring would take
         moves = config.placement.samples not in ("auto", "none")
-        joins = moe.can_join and layout.esp_size == 1 and not moves
+        fits = moe.num_experts <= MOST_EXPERTS_THERE * layout.ep_nodes
+        joins = moe.can_join and layout.esp_size == 1 and not moves and fits
         return runnable(layout.ep_nodes, layout.ep_node_size, joins=joins)
     if DISPATCHES[moe.dispatch].needs_table:
         layout.require_nodes("moe.dispatch", moe.dispatch)

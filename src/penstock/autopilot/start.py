@@ -17,6 +17,8 @@ from penstock.autopilot.profiling.machine import here
 from penstock.autopilot.run_problem import (
     assumed_problem,
     check_shared,
+    dispatches_of,
+    given_choice,
     open_runs,
     run_problem,
     settled,
@@ -42,7 +44,6 @@ from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.search import FoundPlan
-from penstock.plan.space import in_effect
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
@@ -86,10 +87,10 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     with the shortest predicted step is taken.
     """
     problem, choice = _asked(config, machinery)
-    if len(problem.dispatches) > 1:
+    names = dispatches_of(problem, choice)
+    if len(names) > 1:
         config = settled(config, sharded=problem.shape.updating is not None)
         measured = run_problem(config, machinery.layout, profile_links(config, machinery))
-        names = problem.dispatches
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
         times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in times_s.items())
@@ -104,8 +105,7 @@ def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
     asked: list[tuple[float, Problem, Decision]] = []
     for run in open_runs(config):
         problem = assumed_problem(run, machinery.layout)
-        given = run.schedule.decision(problem.workload.dispatch, run.placement, run.plan.given_recompute)
-        choice = in_effect(problem, given)
+        choice = given_choice(run, problem)
         asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
     _, problem, choice = min(asked, key=lambda each: each[0])
     return problem, choice

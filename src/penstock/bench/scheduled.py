@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
 from penstock.data import DataConfig
+from penstock.decision import ScheduleConfig
+from penstock.device import wait_for_gpu
 from penstock.models import GPT
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -181,6 +183,18 @@ def run_config_of(config: BenchConfig) -> RunConfig:
     )
 
 
+def run_of(config: BenchConfig, name: str, schedule: ScheduleConfig) -> RunConfig:
+    """Return the training run whose steps a contender of this name has, cut as `schedule` says."""
+    named, run = Named.of(name), run_config_of(config)
+    return replace(
+        run,
+        moe=named.moe(run.moe),
+        schedule=schedule,
+        placement=named.placement(config.placement),
+        optimizer=named.optimizer(run.optimizer),
+    )
+
+
 def batch_of(config: BenchConfig, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return random tokens and labels, [B, L] each; equal on ranks that share attention."""
     generator = torch.Generator().manual_seed(config.compare.seed + layout.dp_rank)
@@ -193,4 +207,5 @@ def timed(step: Callable[[int], None], number: int) -> float:
     """Return the seconds of one step."""
     start_s = time.perf_counter()
     step(number)
+    wait_for_gpu()  # or the clock would tell how long launching took
     return time.perf_counter() - start_s

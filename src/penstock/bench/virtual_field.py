@@ -16,7 +16,7 @@ from penstock.bench.config import BenchConfig
 from penstock.bench.contender import Entry
 from penstock.bench.field import chosen, layout_words
 from penstock.bench.naming import AUTO, Named
-from penstock.bench.scheduled import run_config_of
+from penstock.bench.scheduled import run_config_of, run_of
 from penstock.bench.tune import variants
 from penstock.bench.virtual_steps import with_virtual_steps
 from penstock.cost import ProfiledCluster, RoutedCost
@@ -158,8 +158,7 @@ class VirtualField:
 
     def _config_of(self, name: str, schedule: ScheduleConfig) -> RunConfig:
         """Return the run of an entry. Raises ConfigError for a dispatch that these ranks cannot run."""
-        moe = Named.of(name).moe(self._config.moe)
-        config = replace(self._config, moe=moe, schedule=schedule, placement=self._placement(name))
+        config = run_of(self._bench, name, schedule)
         candidates(config, self._layout)
         return config
 

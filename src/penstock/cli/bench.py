@@ -6,16 +6,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from penstock.autopilot.compatibility import check_compatible
 from penstock.bench import BenchConfig, BenchResult, checkout
 from penstock.bench.compare import compare
 from penstock.bench.field import Field, planned_field, schedules_field
 from penstock.bench.naming import AUTO, Named
+from penstock.bench.scheduled import run_config_of, run_of
 from penstock.bench.summarise import summarise
 from penstock.bench.table import render
 from penstock.bench.tune import variants
@@ -26,6 +28,7 @@ from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
 from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
+from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.fits import check_memory, host_bytes
 from penstock.train.shares import check_shares
@@ -133,12 +136,29 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | No
     ranks = processes_of_bench(config) if emulate is None else emulate.shape.ranks
     size = ranks if info is None else info.world_size
     check_shares(config.model, config.moe, config.parallel, size)
+    if info is None:
+        node_size = ranks if emulate is None else emulate.devices
+        _check_steps(
+            config, wanted, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
+        )
     if wanted.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     batch = config.compare.batch_per_device
     sharing = ranks if info is None else 1
     check_memory(config.model, config.moe, batch, layout, there_bytes=host_bytes(), sharing=sharing)
+
+
+def _check_steps(config: BenchConfig, wanted: Wanted, layout: Layout) -> None:
+    """Refuse settings with which the step of a contender could not be built."""
+    names = (AUTO,) if wanted.plan else config.compare.schedules
+    for name in names:
+        if name == AUTO:
+            searched = replace(run_config_of(config), plan=PlanConfig(source=AUTO))
+            check_compatible(searched, layout, computes=not wanted.virtual)
+            continue
+        for variant in variants(config, name):
+            check_compatible(run_of(config, name, variant), layout, computes=not wanted.virtual)
 
 
 def _compare(

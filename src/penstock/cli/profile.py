@@ -6,14 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from penstock.autopilot.compatibility import check_compatible
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.profiling.tasks import cuts, sample_of
+from penstock.autopilot.run_problem import candidates
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_folder, check_out, save_out
 from penstock.cli.progress import progress_line
@@ -23,6 +26,7 @@ from penstock.cost import ClusterFile
 from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.extras import install, is_there, needs
+from penstock.plan.plan_config import PlanConfig
 from penstock.report.profile import profile_text
 from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
@@ -76,12 +80,15 @@ def profile(
     """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
     info = detect(os.environ)
     config, ranks = _configured(path, overrides, info, emulate)
-    layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts)
+    here = ranks if emulate is None else emulate.devices  # ranks of a node, unless a launcher started them
+    node_size = None if info is not None else here
+    layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
     if not count_gpus():  # refused before any process starts
         batch, there = config.data.batch_per_device, host_bytes()
         check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:
         _check_places(wanted)
+        _check_steps(config, layout)
 
     def work(rank: ProcessInfo) -> int:
         measure, finish = partial(_measure, config, wanted), partial(_finish, wanted=wanted)
@@ -104,6 +111,14 @@ def _configured(
     if path is None:
         usual = (*usual, f"moe.num_experts={max(2, ranks)}")
     return load(RunConfig, path, [*usual, *overrides]).resolved(ranks), ranks
+
+
+def _check_steps(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError for a dispatch, or a step among those that are measured, that ranks could not run."""
+    candidates(config, layout)
+    sample = replace(sample_of(config), plan=PlanConfig())
+    for cut in cuts(sample):
+        check_compatible(replace(sample, schedule=cut), layout)
 
 
 def _check_places(wanted: Wanted) -> None:

@@ -15,6 +15,7 @@ from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.device import pick_device
 from penstock.emulate import Cluster, EmulateConfig
+from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -31,6 +32,7 @@ from penstock.topology import (
     leave,
 )
 from penstock.topology.blame import give_up, is_first_to_say
+from penstock.topology.interfaces import check_interface
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
 from penstock.train.config import RunConfig
@@ -111,13 +113,18 @@ def start_ranks(
     program: str = PROGRAM,
     *,
     reports: bool = False,
+    announced: str = "",
 ) -> int:
     """Start the ranks, wait for them, and return the exit code of all together.
 
     given: arguments of the module `program`, which lets signals through. way_out: what to say after a
-    failure. reports: whether ranks that fail have said why.
+    failure. reports: whether ranks that fail have said why. announced: printed once nothing is refused.
     """
     check_processes(processes)
+    if place is None and not reports:
+        check_interface(os.environ)  # an emulated cluster has interfaces of its own; a doctor reports it
+    if announced:
+        print(announced, flush=True)
     command = [sys.executable, "-m", program, *given]
     # After a failure the others need up to one timeout to notice it and to say what they waited for.
     try:
@@ -180,7 +187,7 @@ def _measured_or_told(
         layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
         found = measure(layout, device)
         STOPS.finish(None, UNPRINTED)
-    except ConfigError as error:
+    except (ConfigError, RefusalError) as error:
         return refused(error)
     except (TaskError, CommunicationError, ScheduleMismatchError) as error:
         if STOPS.heard:  # others ended at the same signal
@@ -191,7 +198,7 @@ def _measured_or_told(
     return finish(found) if info.rank == 0 else 0
 
 
-def refused(error: ConfigError) -> int:
+def refused(error: ConfigError | RefusalError) -> int:
     """Return the exit code of a rank that has found an unusable setting. Of ranks with the same fault one
     reports it; where others have not found the fault, they are told why this rank ends."""
     text = str(error)

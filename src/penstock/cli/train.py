@@ -51,7 +51,7 @@ def train(
         if announced:
             print(places.describe(1), flush=True)
         return _be_rank(config, ALONE, json_wanted)
-    return _start_ranks(config, given, processes, announced=announced)
+    return _start_ranks(config, given, processes, node_size=processes, announced=announced)
 
 
 def _start_emulated(
@@ -68,27 +68,32 @@ def _start_emulated(
             f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}", file=sys.stderr
         )
     with Cluster(emulate) as cluster:
-        return _start_ranks(config, [*given, f"parallel.processes={ranks}"], ranks, cluster)
+        told = [*given, f"parallel.processes={ranks}"]
+        return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
 
 
 def _start_ranks(
-    config: RunConfig, given: Sequence[str], processes: int, place: Place | None = None, announced: str = ""
+    config: RunConfig,
+    given: Sequence[str],
+    processes: int,
+    *,
+    node_size: int,
+    place: Place | None = None,
+    announced: str = "",
 ) -> int:
     resolved = config.resolved(processes)  # a wrong setting is refused before any process starts
     check_source(resolved)
-    _check_layout(resolved, processes)
+    _check_plan(config)
+    _check_layout(resolved, processes, node_size)
     if config.train.resume is True:
         from penstock.train.resume import require_checkpoint
 
         require_checkpoint(config)
     check_wandb(config.metrics)
     check_output(config.output.dir, keep=config.train.resume is not False)
-    _check_plan(config)
-    if announced:
-        print(announced, flush=True)
     left = Left(config)
     STOPS.says(left.by_a_stop)
-    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out)
+    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out, announced=announced)
 
 
 def _check_plan(config: RunConfig) -> None:
@@ -102,17 +107,22 @@ def _check_plan(config: RunConfig) -> None:
         raise ConfigError("plan.source", config.plan.source, "there is no such file", hint)
 
 
-def _check_layout(config: RunConfig, processes: int) -> None:
-    """Refuse a run whose layout, or every possible one, does not divide or does not fit the memory."""
+def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:
+    """Refuse a run in whose layout, or in every possible one, something does not divide, the memory does not
+    suffice, or no step can be built."""
     there = None if count_gpus() else host_bytes()
     if config.plan.layout == AUTO:
         from penstock.autopilot.layouts import check_some_layout
 
-        check_some_layout(config, processes, there)
+        check_some_layout(config, processes, node_size, there)
         return
-    layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts)
+    layout = Layout.build(config.parallel, processes, 0, config.moe.num_experts, node_size)
     if there is not None:
         check_run(config, layout, there_bytes=there, sharing=processes)
+    if config.train.resume is False or config.plan.file is None:  # a continued run may have a plan of its own
+        from penstock.autopilot.compatibility import check_compatible
+
+        check_compatible(config, layout)
 
 
 def _be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:

@@ -13,6 +13,7 @@ from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
 from penstock.device import pick_device
+from penstock.graph import RefusalError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
@@ -24,6 +25,7 @@ from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
+from penstock.writing import write_whole
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
@@ -75,7 +77,7 @@ class _Rank:
             join(info, config.parallel.timeout_s, device)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
-        except ConfigError as error:
+        except (ConfigError, RefusalError) as error:
             return refused(error)
         except EXPECTED as error:
             return _report_failure(config, info, str(error))
@@ -99,7 +101,7 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
         report = config.output.dir / f"failure-rank{info.rank}.txt"
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(text, encoding="utf-8")
+            write_whole(report, text)
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
 import resource
 import shutil
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +21,13 @@ import torch
 import penstock
 from penstock.topology import ProcessInfo
 from penstock.topology.cgroup import memory_limit
+from penstock.topology.interfaces import address_of, interface_names
 from penstock.topology.local import Places
 
 PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 """Packages that compute, or handle files that ranks share. One that is installed nowhere does not matter."""
 
 ABSENT: Final = "none"
-SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
 MEMORY = Path("/proc/meminfo")
 
 
@@ -145,19 +143,11 @@ def _address(towards: str) -> tuple[str, str]:
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not name:
         return _route(towards), ""
-    there = sorted(each for _, each in socket.if_nameindex())
+    there = interface_names()
     if name not in there:
         return "", f"has no interface {name}; it has {', '.join(there)}"
-    found = _address_of(name)
+    found = address_of(name)
     return found, "" if found else f"has no IPv4 address on {name}"
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface; "" if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
-        found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-        return socket.inet_ntoa(found[20:24])
-    return ""
 
 
 def _route(towards: str) -> str:

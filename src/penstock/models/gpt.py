@@ -22,6 +22,7 @@ from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
 
 INITIAL_STD = 0.02
@@ -254,9 +255,7 @@ class GPT(nn.Module):
         return dropped
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
-        logits_TV = self.logits(h_BLM)
-        precise = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(precise, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+        return cross_entropy_sum(self.logits(h_BLM), labels_BL.flatten())
 
     def logits(self, h_BLM: Tensor) -> Tensor:
         logits_TV: Tensor = self.output(self.final_norm(h_BLM)).flatten(0, 1)

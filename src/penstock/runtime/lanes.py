@@ -299,7 +299,8 @@ class StreamLanes:
         try:
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
-                    self._kind.record_stream(tensor, stream)
+                    if tensor.device.type == self._device.type:  # numbers of the host belong to no stream
+                        self._kind.record_stream(tensor, stream)
         except BaseException as error:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
@@ -353,18 +354,33 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
     return Ran(call.task, start_s, time.perf_counter())
 
 
-def in_issue_order(span: Span) -> Iterator[tuple[Lane, Call]]:
-    """Yield all calls in one order, each after those that it waits for; a function of the span alone."""
-    done = dict.fromkeys(span, 0)
+def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
+    """Return all calls in the order in which one thread issues them; a function of the span alone.
+
+    That is the order in which they start where every task takes one slot, as in the schedule's picture. What
+    starts earlier is issued earlier: when the host waits for the counts of a microbatch, the device has the
+    experts of the one before in its queues, and a combine is issued before the experts that it runs beside.
+    Lane by lane, as far as each can, would issue both too late: the host would wait for counts with empty
+    queues, and combines would stand behind all experts.
+    """
+    starts: list[tuple[int, int, Lane, Call]] = []
+    ends: dict[Lane, list[int]] = {lane: [] for lane in span}
     left = sum(map(len, span.values()))
-    while left:
-        before = left
-        for lane, calls in span.items():
-            while done[lane] < len(calls) and all(done[o] >= n for o, n in calls[done[lane]].waits):
-                yield lane, calls[done[lane]]
-                done[lane] += 1
-                left -= 1
-        assert left < before, "a checked schedule does not deadlock"
+    while len(starts) < left:
+        before = len(starts)
+        for place, (lane, calls) in enumerate(span.items()):
+            mine = ends[lane]
+            while len(mine) < len(calls):
+                call = calls[len(mine)]
+                if any(len(ends[other]) < count for other, count in call.waits):
+                    break
+                slots = [ends[other][count - 1] for other, count in call.waits]
+                start = max([0, *mine[-1:], *slots])
+                mine.append(start + 1)
+                starts.append((start, place, lane, call))
+        assert len(starts) > before, "a checked schedule does not deadlock"
+    starts.sort(key=lambda each: each[:2])
+    return [(lane, call) for _, _, lane, call in starts]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.config import ConfigError
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.gates.soft import SoftGate
@@ -25,34 +26,38 @@ MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
 
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
-    """Return the maker of a layer's routes. Raises ValueError where order or gate cannot be shared."""
+    """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
     _check_whole_samples(moe, layout, form)
     shared = layout.esp_size > 1 or (layout.mp_size > 1 and form in ("s2", "baseline"))
     if not shared:
         return route_maker(moe.dispatch, layout.place, moe.order)
     if moe.order.row_counts:
-        raise ValueError(
-            f"one copy per rank or node is one row for several experts, and with esp_size = "
-            f"{layout.esp_size} and expert_form = {form} rows are counted by expert. Set "
-            "moe.one_copy_per_rank=false and another moe.dispatch than node_once"
+        joined = moe.dispatch.joins_rows
+        raise ConfigError(
+            "moe.dispatch" if joined else "moe.one_copy_per_rank",
+            moe.dispatch.name if joined else True,
+            f"sends one row for several experts, and with parallel.esp_size = {layout.esp_size} and "
+            f"expert form {form} rows are counted by expert",
+            "Use another dispatch." if joined else "Use false.",
         )
     if moe.hooks.any and layout.esp_size > 1:
-        raise ValueError(
-            f"hooks around the transfers (moe.compression) change what experts leave, and with esp_size = "
-            f"{layout.esp_size} those are partial sums that are still to be added. Remove the hooks, or set "
-            "parallel.esp_size=1"
+        why = (
+            "hooks around transfers (moe.compression) change what experts leave, and with "
+            f"{layout.esp_size} shards of every expert those are partial sums that are still to be added"
         )
+        hint = "Use 1, or no hooks (moe.compression=none)."
+        raise ConfigError("parallel.esp_size", layout.esp_size, why, hint)
     return MAKERS[form](moe.dispatch, layout.place, False, _place(layout, form))
 
 
 def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
-    """Raise ValueError for a soft gate on parts of samples: its slots are means over all tokens of one."""
+    """Raise ConfigError for a soft gate on parts of samples: its slots are means over all tokens of one."""
     if layout.mp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
-        raise ValueError(
-            f"moe.gate = soft mixes all tokens of a sample, and with mp_size = {layout.mp_size} and "
-            f"expert_form = {form} every rank routes its own part of them. Set schedule.expert_form=s2, or "
-            "parallel.mp_size=1"
+        why = (
+            f"mixes all tokens of a sample, and with parallel.mp_size = {layout.mp_size} and "
+            f"expert form {form} every rank routes its own part of them"
         )
+        raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.mp_size=1.")
 
 
 def _place(layout: Layout, form: ExpertForm) -> ShardPlace:

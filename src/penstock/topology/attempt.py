@@ -14,6 +14,8 @@ from datetime import timedelta
 # torch.distributed exports it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import Store
 
+from penstock.topology.rollcall import named
+
 POLL_S = 0.005
 
 
@@ -48,6 +50,7 @@ def _told(store: Store, world_size: int, until_s: float) -> str:
                     store.set(f"answer/{greeting.decode()}", name)
                     answered[rank] = greeting
         if time.monotonic() > until_s:
-            raise RuntimeError(f"ranks {sorted(waiting)} have not come")
+            verb = "has" if len(waiting) == 1 else "have"
+            raise RuntimeError(f"{named(sorted(waiting))} {verb} not come")
         time.sleep(POLL_S)
     return name

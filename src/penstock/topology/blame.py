@@ -6,12 +6,14 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
-# torch.distributed exports these as well, but hides them from type checkers.
-from torch._C._distributed_c10d import Store, TCPStore
+# torch.distributed exports it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import Store
 
-from penstock.topology.rollcall import ACTIVITY, MOST_REASON, RollCall, is_transport_error
+from penstock.topology.meeting_point import open_store, within
+from penstock.topology.rollcall import ACTIVITY, ANSWER_S, MOST_REASON, RollCall, is_transport_error
 
 CULPRITS_KEY: Final = "penstock/culprits"
 """Key under which ranks started by Penstock's launcher leave the numbers of ranks that do not answer."""
@@ -63,8 +65,9 @@ def is_first_to_say(text: str) -> bool:
     """
     if _Process.store is None:
         return True
+    store, key = _Process.store, f"said/{hashlib.sha256(text.encode()).hexdigest()}"
     try:
-        return _Process.store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+        return within(ANSWER_S, lambda: store.add(key, 1)) == 1
     except RuntimeError:  # the rank that keeps the store has ended, and has reported why
         return False
 
@@ -88,6 +91,8 @@ def reason(error: BaseException) -> str:
 
 def _tell_launcher(culprits: Sequence[int]) -> None:
     """Name silent ranks to Penstock's launcher: only it can end them, and its store outlives every rank."""
-    if culprits and os.environ.get("PENSTOCK_LAUNCHED") == "1":
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
+    if not culprits or os.environ.get("PENSTOCK_LAUNCHED") != "1":
+        return
+    with suppress(RuntimeError):  # the launcher has ended, or is stopped: it could kill nobody
+        store = open_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ANSWER_S)
         store.set(CULPRITS_KEY, ",".join(map(str, culprits)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, ClassVar
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 from penstock.step.shape import TokenLayout
+from penstock.topology.meeting_point import SPARE_S, within
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -224,12 +225,14 @@ def lane_groups(
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. It costs one connection per pair of ranks and group.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group. Raises
+    RuntimeError if the others, or the store at which ranks meet, do not answer in time.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
     for kind in kinds:
         for ranks in layout.mesh.groups(kind):
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
+            make = partial(dist.new_group, list(ranks), timeout=timedelta(seconds=timeout_s))
+            group = within(timeout_s + SPARE_S, make)
             if layout.rank in ranks:
                 assert group is not None
                 found[kind] = group

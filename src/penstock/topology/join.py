@@ -10,6 +10,7 @@ import ipaddress
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,14 +24,15 @@ import torch.distributed as dist
 # torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
-from torch.distributed.rendezvous import rendezvous
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
-from penstock.topology.blame import answer_calls
+from penstock.topology.blame import answer_calls, reason
 from penstock.topology.control import CommunicationError, Control
+from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
+from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
 from penstock.topology.rollcall import RollCall, new_token, open_listener
 
 GROUPS = count()
@@ -102,19 +104,19 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
 def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
-    `timeout_s` limits the rendezvous, and every later collective of the default group. A process on its own
-    opens no port. Raises `ConfigError` if the launcher left no address, and `CommunicationError` that says
-    what to check if the others do not come in time.
+    `timeout_s` limits every wait of the rendezvous, and every later collective of the default group. A
+    process on its own opens no port. Raises `ConfigError` if the launcher left no address, or Gloo is to use
+    an interface that is not there; and `CommunicationError` with what was found if the others cannot be met
+    in time.
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
     device_of(device).make_current(device)
     where = "here" if info == ALONE else _master(os.environ)
+    check_interface(os.environ)
     _name_loopback(where)
-    try:
-        store = _connect(info, timedelta(seconds=timeout_s), device)
-    except RuntimeError as error:
-        raise CommunicationError(_not_joined(info, timeout_s, where)) from error
+    store: Store = HashStore() if info == ALONE else _store(info, where, timeout_s)
+    _connect(info, store, timeout_s, device)
     if info.world_size > 1:
         answer_calls(_roll_call(info, where), store)
     if device_of(device).is_cpu and info.world_size > 1:
@@ -205,28 +207,61 @@ def _first_host(environ: Mapping[str, str]) -> str:
 # ---- connecting --------------------------------------------------------------------------------------------
 
 
-def _connect(info: ProcessInfo, timeout: timedelta, device: torch.device) -> Store:
-    """Start torch's default process group; return the store at which the ranks have met."""
-    store = HashStore() if info == ALONE else _store(info, timeout)
-    dist.init_process_group(
-        backend=device_of(device).backend,
-        store=store,
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timeout,
-    )
-    return store
-
-
-def _store(info: ProcessInfo, timeout: timedelta) -> Store:
-    """Return the store at which processes leave their addresses.
+def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
+    """Return the store at which processes leave their addresses, once all of them have come.
 
     It may outlive a group and this start of the processes, so every group of every start has names of its
-    own.
+    own. Raises CommunicationError.
     """
-    store, _, _ = next(rendezvous("env://", info.rank, info.world_size, timeout=timeout))
+    until_s = time.monotonic() + timeout_s
+    host, _, port = where.rpartition(":")
+    serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = open_store(host, int(port), timeout_s, serves=serves)
+    except RuntimeError as error:
+        why = _found_there(host, int(port), error, serves=serves)
+        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
     here = PrefixStore(f"penstock-{next(GROUPS)}", store)
-    return PrefixStore(name_of_attempt(here, info.rank, info.world_size, timeout), here)
+    left_s = max(0.0, until_s - time.monotonic())
+
+    def name() -> str:
+        return name_of_attempt(here, info.rank, info.world_size, timedelta(seconds=left_s))
+
+    try:
+        return PrefixStore(within(left_s + SPARE_S, name), here)
+    except RuntimeError as error:
+        others = (
+            reason(error) if info.rank == 0 else f"the store is there, and rank 0 is not ({reason(error)})"
+        )
+        why = (
+            f"{others}. Check that all {info.world_size} processes were started and are still running, and "
+            "that MASTER_ADDR and MASTER_PORT are the same on all of them"
+        )
+        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+
+
+def _connect(info: ProcessInfo, store: Store, timeout_s: float, device: torch.device) -> None:
+    """Start torch's default process group, in which every rank connects to every other."""
+    timeout = timedelta(seconds=timeout_s)
+
+    def start() -> None:
+        dist.init_process_group(
+            backend=device_of(device).backend,
+            store=store,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timeout,
+        )
+
+    try:
+        within(timeout_s + SPARE_S, start)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {info.rank} of {info.world_size} has met the others, and could not connect to them within "
+            f"{timeout_s:g} s ({reason(error)}). Gloo uses {in_use(os.environ)}; there are {listed()}. "
+            f"Name in {VARIABLE} the interface that all other ranks reach, and check that no firewall closes "
+            "ports between them."
+        ) from error
 
 
 def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
@@ -282,11 +317,36 @@ def _is_loopback(address: str) -> bool:
     return address == "localhost"
 
 
-def _not_joined(info: ProcessInfo, timeout_s: float, where: str) -> str:
-    """Return what to check when the rendezvous failed."""
+def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
+    """Return what is where the store should be, and what to do about it. error: why it was not opened."""
+    found = look_at(host, port)
+    if found.kind == "unresolved":
+        return (
+            f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts or DNS, "
+            "or set MASTER_ADDR to an address"
+        )
+    if serves:
+        what = "another program listens there" if found.kind == "accepts" else "this rank cannot listen there"
+        other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
+        return f"{what} ({reason(error)}). {other}"
+    if found.kind == "accepts":
+        return (
+            "a program accepts connections there, and does not answer as the store of these ranks does. "
+            "Choose another MASTER_PORT, or end that program"
+        )
+    if found.kind == "refused":
+        return (
+            "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this one, "
+            "and that rank 0 was started there and is still running"
+        )
     return (
-        f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s. "
-        f"Check that all {info.world_size} processes were started and are still running, that MASTER_ADDR is "
-        "the host of rank 0 as seen from this one, and that no firewall closes the port, or another program "
-        "already uses that port: choose another MASTER_PORT."
+        f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of rank 0 as seen "
+        "from this one, and that no firewall closes the port"
+    )
+
+
+def _not_joined(info: ProcessInfo, timeout_s: float, where: str, why: str) -> str:
+    return (
+        f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s: "
+        f"{why}."
     )

@@ -33,8 +33,8 @@ def measured(
     all_reduce_chunk_bytes: int | None,
 ) -> StepMetrics:
     """Return the record of a stack's last step. loss: what was minimised; records: of this rank."""
-    statistics = stack.statistics
-    assert statistics is not None, "a step has ended"
+    assert stack.statistics is not None, "a step has ended"
+    statistics, _ = stack.statistics.on_host()
     used = occupation(records, stack.machinery.layout.mesh.silent)
     losses = router_losses(statistics, stack.balance.group)
     tokens_per_s = float(statistics.tokens) / iteration_s

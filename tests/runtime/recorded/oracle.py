@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
 
 from penstock.runtime.recorded.hazards import overlap
 from penstock.runtime.recorded.log import (
@@ -63,28 +65,23 @@ def accesses(log: Sequence[Entry]) -> Iterator[tuple[int, Actor, Access]]:
 
 def hazards(log: Sequence[Entry], without: Collection[int] = ()) -> set[tuple[int, int]]:
     """Places of all two entries that need an order and have none."""
-    ended = before(log, without)
-    left = [each for each in accesses(log) if each[0] not in without]
-    found = set()
-    for i, (first, _, one) in enumerate(left):
-        for second, _, other in left[i + 1 :]:
-            conflict = (
-                one.block is other.block and (one.writes or other.writes) and overlap(one.span, other.span)
-            )
+    ended, found = before(log, without), set[tuple[int, int]]()
+    uses: dict[Block, list[tuple[int, Actor, Access]]] = defaultdict(list)
+    keeps: dict[Block, list[Actor]] = defaultdict(list)
+    for each in accesses(log):
+        uses[each[2].block].append(each)
+    for place, entry in enumerate(log):
+        if isinstance(entry, Keep) and place not in without:
+            keeps[entry.block].append(entry.stream)
+    for same in uses.values():
+        for (first, _, one), (second, _, other) in combinations(same, 2):
+            conflict = (one.writes or other.writes) and overlap(one.span, other.span)
             if conflict and first != second and not ended[second] >> first & 1:
                 found.add((first, second))
     for place, entry in enumerate(log):
-        if isinstance(entry, Free):
-            for use, actor, access in left:
-                if access.block is entry.block and _is_at_risk(log, entry.block, actor, without):
-                    found.update([(use, place)] if not ended[place] >> use & 1 else [])
+        if isinstance(entry, Free) and not entry.block.in_host:
+            for use, actor, _ in uses[entry.block]:
+                safe = actor in (entry.block.stream, *keeps[entry.block]) or not actor.on_device
+                if not safe and not ended[place] >> use & 1:
+                    found.add((use, place))
     return found
-
-
-def _is_at_risk(log: Sequence[Entry], block: Block, actor: Actor, without: Collection[int]) -> bool:
-    kept = (
-        isinstance(entry, Keep) and entry.block is block and entry.stream is actor
-        for place, entry in enumerate(log)
-        if place not in without
-    )
-    return actor.on_device and actor is not block.stream and not block.in_host and not any(kept)

@@ -24,7 +24,7 @@ from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.fit import fit_line
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.device import device_of
+from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -167,6 +167,7 @@ class _Runs:
         stack(*self.batch).backward()
         for parameter in stack.model.parameters():
             parameter.grad = None
+        wait_for_gpu()  # or the clock would tell how long launching took
         return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int, budget: Budget, say: Callable[[str], None]) -> list[Seconds]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.config import ConfigError
 from penstock.cost.workload import capacity_slots, split_sizes
 from penstock.dispatch.node_once import MOST_NODE_SIZE, num_sets
 from penstock.mesh import num_nodes, place_in_node
@@ -159,18 +160,19 @@ class MergedOrder(Order):
         return torch.cat([inputs_CPL, rows_CNS.repeat_interleave(self.node_size, dim=1)], dim=2).flatten(1)
 
     def _check_sizes(self) -> None:
+        of_nodes = self.node_size > 1
+        key, value = ("moe.dispatch", "node_once") if of_nodes else ("moe.one_copy_per_rank", True)
         there = self.local_experts * self.node_size
         if there > MOST_EXPERTS_THERE:
-            what, setting = "ep_size", "one_copy_per_rank = false"
-            if self.node_size > 1:
-                what, setting = "the number of nodes", "dispatch=flat"
-            raise ValueError(
-                f"num_experts / {what} = {there}: expert numbers travel with the rows and are exact up to "
-                f"{MOST_EXPERTS_THERE} for each destination; use more ranks or {setting}"
+            why = (
+                f"numbers of experts travel with the rows and are exact up to {MOST_EXPERTS_THERE}, and a "
+                f"{'node' if of_nodes else 'rank'} has {there} experts"
             )
+            other = "moe.dispatch=flat" if of_nodes else "false"
+            raise ConfigError(key, value, why, f"Spread the experts over more ranks, or use {other}.")
         if self.node_size > MOST_NODE_SIZE:
-            raise ValueError(
-                f"one copy per node on nodes of {self.node_size} ranks: ranks tell each other rows for every "
-                f"set of places in a node, {self.row_kinds} numbers; at most {MOST_NODE_SIZE} ranks. "
-                "Use dispatch=hierarchical_2d"
+            why = (
+                "ranks tell each other rows for every set of places in a node, which are "
+                f"{self.row_kinds} numbers for {self.node_size} ranks; at most {MOST_NODE_SIZE} ranks"
             )
+            raise ConfigError(key, value, why, "Use moe.dispatch=hierarchical_2d.")

@@ -16,6 +16,7 @@ from penstock.device import device_of
 from penstock.graph import Phase, Task
 from penstock.ops import Op, tensor
 from penstock.runtime.batch import NO_LABEL
+from penstock.runtime.cross_entropy import in_pieces
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.passengers import passengers_of
@@ -274,7 +275,10 @@ def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         (logits_TV,) = segment.leave(parts.logits(h_BLM))
     mine_T = _mine(context, passengers_of(context, task, inputs).labels_BL.flatten(), logits_TV.shape[1])
     found = ShardLogits(logits_TV, mine_T)
-    return {"logits": found, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
+    peaks_T3 = torch.cat(
+        [_peaks(_precise(part_TV), part_T) for part_TV, part_T in in_pieces(logits_TV, mine_T)]
+    )
+    return {"logits": found, "peaks": peaks_T3, "saved": segment}
 
 
 @handles(Op.LOGITS, B)
@@ -316,11 +320,14 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     saved: SavedLoss = inputs.one("saved")
     logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
     slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
-    grad_TV = (_precise(logits_TV) - saved.total_T.unsqueeze(1)).exp_()
-    here_T1 = (mine_T >= 0).to(grad_TV).unsqueeze(1)  # without asking the device which these are
-    grad_TV.scatter_add_(1, mine_T.clamp(min=0).unsqueeze(1), -here_T1)
-    grad_TV *= (saved.counts_T * slope).unsqueeze(1)
-    return {"logits": grad_TV.to(logits_TV.dtype)}
+    grad_TV = torch.empty_like(logits_TV)
+    parts = in_pieces(logits_TV, mine_T, saved.total_T, saved.counts_T * slope, grad_TV)
+    for part_TV, place_T, total_T, slope_T, out_TV in parts:
+        slope_TV = (_precise(part_TV) - total_T.unsqueeze(1)).exp_()
+        here_T1 = (place_T >= 0).to(slope_TV).unsqueeze(1)  # without asking the device which these are
+        slope_TV.scatter_add_(1, place_T.clamp(min=0).unsqueeze(1), -here_T1)
+        out_TV.copy_(slope_TV.mul_(slope_T.unsqueeze(1)))
+    return {"logits": grad_TV}
 
 
 def _precise(logits_TV: Tensor) -> Tensor:

@@ -127,9 +127,20 @@ class RecordedGpu(Gpu, Cpu):
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         return Gpu.to_host(self, tensor)
 
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        if self._recorder.is_in_host(numbers):
+            self._recorder.read_by_host("from_host", numbers)
+        with _disable_current_modes():
+            pinned = self._recorder.in_host(numbers.clone())
+        return torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
+
     def name(self, device: torch.device) -> str:
         del device
         return "recorded"
+
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        del device
+        return dtype in (torch.bfloat16, torch.float32)
 
 
 class _Handover(Generic[T]):

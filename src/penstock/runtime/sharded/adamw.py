@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
 from penstock.runtime.sharded.strays import Groups, refuse_strays
@@ -60,6 +61,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         check_norm(max_norm)
         self._stack = stack
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
+        watch_optimizer(self)
         machinery = stack.machinery
         if stack.updates is not None:
             stack.updates.flush(stack.plan.graph)

@@ -18,6 +18,9 @@ from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The collective that PyTorch calls by another name from 2.13 on."""
+
 
 class GroupTransport(ABC):
     """The process groups of a transport, and the bytes that this rank has sent through them."""
@@ -62,9 +65,7 @@ class GroupTransport(ABC):
         if members == 1:
             return rows
         self._count(rows, [len(rows)] * members, group)
-        received = rows.new_empty(sum(sizes), *rows.shape[1:])
-        self._spread(received.split(list(sizes)), rows.contiguous(), self._groups[group])
-        return received
+        return self._gather(rows.contiguous(), list(sizes), self._groups[group])
 
     @abstractmethod
     def abort(self) -> None:
@@ -76,9 +77,20 @@ class GroupTransport(ABC):
             dist.destroy_process_group(group)
         self._groups = {}
 
-    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
-        """Send `rows` to all ranks, and put what rank s sends into `inbox[s]`."""
-        dist.all_gather(list(inbox), rows, group)
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
+
+        For tensors of several sizes `dist.all_gather` broadcasts once per rank. To fill up copies the rows
+        once more here, and the result once.
+        """
+        most = max(sizes)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
+        found = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+        ALL_GATHER(found, rows, group)
+        if min(sizes) == most:
+            return found
+        return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
 
     def _fill(
         self,
@@ -127,8 +139,10 @@ class GlooTransport(GroupTransport):
     ) -> None:
         exchange(received.split(output_splits), rows.split(input_splits), group)
 
-    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
-        exchange(inbox, [rows] * group.size(), group)
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        found = rows.new_empty(sum(sizes), *rows.shape[1:])
+        exchange(found.split(list(sizes)), [rows] * group.size(), group)
+        return found
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.

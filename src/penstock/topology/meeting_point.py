@@ -1,0 +1,99 @@
+"""The store at which ranks meet: opened within a time limit, and what is at its address where it is not.
+
+torch waits for the answer of a store's server without any limit: a program that accepts connections and says
+nothing, or a server that was stopped, would hold a rank for ever.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Literal, TypeVar
+
+import torch.distributed as dist
+
+# torch.distributed exports it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
+
+LOOK_S: Final = 2.0
+"""Seconds that a connection may take, to find out what is at an address."""
+
+
+SPARE_S: Final = 1.0
+"""Seconds after a timeout in which torch may say itself what it has waited for."""
+
+
+def within(timeout_s: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns; raise what it raises, or DistStoreError where it takes longer.
+
+    work: waits for a store's server. Nothing ends a thread that waits inside torch: it is left behind, and
+    does not keep the process alive.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-within", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except TimeoutError:
+        if outcome.done():  # the work itself has raised it
+            raise
+        raise dist.DistStoreError(f"the store does not answer within {timeout_s:g} s") from None
+
+
+def open_store(host: str, port: int, timeout_s: float, *, serves: bool = False) -> TCPStore:
+    """Return the store at an address, without waiting for other ranks; this process may serve it.
+
+    timeout_s: also of every later wait for a key. Raises RuntimeError.
+    """
+    return within(
+        timeout_s,
+        lambda: TCPStore(
+            host,
+            port,
+            None,
+            serves,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # sessions of one process that follow each other meet at the same port
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is at an address.
+
+    kind: its name does not resolve; a connection is refused; nothing answers; or something accepts
+    connections. ip: what the name resolves to. why: the system's words.
+    """
+
+    kind: Literal["unresolved", "refused", "unreachable", "accepts"]
+    ip: str = ""
+    why: str = ""
+
+
+def look_at(host: str, port: int) -> Look:
+    """Find out what is at an address, within `LOOK_S` and the time that the name takes to resolve."""
+    try:
+        ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        return Look("unresolved", why=error.strerror or str(error))
+    try:
+        with socket.create_connection((ip, port), timeout=LOOK_S):
+            return Look("accepts", ip)
+    except ConnectionRefusedError as error:
+        return Look("refused", ip, str(error.strerror))
+    except OSError as error:
+        return Look("unreachable", ip, error.strerror or str(error))

@@ -1,0 +1,134 @@
+"""The store at which ranks meet: nothing that is at its address, or stops there, holds a rank for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from penstock.topology import CommunicationError, Layout, lane_groups
+from penstock.topology.join import ProcessInfo, join, leave
+from penstock.topology.meeting_point import look_at, open_store, within
+from tests.support.patience import HANG_S, outcome_of
+from tests.support.ranks import forking
+
+pytestmark = pytest.mark.slow
+
+SOON_S = 0.5
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def program(says: bytes | None) -> Iterator[int]:
+    """A port at which another program accepts connections and says this; None = it says nothing at all."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        held: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    held.append(listener.accept()[0])
+                    held[-1].sendall(says or b"")
+                except OSError:  # closed, or the caller has gone
+                    if listener.fileno() < 0:
+                        return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        found: int = listener.getsockname()[1]
+        return found
+
+
+@pytest.fixture
+def meeting_at(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment as torchrun leaves it, but for the address."""
+    for name in ("PENSTOCK_LAUNCHED", "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return monkeypatch
+
+
+def refusal(port: int, rank: int = 1) -> str:
+    """Why a rank does not join at a port."""
+    os.environ["MASTER_PORT"] = str(port)
+    info = ProcessInfo(rank=rank, world_size=2, local_rank=rank, launcher="torchrun")
+    with pytest.raises(CommunicationError) as caught:
+        outcome_of(lambda: join(info, SOON_S, CPU))
+    assert not dist.is_initialized()
+    assert f"{os.environ['MASTER_ADDR']}:{port}" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_another_program_at_the_port_is_told_apart(
+    meeting_at: pytest.MonkeyPatch, says: bytes | None, rank: int
+) -> None:
+    meeting_at.setenv("MASTER_PORT", "")
+    with program(says) as port:
+        assert "program" in refusal(port, rank) and look_at("127.0.0.1", port).kind == "accepts"
+
+
+def test_nothing_at_the_port_is_told_apart(meeting_at: pytest.MonkeyPatch) -> None:
+    meeting_at.setenv("MASTER_PORT", "")
+    port = free_port()
+    assert "no program listens" in refusal(port) and look_at("127.0.0.1", port).kind == "refused"
+
+
+def test_a_name_that_does_not_resolve_is_told_apart(meeting_at: pytest.MonkeyPatch) -> None:
+    meeting_at.setenv("MASTER_PORT", "")
+    meeting_at.setenv("MASTER_ADDR", "nowhere.invalid")
+    assert "does not resolve" in refusal(29500)
+
+
+def test_the_rank_that_has_not_come_is_named(meeting_at: pytest.MonkeyPatch) -> None:
+    meeting_at.setenv("MASTER_PORT", "")
+    assert "rank 1 has not come" in refusal(free_port(), rank=0)
+
+
+def serve_store(pipe: Connection) -> None:
+    """Be the process that serves a store, until it is killed."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    pipe.send(store.port)
+    threading.Event().wait()
+
+
+def test_a_store_that_stops_holds_no_rank(meeting_at: pytest.MonkeyPatch) -> None:
+    """A rank that has joined makes groups, and the process that serves the store was stopped by a signal."""
+    ours, theirs = forking().Pipe()
+    server = forking().Process(target=serve_store, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        assert ours.poll(HANG_S)
+        meeting_at.setenv("MASTER_PORT", str(ours.recv()))
+        meeting_at.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        join(ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="torchrun"), HANG_S, CPU)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(dist.DistStoreError):
+            outcome_of(lambda: lane_groups(Layout(world_size=1, ep_size=1, rank=0), SOON_S))
+    finally:
+        server.kill()
+        leave()
+
+
+def test_what_ends_in_time_is_handed_on() -> None:
+    assert within(HANG_S, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(HANG_S, lambda: 1 // 0)
+    with closing(socket.create_server(("127.0.0.1", 0))) as nobody, pytest.raises(RuntimeError):
+        outcome_of(lambda: open_store("127.0.0.1", nobody.getsockname()[1], SOON_S))
