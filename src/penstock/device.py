@@ -121,6 +121,12 @@ class Device(ABC):
     def make_current(self, device: torch.device) -> None:
         """Make it the device that this process uses where none is named."""
 
+    def identity(self, device: torch.device) -> str:
+        """Return what tells this device from all others in the world, where two processes must not share
+        one."""
+        del device
+        return ""
+
     @abstractmethod
     def name(self, device: torch.device) -> str:
         """Return what the device is called by its maker."""
@@ -288,6 +294,9 @@ class Cuda(Gpu):
 
     def make_current(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
+
+    def identity(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)

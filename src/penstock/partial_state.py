@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -53,19 +53,22 @@ class ShareMark(Tensor):
         return torch.tensor(list(share.encode()), dtype=torch.uint8).as_subclass(ShareMark)
 
     def data_ptr(self) -> int:
-        self._refuse("a safetensors file")
+        for name in torch_callers():
+            if name.startswith(("safetensors.", "torch.distributed.checkpoint.")):
+                self._refuse(f"a file of {name}")
+        return super().data_ptr()
 
     def __create_write_items__(self, fqn: str, written: object) -> list[object]:
         """Refuse to be planned, in the protocol of `torch.distributed.checkpoint`."""
         del fqn, written
-        self._refuse("a checkpoint of torch.distributed.checkpoint")
+        self._refuse("a file of torch.distributed.checkpoint")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShareMark:
         del memo
         return self.clone().as_subclass(ShareMark)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        writer = _writer()
+        writer = list(torch_callers())[-1].partition(".")[0]
         if writer in SOLE_WRITERS:
             self._refuse(f"a file of {writer}")
         if not ShareMark.warned and dist.is_initialized() and dist.get_rank() == 0:
@@ -84,13 +87,15 @@ class ShareMark(Tensor):
         )
 
 
-def _writer() -> str:
-    """Return the package that calls torch, here to pickle a tensor."""
+def torch_callers() -> Iterator[str]:
+    """Yield the modules that have called the caller, through torch, up to the first that is not torch's."""
     frame: FrameType | None = sys._getframe(1)
-    package = ""
-    while frame is not None and package in ("", "penstock", "torch", "pickle"):
-        package, frame = frame.f_globals.get("__name__", "?").partition(".")[0], frame.f_back
-    return package
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "?")
+        yield name
+        if name.partition(".")[0] not in ("penstock", "torch", "pickle"):
+            return
+        frame = frame.f_back
 
 
 def share_of(mark: Tensor) -> str:
@@ -168,6 +173,6 @@ def check_share(found: str, here: str) -> None:
     """Raise ShareError unless a state of the share `found` is loaded into the share `here`."""
     if found != here:
         raise ShareError(
-            f"this state has the share of another rank or layout, {found or 'of no name'}, and this rank "
+            f"this state has the share of another rank or layout, {found}, and this rank "
             f"holds {here or 'the whole model'}. {REMEDY}"
         )

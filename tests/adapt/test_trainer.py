@@ -66,6 +66,8 @@ def train_on_ranks(rank: int, world: int, folder: str, resume: str | None) -> li
     with as_torchrun_starts_it(rank, world):
         with pytest.raises(ValueError, match="average_tokens_across_devices"):
             trained(ScheduledTrainer, model, folder, world, average_tokens_across_devices=False)
+        with pytest.raises(ValueError, match="Adafactor"):
+            trained(ScheduledTrainer, model, folder, world, optim="adafactor")
         return trained(ScheduledTrainer, model, folder, world, resume)
 
 

@@ -76,6 +76,19 @@ def test_work_ends_soon_after_the_budget(effort: Effort) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("looks", [0, 40])
+def test_a_search_that_others_wait_for_ends_by_the_clock(looks: int) -> None:
+    """With the best plan by then, never worse than those with which it begins."""
+    each, seen = problem((True, True)), count()
+    found = find_plan(each, ends=lambda: next(seen) >= looks)
+    searched = found.searched
+    assert searched.late and searched.stopped is not None and not searched.complete
+    assert searched.placements < searched.allowed and "took too long" in searched.words
+    assert found.best.predicted_s <= min(evaluate(each, choice).predicted_s for choice in first_choices(each))
+    assert next(seen) < looks + 60, "it goes on"
+
+
+@pytest.mark.slow
 def test_what_was_left_out_is_said() -> None:
     found = find_plan(tiny(), budget=1e-4)
     searched = found.searched

@@ -79,7 +79,10 @@ def allowed(case: Case) -> int:
     """Waits for counts, once for every MoE layer and microbatch, unless slots are fixed; and a few more."""
     microbatches = case.schedule.microbatches if "microbatches" in SCHEDULES[case.schedule.name].reads else 1
     counts = 0 if case.fixed_slots else case.model.num_layers * microbatches
-    return counts + MORE
+    joined = (
+        counts if case.moe.dispatch == "node_once" else 0
+    )  # how many rows there are depends on the routing
+    return counts + joined + MORE
 
 
 def _fits(known: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs
-from penstock.adapt.export import check_names, whole_state
+from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime.checks.misuse import refuse_data_parallel
@@ -50,6 +50,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
         "forward": _forward(plain),
         "generate": _generate(plain),
         "save_pretrained": _save_pretrained(plain),
+        "num_parameters": _num_parameters(plain),
         "__reduce_ex__": _reduced,
         "gradient_checkpointing_enable": _recompute,
         "gradient_checkpointing_disable": _keep,
@@ -250,6 +251,22 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
             raise RuntimeError(f"rank 0 could not save the model in {save_directory}: see its error")
 
     return save_pretrained
+
+
+def _num_parameters(plain: Any) -> Callable[..., int]:
+    """Return the method that counts the parameters of the whole model, every expert once."""
+
+    @wraps(plain.num_parameters)
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        engine = engine_of(self)
+        spread = expert_axes(self, engine).keys()
+        counted = ((n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable)
+        held = sum(parameter.numel() for name, parameter in counted if name in spread)
+        elsewhere = held * (engine.layout.ep_size - 1)
+        total: int = plain.num_parameters(self, only_trainable, exclude_embeddings) + elsewhere
+        return total
+
+    return num_parameters
 
 
 def saved_together(adapted: Any) -> Any:

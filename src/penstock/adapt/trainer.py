@@ -18,6 +18,7 @@ from penstock.adapt.checkpoint import load_optimizer, save_optimizer
 from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft
 from penstock.runtime import clip_grad_norm_
+from penstock.runtime.checks.optimizers import check_optimizer
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
@@ -85,6 +86,12 @@ class ScheduledTrainer(Trainer):
             "torch_compile = True: a step runs the model in parts, which a compiler around the whole would "
             "never see, so nothing would be compiled; leave it False",
         )
+
+    def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
+        """Create the optimiser. Raises ValueError for one that needs more of a tensor than a rank has."""
+        found = super().create_optimizer(*arguments, **named)
+        check_optimizer(_plain(found))
+        return found
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return accelerate's context, which otherwise is in the wrapper of a model that it prepares."""

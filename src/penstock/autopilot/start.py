@@ -6,7 +6,8 @@ loads a machine less than a search on every core.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,10 @@ from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resume import Say
 from penstock.words import within
+
+SEARCH_S = 120.0
+"""Seconds for a search in a run with the usual budget, several times what it takes on a machine that is not
+busy; a larger budget has as many times more."""
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
@@ -227,19 +232,34 @@ def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile
 
 
 def find(
-    problem: Problem, file: ClusterFile, budget: float, say: Say, beat: Beat, remedy: str = IN_A_RUN
+    problem: Problem,
+    file: ClusterFile,
+    budget: float,
+    say: Say,
+    beat: Beat,
+    remedy: str = IN_A_RUN,
+    *,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[FoundPlan, tuple[str, ...]]:
     """Return the best plan and the five lines that explain it.
 
     One more line follows if the budget ended the search early, and one if the measurements contradict each
     other. Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still
     taken, since the run will show whether it fits. beat: called after every simulation. remedy: of
-    measurements that contradict each other.
+    measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
+    plan by then.
     """
+    until_s = clock() + SEARCH_S * max(1.0, budget)
     memory = MemoryBudget.of(file.memory_bytes)
 
     def searched() -> FoundPlan:
-        return find_plan(problem, memory=memory, budget=budget, progress=lambda _: beat())
+        return find_plan(
+            problem,
+            memory=memory,
+            budget=budget,
+            progress=lambda _: beat(),
+            ends=lambda: clock() > until_s,
+        )
 
     try:
         found = searched()

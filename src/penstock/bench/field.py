@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from penstock.autopilot.deciding import Beat, decided_slowly
 from penstock.autopilot.profiling import profile_run, profile_schedules
 from penstock.autopilot.profiling.sample import ignore
 from penstock.autopilot.run_problem import run_problem
@@ -171,7 +172,7 @@ def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
     """Return the schedules, and the plan that the joint search chooses, all predicted from one profile."""
     problem = _profiled(stacks, say)
     say(SEARCHING)
-    found = chosen(problem, stacks.machinery.control)
+    found = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
     tried = predicted(stacks, problem)
     best = {
         name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
@@ -188,12 +189,16 @@ def _profiled(stacks: Stacks, say: Callable[[str], None]) -> Problem:
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
-def chosen(problem: Problem, control: Control) -> FoundPlan:
-    """Return the result of the joint search, equal on all ranks, which must call this together."""
-    mine = find_plan(problem) if control.rank == 0 else None  # a core each: two searches take longer
-    found = control.gather(mine, "waiting for rank 0 to choose a plan")[0]
-    assert found is not None, "rank 0 has searched"
-    return found
+def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
+    """Return the result of the joint search on rank 0, on all ranks, which must call this together.
+
+    timeout_s: how long ranks wait for each other; a search may take longer.
+    """
+
+    def search(beat: Beat) -> FoundPlan:
+        return find_plan(problem, progress=lambda _: beat())
+
+    return decided_slowly(control, search, "choosing a plan", timeout_s)
 
 
 def _doubts(problem: Problem) -> tuple[str, ...]:
@@ -250,7 +255,7 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     stacks = Stacks(config, layout)
     problem = _profiled(stacks, say)
     say(SEARCHING)
-    found = chosen(problem, stacks.machinery.control)
+    found = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
     plans = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE} | {PLANNED: found.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
     notes = (*explain(problem, found).lines, *_doubts(problem))

@@ -126,7 +126,7 @@ class VirtualField:
         The search assumes even routing, except for memory.
         """
         problem = self._problem(self._open)
-        found = chosen(problem, self.control)
+        found = chosen(problem, self.control, self._bench.parallel.timeout_s)
         self.notes += explain(problem, found).lines
         self._memory_bytes[AUTO] = found.best.memory_bytes
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))

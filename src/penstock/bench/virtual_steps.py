@@ -83,17 +83,17 @@ def _watch(stack: VirtualStack, plans: list[StepPlan]) -> list[Watched]:
     """Run some steps of all plans in turns, after one that opens connections."""
     control, budget = stack.machinery.control, Budget(stack.machinery.control, BUDGET_S)
     noted: list[list[tuple[float, list[list[float]]]]] = [[] for _ in plans]
-    rounds = 0
-    while rounds <= LEAST_ROUNDS or (rounds <= MOST_ROUNDS and budget.agree() > 0):
+    for number in range(1 + MOST_ROUNDS):
+        if number > 1 and budget.agree() <= 0 and (number > LEAST_ROUNDS or budget.late):
+            break
         for plan, steps in zip(plans, noted, strict=True):
             stack.use(plan, stack.placement)
             stack.prepare(0)
             control.barrier(PURPOSE)
             seconds = timed(stack.step, 0)
             spans = {record.task: [record.start_s, record.end_s] for record in stack.records()}
-            if rounds:
+            if number:
                 steps.append((seconds, [spans[task] for task in plan.graph.tasks]))
-        rounds += 1
     everyone = control.gather(noted, "exchanging the times of steps")
     return [_watched(plan, [rank[n] for rank in everyone]) for n, plan in enumerate(plans)]
 

@@ -15,6 +15,7 @@ import torch
 from penstock.autopilot.compatibility import check_compatible
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.profiling.sample import Limits
 from penstock.autopilot.profiling.tasks import cuts, sample_of
 from penstock.autopilot.run_problem import candidates
 from penstock.cli.codes import FAILED
@@ -142,7 +143,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
             budget_s=wanted.budget_s,
             say=say,
             name=wanted.out.stem,
-            asked=lambda: requests.asked,
+            limits=Limits(asked=lambda: requests.asked),
         )
     machinery.lanes.close()
     return file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -217,7 +218,8 @@ def end_of_rank(info: ProcessInfo, code: int) -> int:
     After a failure, destroying the process group in order could wait for peers that are gone.
     """
     if info.world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody is there to read it
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code

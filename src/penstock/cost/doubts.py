@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from penstock.words import counted
 
 STOPPED = "measuring was stopped early, so all of these figures are rough"
+OVERRAN = "measuring took too long and was ended: what it has not reached is estimated by rates"
+"""A machine was so busy that not even the least was measured in the time that it may take."""
+
 IN_A_RUN = "Measure longer (plan.profile_s) or while it is idle; cluster.json lists them (doubts)"
 
 
@@ -34,10 +37,13 @@ def summary(doubts: Sequence[str], *, intervals: bool, remedy: str = IN_A_RUN) -
 
     intervals: whether predictions have intervals. remedy: advice for where the plan is shown.
     """
-    if not doubts:
-        return ()
+    ended = (f"Caution  {OVERRAN}. {remedy}",) if OVERRAN in doubts else ()
+    scattered = [doubt for doubt in doubts if doubt != OVERRAN]
+    if not scattered:
+        return ended
     rough = "so the prediction is rough" if intervals else "so the prediction is rough and has no interval"
     return (
-        f"Caution  {counted(len(doubts), 'measurement')} scattered or contradicted real steps, {rough}: "
+        *ended,
+        f"Caution  {counted(len(scattered), 'measurement')} scattered or contradicted real steps, {rough}: "
         f"another program may have used the machine. {remedy}",
     )

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config import ConfigError
-from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
 
@@ -112,8 +112,7 @@ class VocabularyShard(nn.Embedding):
         self.first, self.vocabulary = shard.rank * self.num_embeddings, config.vocab_size
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        if not device_of(input).is_gpu and ((input < 0) | (input >= self.vocabulary)).any():
-            raise IndexError(f"a token is out of bounds: the vocabulary is 0 to {self.vocabulary - 1}")
+        check_vocabulary("token", input, self.vocabulary)
         places_BL = input - self.first
         here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)
         rows_BLM = super().forward(places_BL.where(here_BL, places_BL.new_zeros(())))

@@ -1,8 +1,12 @@
-"""The extent of a search, counted in work, not in time: a busy machine finds what an idle one does."""
+"""The extent of a search, counted in work, not in time: a busy machine finds what an idle one does.
+
+A run that waits for its plan sets a limit on the time, too, which only a very busy machine reaches.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -35,7 +39,8 @@ class Searched:
 
     left_out: neither simulated nor ruled out by a lower bound. placements, allowed: tasks placed on simulated
     timelines, and the number that the budget allowed. stopped: the stage in which the budget was used up;
-    None = it was not. skipped: published planners whose plans were not compared.
+    None = it was not. late: whether the time limit of the search ended it, and not the budget. skipped:
+    published planners whose plans were not compared.
     """
 
     simulated: Count
@@ -45,6 +50,7 @@ class Searched:
     allowed: Count
     budget: Annotated[float, Within(0, MOST_BUDGET, "no search had a larger one")]
     stopped: str | None = None
+    late: bool = False
     skipped: Annotated[tuple[str, ...], Items(64, "there are no more published planners")] = ()
 
     def __post_init__(self) -> None:
@@ -65,6 +71,11 @@ class Searched:
         if self.skipped:
             left_out += [f"the choices of these planners: {', '.join(self.skipped)}"]
         examined = f"Not examined: {' and '.join(left_out)}. " if left_out else ""
+        if self.late:
+            return (
+                f"{looked}. {examined}The search took too long and was ended in stage '{self.stopped}': this "
+                "machine is busy, or the step is large"
+            )
         return (
             f"{looked}. {examined}The budget of {self.budget:g} ({self.allowed:,} simulated tasks) was used "
             f"up in stage '{self.stopped}'; a larger one may find a better plan (--budget; in a run "
@@ -82,15 +93,22 @@ class OutOfBudgetError(Exception):
 
 
 class Meter:
-    """Counter of placed tasks against an allowance."""
+    """Counter of placed tasks against an allowance. ends: tells whether the time is over, too."""
 
-    def __init__(self, effort: Effort, budget: float) -> None:
+    def __init__(self, effort: Effort, budget: float, ends: Callable[[], bool] = lambda: False) -> None:
         check_budget("budget", budget)
         self.allowed, self.spent = int(budget * PLACEMENTS[effort]), 0
+        self._ends, self._late = ends, False
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over; it stays over."""
+        self._late = self._late or self._ends()
+        return self._late
 
     @property
     def used_up(self) -> bool:
-        return self.spent >= self.allowed
+        return self.spent >= self.allowed or self.late
 
     def check(self) -> None:
         """Raise OutOfBudgetError if nothing is left of the allowance."""

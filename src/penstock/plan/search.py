@@ -12,6 +12,7 @@
 A long model of layers that repeat is represented by a short one in steps 2 and 5; the best cuts found there
 are simulated in full. All of this is one fixed sequence, and a budget of simulated tasks decides where it
 ends: the same problem has the same plan on every machine, and a larger budget never gives a worse plan.
+Only a caller with others waiting for the plan ends it by the clock as well.
 """
 
 from __future__ import annotations
@@ -82,15 +83,17 @@ def find_plan(
     progress: Callable[[Progress], None] | None = None,
     budget: float = 1.0,
     effort: Effort = "usual",
+    ends: Callable[[], bool] = lambda: False,
 ) -> FoundPlan:
     """Find the fastest plan that fits `memory`. Raises ConfigError if none does, or if costs are not finite.
 
     budget: how many times as much as usual is examined, in simulated tasks; below 1 even published planners
-    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each.
+    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each. ends: tells
+    whether the time is over; the best plan found by then is returned.
     """
     check_prices(problem)
     with _without_collector():
-        return _Search(problem, memory, progress or (lambda _: None), budget, effort).run()
+        return _Search(problem, memory, progress or (lambda _: None), budget, effort, ends).run()
 
 
 @contextmanager
@@ -141,12 +144,13 @@ class _Search:
         progress: Callable[[Progress], None],
         budget: float,
         effort: Effort,
+        ends: Callable[[], bool],
     ) -> None:
         self._room = Room(problem, memory)
         problem = self._room.needed
         self._problem, self._memory, self._progress = problem, memory, progress
         self._budget, self._effort = budget, effort
-        self._meter = Meter(effort, budget)
+        self._meter = Meter(effort, budget, ends)
         self._full = _Screen(problem, self._meter)
         short = sketch(problem)
         self._screen = self._full if short is problem else _Screen(short, self._meter)
@@ -160,7 +164,7 @@ class _Search:
         everything = self._everything()
         least = map(self._room.with_least_again, first_choices(self._problem))
         firsts = [choice for choice in least if choice is not None] or everything[:1]
-        stopped = None
+        stopped, late = None, False
         for stage in (
             lambda: self._begin(firsts),
             lambda: self._descend(self._best_of(firsts)),
@@ -171,10 +175,11 @@ class _Search:
             try:
                 stage()
             except OutOfBudgetError:  # later stages still run the choices that must not be left out
-                stopped = stopped or self._stage
+                if stopped is None:
+                    stopped, late = self._stage, self._meter.late
         if not self._full.seconds:
             raise self._too_big()
-        return self._found(everything, stopped)
+        return self._found(everything, stopped, late=late)
 
     def _everything(self) -> list[Decision]:
         """Return all possible choices. With low effort only choices on the way are examined."""
@@ -194,7 +199,7 @@ class _Search:
         self._stage, choices = "published planners", []
         always = self._budget >= 1
         for number, (name, planner) in enumerate(self._planners.items()):
-            if self._meter.used_up and not always:
+            if self._meter.late or (self._meter.used_up and not always):
                 raise OutOfBudgetError
             made = planner(self._problem)
             self._meter.note_planner()
@@ -272,7 +277,7 @@ class _Search:
         """Return the choice with the gradients in the gaps chosen by FSMoE's planner for this model."""
         return replace(choice, partition=self._partition) if choice.reads("partition") else choice
 
-    def _found(self, everything: list[Decision], stopped: str | None) -> FoundPlan:
+    def _found(self, everything: list[Decision], stopped: str | None, *, late: bool) -> FoundPlan:
         full = self._full
         self._progress(
             Progress(stage="lower bounds of the remaining plans", done=0, total=1, best_s=full.best_s)
@@ -294,6 +299,7 @@ class _Search:
                 allowed=self._meter.allowed,
                 budget=self._budget,
                 stopped=stopped,
+                late=late,
                 skipped=tuple(self._unplanned),
             ),
         )

@@ -51,9 +51,9 @@ from penstock.runtime.checks.misuse import (
     refuse_stale,
     watch_model,
 )
+from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
 from penstock.runtime.executor import Execution
-from penstock.runtime.expert_parallel.optimizer_state import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
@@ -112,11 +112,11 @@ class PipelinedStack(nn.Module):
         self.updates: Updates | None = None
         self.register_state_dict_pre_hook(refuse_stale)
         watch_model(model, self)
+        watch_optimizers()
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
         mark_states_of_shards(model)
-        watch_optimizers()
         self._shape = self._checked_shape()
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
@@ -286,8 +286,9 @@ class PipelinedStack(nn.Module):
 
     def mark_experts(self) -> None:
         """Mark experts and parts of parameters with the ranks that hold them, for `clip_grad_norm_`."""
-        for layer in range(len(self.parts.parts)):
-            mark_experts(self.parts.expert_parameters(layer), self._expert_ranks)
+        for layer, moe in enumerate(self.moe_layers):
+            stacked = moe is not None and moe.experts.stacked
+            mark_experts(self.parts.expert_parameters(layer), self._expert_ranks, stacked=stacked)
         mark_shards(self.model)
         mark_parts(self.model.parameters(), self._expert_ranks)
 

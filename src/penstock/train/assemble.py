@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from penstock.config import ConfigError
 from penstock.cost import StepCost, Workload
 from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
@@ -39,9 +40,10 @@ def build_machinery(
 ) -> Machinery:
     """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
-    Raises CommunicationError if another rank does not.
+    Raises CommunicationError if another rank does not, ConfigError if two ranks have one GPU.
     """
     control = Control(layout.rank, layout.world_size)
+    check_devices(device, control)
     with control.naming("connecting the ranks of every group"):
         transports = build_transports(layout, device, parallel)
     rounds = _meant(precision, device) == "bfloat16"
@@ -53,6 +55,20 @@ def build_machinery(
         device=device,
         autocast_dtype=torch.bfloat16 if rounds else None,
     )
+
+
+def check_devices(device: torch.device, control: Control) -> None:
+    """Raise ConfigError, on all ranks, if two of them compute on one GPU, which NCCL refuses without a
+    reason."""
+    ranks: dict[str, int] = {}
+    for rank, identity in enumerate(control.gather(device_of(device).identity(device), "comparing GPUs")):
+        if identity and ranks.setdefault(identity, rank) != rank:
+            raise ConfigError(
+                "parallel.processes",
+                control.world_size,
+                f"ranks {ranks[identity]} and {rank} would share a GPU, and NCCL takes one process for each",
+                "Start one for each GPU, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+            )
 
 
 def build_stack(

@@ -319,8 +319,8 @@ def test_what_all_ranks_change_is_taken_up(ranks: Pools) -> None:
 def test_a_rank_that_waits_for_no_counts_looks_for_a_change_of_its_own_alone() -> None:
     """Others read the sum in their next forward."""
     layout = Layout(world_size=2, ep_size=2, rank=1)
-    guard = ExpertGuard(ExpertRanks(layout, LocalTransport(), CPU), Control(1, 1))
     experts, x = GeluExperts(HIDDEN, 5, 4), torch.zeros(3, HIDDEN)
+    guard = ExpertGuard(experts, ExpertRanks(layout, LocalTransport(), CPU), Control(1, 1))
 
     def with_theirs(theirs: Tensor | None) -> Tensor:
         mine = guard.marks(experts, {}, seldom=True)

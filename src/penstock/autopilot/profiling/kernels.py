@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.autopilot.profiling.sample import Action, Asked, Budget, measure_sizes, never
+from penstock.autopilot.profiling.sample import Action, Budget, Limits, measure_sizes
 from penstock.cost import ClusterConfig
 from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel
 from penstock.cost.fit import fit_line
@@ -40,16 +40,24 @@ class Kernel:
 
 
 def measure_kernels(
-    config: RunConfig, machinery: Machinery, budget_s: float, asked: Asked = never
+    config: RunConfig,
+    machinery: Machinery,
+    budget_s: float,
+    limits: Limits | None = None,
 ) -> tuple[KernelModel, ...]:
-    """Measure kernels, with the same result on all ranks, which call it together. asked: as of `Budget`."""
-    budget = Budget(machinery.control, budget_s, asked)
+    """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
+
+    limits: as of `Budget`.
+    """
+    budget = Budget(machinery.control, budget_s, limits)
     kernels = list(_kernels(config, machinery))
     found = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
         points = measure_sizes(
             kernel.make, kernel.sizes, budget, budget.left_s / left, device=machinery.device, least=3
         )
+        if not points:
+            break
         worked = [(kernel.work(size), seconds) for size, seconds in points]
         line = fit_line(worked)
         fit = Fit(r2=line.r2, residual=line.residual, points=tuple(worked))
@@ -63,8 +71,12 @@ def measure_kernels(
 
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
     """Return the rates of matrix products and of copies as measured, the others as assumed."""
-    beta = {kernel.name: kernel.beta_s_per_unit for kernel in kernels}
-    return replace(assumed, flops_per_s=1 / beta[PRODUCT], memory_bytes_per_s=1 / beta["copy"])
+    rates = {kernel.name: 1 / kernel.beta_s_per_unit for kernel in kernels}
+    return replace(
+        assumed,
+        flops_per_s=rates.get(PRODUCT, assumed.flops_per_s),
+        memory_bytes_per_s=rates.get("copy", assumed.memory_bytes_per_s),
+    )
 
 
 def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.autopilot.profiling.pair import make_pair
-from penstock.autopilot.profiling.sample import Action, Asked, Budget, ignore, measure_sizes, never
+from penstock.autopilot.profiling.sample import Action, Budget, Limits, ignore, measure_sizes
 from penstock.cost.cluster_file import PAIR, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -70,26 +70,29 @@ def measure_links(
     *,
     used_only: bool = False,
     say: Callable[[str], None] = ignore,
-    asked: Asked = never,
+    limits: Limits | None = None,
 ) -> tuple[LinkModel, ...]:
     """Return lines of all collectives; the same on all ranks, which must call it together. () for one rank.
 
     dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
-    rests on. say: told what is measured now; asked: as of `Budget`.
+    rests on. say: told what is measured now; limits: as of `Budget`.
 
     The time goes first to what plans rest on; the remainder pays for at least two sizes of everything else.
+    Collectives that are left when the budget is `late` are not measured.
     Groups with the same members are measured once.
     """
     if machinery.layout.world_size == 1:
         return ()
     probes = sorted(_probes(machinery, dispatches), key=lambda probe: not probe.used)
     probes = [probe for probe in probes if probe.used or not used_only]
-    budget = Budget(machinery.control, budget_s, asked)
+    budget = Budget(machinery.control, budget_s, limits)
     waiting = {each.wire: USED_WEIGHT if each.used else WEIGHT for each in reversed(probes)}
     known: dict[tuple[object, ...], LinkModel] = {}
     found = []
     for probe in probes:
         if probe.wire not in known:
+            if budget.late:
+                continue
             weight = waiting.pop(probe.wire)
             share_s = budget.left_s * weight / (weight + sum(waiting.values()))
             done = len(known) + 1

@@ -8,13 +8,13 @@ from dataclasses import replace
 from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.machine import memory_bytes
-from penstock.autopilot.profiling.sample import Asked, ignore, never
+from penstock.autopilot.profiling.sample import Limits, ignore
 from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.clusters import UNNAMED
-from penstock.cost.doubts import STOPPED
+from penstock.cost.doubts import OVERRAN, STOPPED
 from penstock.decision import ScheduleConfig
 from penstock.dispatch import DISPATCHES
 from penstock.runtime import Machinery
@@ -39,22 +39,24 @@ def profile_run(
     budget_s: float = BUDGET_S,
     say: Callable[[str], None] = ignore,
     name: str = UNNAMED,
-    asked: Asked = never,
+    limits: Limits | None = None,
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; return the same file on every rank.
 
     All ranks must call this together, and nothing else may use the machinery meanwhile. say: told what is
-    being measured, case by case. asked: whether this rank is to end as soon as it has the least that a file
-    needs; the file then lists this among its doubts.
+    being measured, case by case. limits: whether this rank is asked to end as soon as it has the least that a
+    file needs, and the clock by which measuring ends even where this least takes too long; the file then
+    lists this among its doubts.
     """
+    limits = limits or Limits()
     layout = machinery.layout
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
     if layout.world_size > 1:
         say(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-    file = _with_links(config, machinery, links_s, used_only=False, say=say, asked=asked)
+    file = _with_links(config, machinery, links_s, used_only=False, say=say, limits=limits)
     say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
     kernels_s = KERNELS_SHARE * (budget_s - links_s)
-    kernels = measure_kernels(config, machinery, kernels_s, asked)
+    kernels = measure_kernels(config, machinery, kernels_s, limits)
     file = replace(
         file,
         name=name,
@@ -64,8 +66,8 @@ def profile_run(
         source=_source(config, layout),
     )
     left_s = budget_s - links_s - kernels_s
-    file = measure_tasks(config, machinery, left_s, file, say=say, asked=asked)
-    stopped = machinery.control.any(asked(), "agreeing whether measuring was stopped")
+    file = measure_tasks(config, machinery, left_s, file, say=say, limits=limits)
+    stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
     return replace(file, doubts=(STOPPED, *file.doubts)) if stopped else file
 
 
@@ -79,9 +81,9 @@ def profile_layout(
     """
     if first is None:
         return profile_run(config, machinery, budget_s=budget_s)
-    links_s = LINKS_SHARE * budget_s
-    links = measure_links(machinery, hierarchical_among(config, machinery.layout), links_s)
-    return measure_tasks(config, machinery, budget_s - links_s, replace(first, links=links))
+    links_s, limits = LINKS_SHARE * budget_s, Limits()
+    links = measure_links(machinery, hierarchical_among(config, machinery.layout), links_s, limits=limits)
+    return measure_tasks(config, machinery, budget_s - links_s, replace(first, links=links), limits=limits)
 
 
 def profile_schedules(
@@ -91,7 +93,9 @@ def profile_schedules(
 
     budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
     """
-    return measure_tasks(config, machinery, budget_s, profile_links(config, machinery), schedules)
+    limits = Limits()
+    links = _with_links(config, machinery, LINKS_S, used_only=True, limits=limits)
+    return measure_tasks(config, machinery, budget_s, links, schedules, limits=limits)
 
 
 def profile_links(config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = ()) -> ClusterFile:
@@ -111,18 +115,20 @@ def _with_links(
     used_only: bool,
     dispatches: Sequence[str] = (),
     say: Callable[[str], None] = ignore,
-    asked: Asked = never,
+    limits: Limits | None = None,
 ) -> ClusterFile:
     layout = machinery.layout
     legged = [name for name in dispatches if DISPATCHES[name].needs_table]
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
-    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, asked=asked)
+    limits = limits or Limits()
+    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, limits=limits)
     return ClusterFile(
         name=UNNAMED,
         nodes=layout.nodes,
         ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links, layout.nodes),
         links=links,
+        doubts=(OVERRAN,) if limits.overran else (),
     )
 
 

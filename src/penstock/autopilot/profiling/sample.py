@@ -24,6 +24,12 @@ SHORT_S = 0.02
 
 PURPOSE = "measuring the cluster"
 
+GRACE_S = 20.0
+"""The least that a file needs may exceed a budget by as much again, or by this many seconds."""
+
+Clock = Callable[[], float]
+"""Seconds of a clock that never goes back."""
+
 Action = Callable[[], None]
 """An action of all ranks together; it has ended when it returns, on a GPU when the device is idle."""
 
@@ -41,23 +47,53 @@ def never() -> bool:
     return False
 
 
-class Budget:
-    """Seconds that are left, as all ranks agree; none once a rank is asked to end."""
+@dataclass
+class Limits:
+    """What ends a measurement, besides its budget.
 
-    def __init__(self, control: Control, budget_s: float, asked: Asked = never) -> None:
-        self.control, self._end_s = control, time.perf_counter() + budget_s
-        self._asked = asked
+    asked: whether this rank is to measure no more than it must. clock: by which budgets are kept. overran:
+    noted by a budget that was so much exceeded that not even the least was measured.
+    """
+
+    asked: Asked = never
+    clock: Clock = time.perf_counter
+    overran: bool = False
+
+
+class Budget:
+    """Seconds that are left, as all ranks agree; none once a rank is asked to end.
+
+    Where nothing is left only the least is measured, and `late` ends that, too: a busy machine must not hold
+    a run for as long as it likes.
+    """
+
+    def __init__(self, control: Control, budget_s: float, limits: Limits | None = None) -> None:
+        self.control, self._limits = control, limits or Limits()
+        self.clock = self._limits.clock
+        self._end_s, self._grace_s = self.clock() + budget_s, max(budget_s, GRACE_S)
         self.left_s = self.agree()
+
+    @property
+    def late(self) -> bool:
+        """Whether measuring has to end with what there is, as far as ranks have agreed last."""
+        late = self.left_s < -self._grace_s
+        self._limits.overran |= late
+        return late
 
     def agree(self) -> float:
         """Exchange the remaining seconds, and return those of the rank that has least."""
         self.left_s = min(self.control.gather(self._mine_s, PURPOSE))
         return self.left_s
 
+    def agree_late(self) -> bool:
+        """Exchange the remaining seconds, and return whether measuring has to end."""
+        self.agree()
+        return self.late
+
     @property
     def _mine_s(self) -> float:
-        left_s = self._end_s - time.perf_counter()
-        return min(0.0, left_s) if self._asked() else left_s
+        left_s = self._end_s - self.clock()
+        return min(0.0, left_s) if self._limits.asked() else left_s
 
     def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
         """Return seconds per action, of the slowest rank, for every block; all ranks start together.
@@ -71,11 +107,11 @@ class Budget:
         mine = []
         for _ in range(blocks):
             settle(device)
-            start_s = time.perf_counter()
+            start_s = self.clock()
             for _ in range(IN_A_ROW):
                 action()
             settle(device)
-            mine.append((time.perf_counter() - start_s) / IN_A_ROW)
+            mine.append((self.clock() - start_s) / IN_A_ROW)
         everyone = self.control.gather((mine, self._mine_s), PURPOSE)
         self.left_s = min(left_s for _, left_s in everyone)
         return [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
@@ -138,13 +174,15 @@ def measure_sizes(
 ) -> list[tuple[int, float]]:
     """Return (size, typical seconds) of `make(size)` for as many of `sizes` as fit, but at least `least`.
 
-    sizes: in the order of how much they tell. share_s: seconds into which they must fit. longest_s: sizes
-    whose action would take longer are left out. Time that remains goes to the point with the widest
-    confidence interval until all are narrow.
+    There are fewer, or none, where the budget is `late`. sizes: in the order of how much they tell. share_s:
+    seconds into which they must fit. longest_s: sizes whose action would take longer are left out. Time that
+    remains goes to the point with the widest confidence interval until all are narrow.
     """
     until_s = budget.left_s - share_s
     points: list[Point] = []
     for size in sizes:
+        if budget.late:
+            break
         expected_s = _expected_s(points, size)
         fits = (UNTIMED + IN_A_ROW) * expected_s <= budget.left_s - until_s and expected_s <= longest_s
         if len(points) >= least and not fits:

@@ -109,19 +109,25 @@ class RealSteps:
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
         self._noted: list[list[tuple[RanStep, RanStep]]] = [[] for _ in plans]
 
-    def round(self, *, counts: bool = True) -> None:
-        """Run one step of every plan, and one without a network; all ranks together."""
+    def round(self, late: Callable[[], bool], *, counts: bool = True) -> None:
+        """Run one step of every plan, and one without a network; all ranks together.
+
+        late: whether time is up, as all ranks agree; no other plan follows then.
+        """
         for (plan, _), noted in zip(self._plans, self._noted, strict=True):
+            if late():
+                return
             quiet, real = self._run_quietly(plan), self._run(plan)
             if counts:
                 noted.append((RanStep.of(*quiet, plan), RanStep.of(*real, plan)))
 
     def gathered(self) -> list[Watched]:
-        """Return what was noted on all ranks."""
+        """Return what was noted on all ranks, of the plans that ran."""
         everyone = self._control.gather(self._noted, "exchanging the times of real steps")
         return [
             _watched(plan, choice, [rank[number] for rank in everyone])
             for number, (plan, choice) in enumerate(self._plans)
+            if self._noted[number]
         ]
 
 

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import torch
 
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.profiling.sample import PURPOSE, Asked, Budget, ignore, never
+from penstock.autopilot.profiling.sample import PURPOSE, Budget, Limits, ignore
 from penstock.autopilot.profiling.steps import RealSteps, with_steps, worth_running
 from penstock.autopilot.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
+from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
@@ -53,15 +54,17 @@ def measure_tasks(
     schedules: Sequence[ScheduleConfig] = (),
     *,
     say: Callable[[str], None] = ignore,
-    asked: Asked = never,
+    limits: Limits | None = None,
 ) -> ClusterFile:
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
     Tasks are lines over the work by the file's rates, of ranks of slowness 1. The result is the same on all
     ranks, which must call this together. schedules: how steps are cut; none = in several ways, so that the
-    lines hold for any. say: told what is measured now; asked: as of `Budget`.
+    lines hold for any. say: told what is measured now; limits: as of `Budget`. Where the budget is
+    `late` the file has what was measured by then, and says so among its doubts.
     """
-    budget = Budget(machinery.control, budget_s, asked)
+    limits = limits or Limits()
+    budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)
     stack = build_stack(sample, silent(machinery))
     try:
@@ -78,9 +81,10 @@ def measure_tasks(
         slowness=slowness,
         measured=here(machinery.device),
     )
-    if runs.real is not None:
-        steps = runs.real.gathered()
+    if runs.real is not None and (steps := runs.real.gathered()):
         found = with_steps(found, steps, lambda file: run_problem(sample, machinery.layout, file))
+    if limits.overran:
+        found = replace(found, doubts=(OVERRAN, *found.doubts))
     return machinery.control.gather(found, "comparing measured tasks")[0]
 
 
@@ -174,7 +178,8 @@ class _Runs:
         """Return, for every plan, seconds of its compute tasks without a network, [rank, round, task].
 
         Real steps run in the same rounds, so that a machine that gets slower does not mislead. Few rounds are
-        enough where the budget is used up, or measuring is stopped.
+        enough where the budget is used up, or measuring is stopped; plans that have not run at all when it is
+        `late` are forgotten.
         """
         mine: list[list[list[float]]] = [[] for _ in self.plans]
         for number in range(rounds):
@@ -182,12 +187,19 @@ class _Runs:
                 break
             say(f"steps of two layers, round {number + 1} of {rounds}")
             for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
+                if mine[0] and budget.agree_late():
+                    break
                 _, records = self.step(plan, self.stack)
                 durations = {record.task: record.duration_s for record in records}
                 found.append([durations[task] for task in tasks])
             if self.real is not None:
-                self.real.round()
-        everyone = self.control.gather([np.array(found) for found in mine], "exchanging measured durations")
+                self.real.round(budget.agree_late)
+            if budget.late:
+                break
+        ran = [place for place, found in enumerate(mine) if found]
+        self.tasks, self.plans = [self.tasks[n] for n in ran], [self.plans[n] for n in ran]
+        noted = [np.array(mine[place]) for place in ran]
+        everyone = self.control.gather(noted, "exchanging measured durations")
         return [np.stack(found) for found in zip(*everyone, strict=True)]
 
     def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
@@ -205,12 +217,14 @@ class _Runs:
 def _rounds(runs: _Runs, budget: Budget) -> int:
     """Return how many rounds fit, from the first steps, which allocate and are not measured otherwise."""
     runs.step(runs.plans[0], runs.stack)
-    start_s = time.perf_counter()
+    start_s = budget.clock()
     for plan in runs.plans:
+        if budget.agree_late():
+            return LEAST_ROUNDS
         runs.step(plan, runs.stack)
     if runs.real is not None:
-        runs.real.round(counts=False)
-    round_s = max(runs.control.gather(time.perf_counter() - start_s, PURPOSE))
+        runs.real.round(budget.agree_late, counts=False)
+    round_s = max(runs.control.gather(budget.clock() - start_s, PURPOSE))
     return max(LEAST_ROUNDS, min(MOST_ROUNDS, int(budget.agree() / round_s)))
 
 

@@ -83,6 +83,26 @@ def check_tensors(
         raise ValueError(f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}")
 
 
+def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int | None = None) -> None:
+    """Raise IndexError unless all numbers are of the vocabulary, or `besides`.
+
+    what: the numbers, in words. On a GPU the host would have to wait, so the device itself compares them. It
+    prints the message to standard error and stops, as in an embedding of PyTorch. The host learns of it when
+    it waits for the device next (`CUDA error: device-side assert triggered`). By then nothing on the device
+    has gone on, so no update uses the step.
+    """
+    known = (numbers >= 0) & (numbers < vocabulary)
+    if besides is not None:
+        known |= numbers == besides
+    where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
+    if device_of(numbers).is_gpu:
+        # The device keeps messages of less than 255 characters.
+        torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
+    elif not known.all():
+        found = int(numbers[~known][0])
+        raise IndexError(f"{what} {found} is out of bounds: the vocabulary is {where}")
+
+
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
     """Raise ValueError, the same on all ranks, if ranks that share attention have batches of other sizes.
 

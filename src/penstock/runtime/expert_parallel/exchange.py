@@ -20,8 +20,8 @@ from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.partial_state import refuse_pickle
+from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.expert_parallel.guard import ExpertGuard
-from penstock.runtime.expert_parallel.optimizer_state import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
@@ -70,8 +70,8 @@ class ExpertParallel:
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
         )
         self._ranks = ExpertRanks(self.layout, self._transport, self._device)
-        self._control = Control(self.layout.rank, self.layout.world_size)
         watch_optimizers()
+        self._control = Control(self.layout.rank, self.layout.world_size)
         self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
 
     @property
@@ -174,7 +174,7 @@ class ExpertParallel:
 
     def _guard_of(self, experts: nn.Module) -> ExpertGuard:
         if experts not in self._guards:
-            self._guards[experts] = ExpertGuard(self._ranks, self._control)
+            self._guards[experts] = ExpertGuard(experts, self._ranks, self._control)
         return self._guards[experts]
 
     def _require_equal_slots(self, slots: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.mesh import Group
+from penstock.moe.experts.base import Experts
 from penstock.runtime.checks.values import MODULUS, Replicated, compare, fingerprint, is_due, weight_among
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
@@ -79,12 +80,14 @@ class ExpertGuard:
     unread: the sum of all ranks' `marks` of the last forward, until it is judged.
     """
 
-    def __init__(self, ranks: ExpertRanks, control: Control) -> None:
+    def __init__(self, experts: nn.Module, ranks: ExpertRanks, control: Control) -> None:
         self._ranks, self._control = ranks, control
         self.unread: HostCounts | None = None
         self._replicated: list[Replicated] = []
         self._steps = 0
         self._names: set[str] = set()
+        plain = isinstance(experts, Experts) and not any(map(is_dtensor, experts.parameters()))
+        self._stacked = not plain or bool(experts.stacked)
         self._cleared: weakref.ref[DistributedDataParallel] | None = None
         self._known: dict[object, _Layer] = {}
         self._now = self._agreed = _Layer((), torch.zeros(1, dtype=torch.float64))
@@ -92,7 +95,7 @@ class ExpertGuard:
     def adopt(self, experts: nn.Module) -> None:
         """Take these parameters, of these names, as this rank's experts."""
         self._names = {name for name, _ in experts.named_parameters()}
-        mark_experts((p for p in experts.parameters() if not is_dtensor(p)), self._ranks)
+        self._mark(p for p in experts.parameters() if not is_dtensor(p))
 
     def marks(self, experts: nn.Module, parameters: Mapping[str, Tensor], *, seldom: bool) -> Tensor:
         """Return what this rank adds to a sum: a one, the layer as it was checked last, values, float64 [3].
@@ -124,7 +127,7 @@ class ExpertGuard:
         self.judge()
         self._refuse_owner(experts)
         _refuse_place(experts, x, self._ranks)
-        mark_experts(experts.parameters(), self._ranks)  # a copy and what replaced a parameter have no mark
+        self._mark(experts.parameters())  # a copy of a parameter, and what replaced one, have no mark
         self._now = self._look(experts, x, parts)
         if first:
             _require_equal(self._now.words, self._ranks)
@@ -164,6 +167,9 @@ class ExpertGuard:
         if self.unread.numbers.tolist()[1]:
             raise ValueError(_changed(self._now.words, self._agreed.words, self._ranks.layout.rank))
         self._agreed = self._now
+
+    def _mark(self, parameters: Iterable[Tensor]) -> None:
+        mark_experts(parameters, self._ranks, stacked=self._stacked)
 
     def _refuse_owner(self, experts: nn.Module) -> None:
         if getattr(experts, "_is_replica", False):

@@ -1,4 +1,4 @@
-"""The state of optimisers whose parameters are a rank's share: marked as state dicts of the model are.
+"""Optimisers whose parameters are a rank's share: their state is marked as state dicts of the model are.
 
 Moments of one rank's experts have the shapes of every other rank's. An optimiser belongs to the training loop
 and is seen when it steps, so it is checked there: before its first update, and from then on whenever a state
@@ -13,29 +13,25 @@ from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock.partial_state import KEY, ShareMark, check_share, share_of
+from penstock.partial_state import KEY, ShareError, ShareMark, check_share, share_of, torch_callers
 from penstock.runtime.expert_parallel.ranks import MARK, ExpertRanks
 from penstock.sharding import sharding_of
 
+MIXING = tuple(f"torch.distributed.optim.{name}_optimizer" for name in ("zero_redundancy", "post_localSGD"))
+"""Modules of optimisers that give every rank the parameters of other ranks, or their mean."""
+
 _known: WeakSet[Optimizer] = WeakSet()
-_watching: list[Any] = []
-
-
-def watch_optimizers() -> None:
-    """Mark the states of all optimisers of this process that have parameters of a share, and check them.
-
-    Costs a look into a set in every step of an optimiser.
-    """
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def watch_optimizer(optimizer: Optimizer) -> None:
-    """Mark and check the states of one optimiser. Raises ShareError if it has loaded another share's."""
+    """Mark and check the states of one optimiser.
+
+    Raises ShareError if it has loaded another share's, or would mix the parameters of shares.
+    """
     if optimizer in _known:
         return
+    _refuse_mixing(optimizer)
     for group in optimizer.param_groups:
         if KEY in group:  # loaded before the optimiser was known
             check_share(share_of(group[KEY]), _share(group["params"]))
@@ -45,18 +41,23 @@ def watch_optimizer(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_check)
 
 
-def _before_step(optimizer: Optimizer, arguments: Any, named: Any) -> None:
-    del arguments, named
-    watch_optimizer(optimizer)
+def _refuse_mixing(optimizer: Optimizer) -> None:
+    share = _share(parameter for group in optimizer.param_groups for parameter in group["params"])
+    for name in (type(optimizer).__module__, *torch_callers()):  # one may be around this optimiser
+        if share and name in MIXING:
+            raise ShareError(
+                f"an optimizer of {name} takes the parameters of all ranks for the same, and this rank holds "
+                f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
+                "penstock.ShardedAdamW (optimizer.sharded=true)"
+            )
 
 
 def _mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Mark the groups of which a parameter of a share has state of its own shape."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         pairs = zip(group["params"], saved["params"], strict=True)
-        held = [p for p, number in pairs if _has_tensors(state["state"].get(number))]
-        if share := _share(held):
-            saved[KEY] = ShareMark.of(share)
+        if _share(p for p, number in pairs if _has_tensors(state["state"].get(number))):
+            saved[KEY] = ShareMark.of(_share(group["params"]))
 
 
 def _has_tensors(state: Mapping[str, Any] | None) -> bool:

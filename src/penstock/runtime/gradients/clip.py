@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.moe import MoELayer
+from penstock.runtime.checks.optimizers import is_sharded
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
-from penstock.runtime.sharded.adamw import SHARDED
 from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import Layout
@@ -94,7 +94,7 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
                 stacklevel=4,
             )
     unique = list({id(parameter): parameter for parameter in found}.values())
-    if any(getattr(parameter, SHARDED, False) for parameter in unique):
+    if any(is_sharded(parameter) for parameter in unique if isinstance(parameter, Tensor)):
         raise RuntimeError(
             "a sharded optimizer has these gradients in shares, and clips them itself: give it max_norm "
             "(optimizer.clip_grad_norm), and read its `norm` after a step"

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.device import device_of
 from penstock.graph import Phase, Task
 from penstock.ops import Op, tensor
 from penstock.runtime.batch import NO_LABEL
+from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import in_pieces
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
@@ -336,21 +336,9 @@ def _precise(logits_TV: Tensor) -> Tensor:
 
 def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
     """Return the places of labels in this rank's vocabulary, [T]; -1 for labels outside it."""
-    _check_known(labels_T, width * context.tensor.size)
+    check_vocabulary("label", labels_T, width * context.tensor.size, besides=NO_LABEL)
     place_T = labels_T - context.tensor.rank * width
     return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
-
-
-def _check_known(labels_T: Tensor, vocabulary: int) -> None:
-    """Raise IndexError for a label outside the vocabulary; not on a GPU, where it would wait."""
-    if device_of(labels_T).is_gpu:
-        return
-    unknown = (labels_T != NO_LABEL) & ((labels_T < 0) | (labels_T >= vocabulary))
-    if unknown.any():
-        raise IndexError(
-            f"label {int(labels_T[unknown][0])} is out of bounds: labels are tokens of the vocabulary, 0 to "
-            f"{vocabulary - 1}, or {NO_LABEL} for none"
-        )
 
 
 def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:

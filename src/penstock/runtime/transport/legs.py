@@ -55,7 +55,7 @@ class Later(Generic[T]):
 class HostCounts:
     """Exchanged counts in transit to the host. Reading them waits for the copy, not for the device.
 
-    The only point where a dropless step on a GPU makes the host wait: NCCL needs split sizes as numbers.
+    A dropless step on a GPU makes the host wait here, since NCCL needs split sizes as numbers.
     """
 
     def __init__(self, counts: Tensor) -> None:
