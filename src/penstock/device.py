@@ -9,10 +9,10 @@ of one: tests run the code for GPUs on tensors of the CPU, with streams and even
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.random import fork_rng
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Numbers = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
+
+
+class Pending(Protocol[T_co]):
+    """The result of work on another thread."""
+
+    def result(self) -> T_co:
+        """Wait for the work, and return its result or raise its error."""
+        ...
 
 
 class Event(Protocol):
@@ -63,10 +73,6 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self, device: torch.device) -> None:
         """Make the host wait until the device has done everything."""
-
-    def host_threads(self, threads: int, name: str) -> Executor:
-        """Return threads for work of the host that runs beside the one that issues operations."""
-        return ThreadPoolExecutor(threads, name)
 
     def check(self, holds: Tensor, message: str) -> None:
         """Raise ValueError with the message unless a truth on the device holds; a GPU does so later."""
@@ -168,6 +174,16 @@ class Gpu(Device):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keep the tensor's memory, when it is freed, until `stream` has done what is in it by then."""
 
+    def submit(self, threads: Executor, task: object, work: Callable[[], T]) -> Pending[T]:
+        """Run a task's work on a thread of the host, beside the one that issues operations."""
+        del task
+        return threads.submit(work)
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
+        host = self.pinned(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
+
     @abstractmethod
     def abort(self, group: ProcessGroup) -> None:
         """End exchanges of a process group that have begun; it cannot be used afterwards."""
@@ -255,11 +271,6 @@ class Cuda(Gpu):
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
-        host = self.pinned(tensor.shape, tensor.dtype)
-        host.copy_(tensor, non_blocking=True)
-        return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
     def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
         # From pageable memory the host would wait until the stream has done all that was issued before.

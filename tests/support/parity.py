@@ -13,11 +13,13 @@ from torch import Tensor
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import Prediction
+from penstock.device import device_of
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.lanes import build_lanes
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
@@ -36,6 +38,7 @@ from tests.support.reference_moe import Weights
 from tests.support.reference_step import adamw_step, cuts_batches, settings_of
 from tests.support.searching import short_search
 
+CPU = torch.device("cpu")
 CLIP = 0.05
 LEARNING_RATE = 1e-2
 # A first AdamW step is g / (|g| + eps): with the usual tiny eps it is the sign of g, which turns the rounding
@@ -221,14 +224,25 @@ def machinery(
     esp_size: int = 1,
     card: bool = False,
 ) -> Machinery:
-    """Groups and lanes of a rank; kept, since a pool runs many cases."""
-    return _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card)
+    """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
+    one recording, so its lanes are made for each."""
+    recorded = device_of(CPU).is_gpu
+    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card, recorded)
+    return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
 
 @cache
 def _machinery(
-    world_size: int, ep_size: int, rank: int, node_size: int, mp_size: int, esp_size: int, card: bool
+    world_size: int,
+    ep_size: int,
+    rank: int,
+    node_size: int,
+    mp_size: int,
+    esp_size: int,
+    card: bool,
+    recorded: bool,
 ) -> Machinery:
+    del recorded  # such a device has other transports than a CPU
     layout = Layout(
         world_size=world_size,
         ep_size=ep_size,
@@ -237,7 +251,7 @@ def _machinery(
         mp_size=mp_size,
         esp_size=esp_size,
     )
-    device = install() if card else torch.device("cpu")
+    device = install() if card else CPU
     return build_machinery(layout, device, ParallelConfig(), "float32")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.device import Event, Stream, device_of, gpu_of
+from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import Call, Span
 from penstock.runtime.transport.legs import Later
@@ -242,21 +242,22 @@ class StreamLanes:
         self._device, self._on_failure = device, on_failure
         self._kind = gpu_of(device)
         self._streams: dict[Lane, Stream] = {}
-        self._host = self._kind.host_threads(1, "penstock-host")
+        self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
         main = self._kind.current_stream(self._device)
         origin, origin_s = self._now(main), time.perf_counter()
         ends: dict[Lane, list[Event]] = {lane: [] for lane in span}
         starts: dict[Lane, list[Event]] = {lane: [] for lane in span}
-        hosted: list[Future[Ran]] = []
+        hosted: list[Pending[Ran]] = []
         for stream in self._streams.values():
             stream.wait_event(origin)
         for lane, call in in_issue_order(span):
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
             needed = [ends[other][count - 1] for other, count in call.waits if other is not Lane.HOST]
             if lane is Lane.HOST:
-                hosted.append(self._host.submit(run_on_host, call, needed, execute))
+                work = partial(run_on_host, call, needed, execute)
+                hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
             stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
             for event in needed:
@@ -275,7 +276,7 @@ class StreamLanes:
         self._streams.clear()
         self._host.shutdown()
 
-    def _wait(self, hosted: Sequence[Future[Ran]]) -> None:
+    def _wait(self, hosted: Sequence[Pending[Ran]]) -> None:
         """Wait until these host tasks have ended. Raises LaneError."""
         for future in hosted:
             try:
