@@ -19,7 +19,7 @@ from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.orders.sort import SortOrder
 from penstock.runtime import Machinery
-from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 
 
 class Spread:
@@ -42,7 +42,7 @@ class Spread:
         with torch.no_grad():
             plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
             assert plan.counts_CN is not None
-            route = exchange_counts(plan.counts_CN, self._maker, transport).value.slices[0]
+            route = Later.of(exchange_counts(plan.counts_CN, self._maker, transport)).slices[0]
             rows_RM = plan.rows.take(x_TM)
             for leg in route.legs:
                 rows_RM = send_out(rows_RM, leg, transport)
