@@ -128,7 +128,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
             name=wanted.out.stem,
             asked=lambda: requests.asked,
         )
-    machinery.lanes.close()
+    machinery.close()
     return file
 
 

@@ -25,9 +25,11 @@ class Machinery:
     autocast_dtype: torch.dtype | None = None
 
     def close(self) -> None:
-        """End the machinery's threads and connections, which nothing may use any more."""
-        self.lanes.close()
-        self.transports.close()
+        """End the machinery's threads and connections, which no stack may use any more."""
+        try:
+            self.lanes.close()
+        finally:
+            self.transports.close()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which tasks compute: this precision, whatever the caller has switched on."""
