@@ -145,7 +145,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
             name=wanted.out.stem,
             limits=Limits(asked=lambda: requests.asked),
         )
-    machinery.lanes.close()
+    machinery.close()
     return file
 
 

@@ -26,9 +26,11 @@ class Machinery:
     autocast_dtype: torch.dtype | None = None
 
     def close(self) -> None:
-        """End the machinery's threads and connections, which nothing may use any more."""
-        self.lanes.close()
-        self.transports.close()
+        """End the machinery's threads and connections, which no stack may use any more."""
+        try:
+            self.lanes.close()
+        finally:
+            self.transports.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return refuse_pickle("a model or part of one that Penstock runs")

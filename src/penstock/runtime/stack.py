@@ -281,8 +281,8 @@ class PipelinedStack(nn.Module):
             self.updates.settle(self.buckets, self.plan.shape)
 
     def close(self) -> None:
-        """End the lanes' threads."""
-        self.machinery.lanes.close()
+        """End the machinery: its threads and connections, also for other stacks and copies that run on it."""
+        self.machinery.close()
 
     def mark_experts(self) -> None:
         """Mark experts and parts of parameters with the ranks that hold them, for `clip_grad_norm_`."""

@@ -167,8 +167,8 @@ class VirtualStack:
         return self.execution.records(step) if self.execution else []
 
     def close(self) -> None:
-        """End the lanes' threads."""
-        self.machinery.lanes.close()
+        """End the machinery: its threads and connections, also for other stacks that run on it."""
+        self.machinery.close()
 
     def _ready(self, number: int) -> _Prepared:
         found = self._prepared

@@ -74,6 +74,13 @@ class ExpertParallel:
         self._control = Control(self.layout.rank, self.layout.world_size)
         self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
 
+    def close(self) -> None:
+        """End the connections to the other ranks and the threads that wait for these.
+
+        Its layers cannot run afterwards. The process group with which it was built goes on.
+        """
+        self._transport.close()
+
     @property
     def ep_size(self) -> int:
         return self.layout.ep_size

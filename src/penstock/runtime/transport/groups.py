@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -31,16 +32,16 @@ class GroupTransport(ABC):
         self.traffic: Counter[int] = Counter()
 
     def size(self, group: Axes) -> int:
-        return self._groups[group].size()
+        return self._group(group).size()
 
     def place(self, group: Axes) -> int:
-        return self._groups[group].rank()
+        return self._group(group).rank()
 
     def has(self, group: Axes) -> bool:
         return group in self._groups
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        size = self._groups[group].size()
+        size = self._group(group).size()
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
         members = self._members[group]
@@ -55,13 +56,14 @@ class GroupTransport(ABC):
         output_splits: Sequence[int],
         group: Axes = Group.EXPERT,
     ) -> Tensor:
+        groups = self._group(group)
         self._count(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
-        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), self._groups[group])
+        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), groups)
         return received
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        members = self._groups[group].size()
+        members = self._group(group).size()
         if members == 1:
             return rows
         self._count(rows, [len(rows)] * members, group)
@@ -72,10 +74,18 @@ class GroupTransport(ABC):
         """Wake the ranks that wait for this one; the groups cannot be used afterwards."""
 
     def close(self) -> None:
-        """Destroy its groups, and with them their connections."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups = {}
+        """Destroy its groups, and with them their connections and the threads that wait for these."""
+        while self._groups:
+            with suppress(ValueError):  # it was destroyed with the default group
+                dist.destroy_process_group(self._groups.popitem()[1])
+
+    def _group(self, kind: Axes) -> dist.ProcessGroup:
+        if not self._groups:
+            raise RuntimeError(
+                "the connections to the other ranks were closed, by close() of a stack or at the end of its "
+                "session: build what is to run now on machinery of its own"
+            )
+        return self._groups[kind]
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
@@ -126,7 +136,7 @@ class GlooTransport(GroupTransport):
         sockets, loops = Sockets.now(), Loops.now()
         super().__init__(make_groups())
         Loops.now().since(loops).wait_their_turn()
-        self._sockets = Sockets.now().since(sockets)
+        self._sockets = Sockets.now().since(sockets).of_gloo()
         self._sockets.limit_send_buffers(send_buffer_bytes)
 
     def _fill(
