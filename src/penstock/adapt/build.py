@@ -21,6 +21,7 @@ from penstock.adapt.family import Family
 from penstock.adapt.guess import check, coefficient_of, guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.outside import watch_outside
+from penstock.adapt.passes import Passes
 from penstock.adapt.planning import planner_of
 from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
@@ -172,15 +173,17 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
         _undo(cuts)
         raise
     stack.mark_experts()
+    passes = Passes(machinery.control)
     for layer, cut in cuts.items():
         cut.ranks, moe = layout.world_size, layers[layer].moe
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
-            cut.spread = Spread(machinery, moe)
+            width = found.family.form.entering(core_of(cut.experts))
+            cut.spread = Spread(machinery, moe, passes, width)
             mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
-    return Engine(stack, decoder, planner)
+    return Engine(stack, decoder, planner, passes)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
+from penstock.adapt.passes import Passes
 from penstock.adapt.planning import Planner
 from penstock.device import device_of
 from penstock.moe import MoEConfig
@@ -66,14 +67,14 @@ class _Asked:
 
 
 class Engine:
-    """The stack of a model, its pieces, and the time at which its plan is made.
+    """The stack of a model, its pieces, its forward passes outside of steps, and the time of its plan.
 
     A plan is made at the first step, whose sizes are known, and when a parameter is trained that was frozen
     then, for which the plan has no reduction.
     """
 
-    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner) -> None:
-        self.stack, self.decoder, self._planner = stack, decoder, planner
+    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, passes: Passes) -> None:
+        self.stack, self.decoder, self._planner, self.passes = stack, decoder, planner, passes
         self._recompute: Recompute | None = None
         self._planned_for: _Asked | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)

@@ -80,6 +80,11 @@ class ExpertForm:
         size: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
         return size
 
+    def entering(self, experts: Any) -> int:
+        """Return the width of what experts get and return."""
+        size: int = experts.down_proj.shape[2 if experts.is_transposed else 1]
+        return size
+
     def matrices(self, experts: Any) -> int:
         """Return the number of matrices that a row meets, a fused one counted as two."""
         return 3 if experts.has_gate else 2
@@ -132,6 +137,10 @@ class FlatForm(ExpertForm):
         size: int = experts.mlp.ffn_hidden_size
         return size
 
+    def entering(self, experts: Any) -> int:
+        size: int = experts.mlp.w1.shape[1]
+        return size
+
     def matrices(self, experts: Any) -> int:
         del experts
         return 3
@@ -156,6 +165,10 @@ class WeighedForm(ExpertForm):
 
     def width(self, experts: Any) -> int:
         size: int = experts.down_proj.shape[1]
+        return size
+
+    def entering(self, experts: Any) -> int:
+        size: int = experts.down_proj.shape[2]
         return size
 
     def matrices(self, experts: Any) -> int:

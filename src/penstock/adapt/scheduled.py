@@ -22,6 +22,7 @@ from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
+from penstock.adapt.generating import generate_together, refuse_threads
 from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.topology import Control
@@ -48,7 +49,8 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     own = {
         "forward": _forward(plain),
-        "generate": _generate(plain),
+        "generate": generate_together(plain),
+        "init_continuous_batching": refuse_threads(plain),
         "save_pretrained": _save_pretrained(plain),
         "num_parameters": _num_parameters(plain),
         "__reduce_ex__": _reduced,
@@ -97,7 +99,8 @@ def _forward(plain: Any) -> Callable[..., Any]:
                 "removes labels for label_smoothing_factor and compute_loss_func, which make another loss of "
                 "logits: leave these out"
             )
-        with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
+        engine = engine_of(self)
+        with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
             out = plain.forward(self, **named)
         return out if named.get("labels") is None else _only_evaluated(self, out)
 
@@ -202,16 +205,6 @@ def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInput
         balances=bool(balances) and decoder.has_balance_loss,
         keep_logits=named.get("logits_to_keep") is not None,
     )
-
-
-def _generate(plain: Any) -> Callable[..., Any]:
-    @wraps(plain.generate)
-    def generate(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Ranks whose text is complete keep calling the experts, which others still need.
-        named.setdefault("synced_gpus", engine_of(self).layout.ep_size > 1)
-        return plain.generate(self, *arguments, **named)
-
-    return generate
 
 
 def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
