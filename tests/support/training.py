@@ -6,7 +6,7 @@ import io
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.report import RunSummary
 from penstock.topology import ProcessInfo
+from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
 from tests.support.runs import write_config
@@ -88,3 +89,15 @@ def slow_attention(trainer: Trainer, seconds: float) -> Callable[[], None]:
             hook.remove()
 
     return end
+
+
+def pretend(trainer: Trainer, seconds_of: Callable[[TaskRecord], float], step_s: Callable[[], float]) -> None:
+    """From the next step on, tasks and whole steps of this rank take what these say, on any machine."""
+    stack, pilot = trainer.stack, trainer.pilot
+    records, after_step = stack.records, pilot.after_step
+
+    def pretended(step: int = 0) -> list[TaskRecord]:
+        return [replace(each, end_s=each.start_s + seconds_of(each)) for each in records(step)]
+
+    stack.records = pretended  # type: ignore[method-assign]
+    pilot.after_step = lambda slowest_s, records: after_step(step_s(), records)  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from penstock.runtime import PipelinedStack
 from penstock.simulate import simulate
 from penstock.trace import TaskRecord
 from penstock.trace.step_file import StepFile
+from penstock.trace.stragglers import Straggler
 from penstock.train.pilot import Forecast
 from penstock.train.step_record import keep_step
 from penstock.train.tracing import StepAnalysis, analyse, span_s
@@ -138,11 +139,13 @@ def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(
         stack,
         kept,
         analyse(stack, kept[1:], None),
+        (Straggler(rank=0, factor=2.0),),
         lambda: Forecast("nothing", simulated),
         tmp_path,
         nullcontext,
     )
     file = StepFile.read(tmp_path / "step.json")
+    assert file.stragglers == (Straggler(rank=0, factor=2.0),)
     assert (file.step, file.typical_steps, file.traced_steps) == (3, 3, 2)
     assert file.measured_s == max(map(span_s, kept[:2]))
     assert file.traced_s == sum(map(span_s, kept[1:])) / 2 > late_s / 2

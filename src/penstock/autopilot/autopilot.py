@@ -41,6 +41,7 @@ from penstock.schedule import StepPlan
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Forecast, Ranks
 from penstock.train.resume import Resumption, Say
+from penstock.train.stragglers import find_stragglers
 from penstock.words import milliseconds
 
 CALIBRATION_STEPS = 8
@@ -70,6 +71,7 @@ class Autopilot:
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
         self._tuning: Tuning | None = None
+        self._slow: tuple[int, ...] = ()  # the stragglers that were named last
         self._kinds: dict[Kind, float] = {}  # a continued run may never order again
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
@@ -260,14 +262,23 @@ class Autopilot:
     # ---- the watch -----------------------------------------------------------------------------------------
 
     def _look(self, slowest_s: float, records: Records) -> bool:
-        plan = self._asked.plan
-        if not plan.watch or not (plan.source == AUTO or plan.tuner):
+        if not self._asked.plan.watch:
             return False
         if self._watch.learning and len(self._before) < COMPARED_STEPS:
             self._before.append(records)
         self._recent.append(records)
         drift = self._watch.note(slowest_s)
+        if self._watch.learnt:
+            self._compare_ranks()
         return drift is not None and self._answer(drift)
+
+    def _compare_ranks(self) -> None:
+        """Name the ranks that compute slowly, once the steps with which later ones are compared are known."""
+        found = find_stragglers(self._stack.machinery.control, self._before)
+        slow = tuple(each.rank for each in found)
+        if slow != self._slow and found:
+            self._say("; ".join(each.words for each in found))
+        self._slow = slow
 
     def _answer(self, drift: Drift) -> bool:
         """Find out what has changed, and react as section [plan] allows."""
@@ -275,7 +286,12 @@ class Autopilot:
         self._say(f"the step time has changed from {before} to {now}")
         if self._asked.plan.source == AUTO:
             return self._plan_again()
-        self._tuned = False  # the next step begins the search for a size
+        diagnosis = self._diagnose()
+        self._say(diagnosis.text or "measured task durations show no change")
+        if not diagnosis.text:
+            self._calm_down()
+        self._begin(settle=False)
+        self._tuned = self._asked.plan.tuner is None  # else the next step begins the search for a size
         return False
 
     def _plan_again(self) -> bool:

@@ -45,6 +45,11 @@ class Watch:
         """Whether the next step belongs to the baseline."""
         return self.settling <= self._seen < self.settling + self.lasting_steps
 
+    @property
+    def learnt(self) -> bool:
+        """Whether the last step has completed the baseline."""
+        return self._seen == self.settling + self.lasting_steps
+
     def note(self, seconds: float) -> Drift | None:
         """Record the seconds of a step on the slowest rank; return the change if there is one."""
         if self.learning:

@@ -76,6 +76,7 @@ def findings(run: FinishedRun) -> dict[str, Any]:
         "traced_s": None if step is None else step.traced_s,
         "bound_s": None if step is None else step.bound_s,
         "binding": None if binding is None else binding.to_dict(),
+        "stragglers": {} if step is None else {str(each.rank): each.factor for each in step.stragglers},
         "tasks": [
             {
                 "op": kind.op,
@@ -95,7 +96,8 @@ def findings(run: FinishedRun) -> dict[str, Any]:
 
 
 def _said(run: FinishedRun) -> list[str]:
-    from penstock.report.page.findings import binding_of
+    from penstock.report.page.findings import binding_of, slow_ranks
 
     binding = None if run.step is None else binding_of(run.step)
-    return [*run.failures, *([] if binding is None else binding.sentences()), *run.missing]
+    slow = [] if run.step is None else slow_ranks(run.step)
+    return [*run.failures, *([] if binding is None else binding.sentences()), *slow, *run.missing]

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from penstock.config import from_dict, read_json, to_dict
+from penstock.config import Items, from_dict, read_json, to_dict
+from penstock.config.bounds import MOST_RANKS
 from penstock.cost.json_file import write_json
 from penstock.report.timeline import duration_text
+from penstock.trace.stragglers import Straggler
 from penstock.words import UNKNOWN, folded
 
 LABEL_WIDTH = 12
@@ -33,7 +35,8 @@ class RunSummary:
     processes that share attention, and that share every expert. rank_load_max_over_mean: rows that the
     busiest process computes over the mean, in a typical step. rows_crossing_nodes: the share of rows that
     another node computes. loads_in_common: the share of rows that a step has in common with the one before.
-    None = not known. Outputs are paths; None = not written. loads: the picture of loads.
+    None = not known. stragglers: processes that computed slowly in the last steps. Outputs are paths; None =
+    not written. loads: the picture of loads.
     """
 
     schedule: str
@@ -70,6 +73,7 @@ class RunSummary:
     loads: str | None = None
     eval_noise: float | None = None
     unit: str = "byte"
+    stragglers: Annotated[tuple[Straggler, ...], Items(MOST_RANKS, "they are some of the ranks")] = ()
 
     @property
     def hidden_communication(self) -> float:
@@ -115,6 +119,7 @@ class RunSummary:
             "rank_load_max_over_mean": self.rank_load_max_over_mean,
             "rows_crossing_nodes": self.rows_crossing_nodes,
             "loads_in_common": self.loads_in_common,
+            "stragglers": {str(each.rank): each.factor for each in self.stragglers},
             "parameters": self.parameters,
             "corpus": self.corpus,
             "outputs": {
@@ -150,6 +155,8 @@ class RunSummary:
         yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
         if self.communication_s > 0:
             yield "network", self._network()
+        if self.stragglers:
+            yield "slow ranks", f"{'; '.join(each.words for each in self.stragglers)} in the last steps"
         if self.rank_load_max_over_mean is not None and self.processes > 1:
             yield "balance", self._balance(self.rank_load_max_over_mean)
         yield from self._outputs()

@@ -19,6 +19,7 @@ from penstock.config import (
 )
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Name, ScheduleError
+from penstock.trace.stragglers import Straggler
 from penstock.writing import write_whole
 
 STEP_FILE: Final = "step.json"
@@ -70,7 +71,8 @@ class StepFile:
     last `traced_steps`, which took `traced_s`; None in older files, whose `measured_s` is that. tasks, lanes:
     of every task. predicted, measured: when each ran. typical_predicted_s, typical_measured_s: how long each
     takes, the latter by its median over `typical_steps` steps: of computation the mean over ranks; of a
-    transfer the rank that waited least. path: the measured critical path.
+    transfer the rank that waited least. path: the measured critical path. stragglers: ranks that computed
+    slowly in these steps; older files have none.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -91,6 +93,7 @@ class StepFile:
     path: Annotated[tuple[PathLink, ...], Items(MOST_TASKS, "one per task")]
     traced_s: Seconds | None = None
     traced_steps: Annotated[int, Within(1, 2**62, "a step was traced")] | None = None
+    stragglers: Annotated[tuple[Straggler, ...], Items(MOST_RANKS, "they are some of the ranks")] = ()
 
     def __post_init__(self) -> None:
         if self.version != VERSION:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +18,7 @@ from penstock.simulate import Timeline
 from penstock.trace import TaskRecord
 from penstock.trace.critical import Link, critical_path
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
+from penstock.trace.stragglers import Straggler
 from penstock.train.pilot import Forecast
 from penstock.train.tracing import StepAnalysis, slowest_s, span_s
 
@@ -38,13 +39,15 @@ def keep_step(
     stack: PipelinedStack,
     steps: Sequence[Sequence[TaskRecord]],
     analysis: StepAnalysis,
+    slow: tuple[Straggler, ...],
     forecast: Callable[[], Forecast],
     folder: Path,
     writing: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Write, on rank 0, `step.json` into `folder`; all ranks call it.
 
-    steps: this rank's records of the last steps under the plan in use. forecast: asked by rank 0 alone.
+    steps: this rank's records of the last steps under the plan in use. slow: ranks that computed slowly in
+    them. forecast: asked by rank 0 alone.
     writing: as in `analyse`.
     """
     control, plan = stack.machinery.control, stack.plan
@@ -54,7 +57,7 @@ def keep_step(
         known = _Known(tasks, stack.machinery.layout.mesh, everyone, forecast())
         path = critical_path((r for each in everyone for r in each.last), plan.graph.needs, known.mesh)
         with writing():
-            known.file(path, analysis).save(folder)
+            replace(known.file(path, analysis), stragglers=slow).save(folder)
     control.barrier("waiting for the last step's file")
 
 

@@ -9,6 +9,7 @@ from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.assignment import assign
 from penstock.sharding import shardings_of
+from penstock.trace.stragglers import Straggler
 from penstock.train.config import RunConfig
 from penstock.train.curves import TENSORBOARD_FOLDER
 from penstock.train.history import History
@@ -25,6 +26,7 @@ def summarise(
     *,
     checkpoint: str | None,
     analysis: StepAnalysis,
+    slow: tuple[Straggler, ...],
     loads: str | None,
 ) -> RunSummary:
     """Return the summary of one start: medians over its steps, first and last losses.
@@ -69,6 +71,7 @@ def summarise(
         rows_crossing_nodes=history.typical("rows_crossing_nodes"),
         loads_in_common=history.typical("loads_in_common"),
         loads=loads,
+        stragglers=slow,
     )
 
 

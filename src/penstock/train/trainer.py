@@ -23,6 +23,7 @@ from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.trace import TaskRecord
+from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
@@ -46,6 +47,7 @@ from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
 from penstock.train.step_record import keep_step
 from penstock.train.stopping import StopRequests
+from penstock.train.stragglers import find_stragglers
 from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
 from penstock.train.update import build_update
@@ -120,6 +122,7 @@ class Trainer:
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
+        self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
 
     def run(self) -> RunSummary:
@@ -169,6 +172,7 @@ class Trainer:
             self.history,
             checkpoint=checkpoint,
             analysis=self.analysis,
+            slow=self.slow,
             loads=None if picture is None else str(picture),
         )
         if self.leader:
@@ -288,7 +292,8 @@ class Trainer:
         wanted, kept, folder = self.config.output.trace_steps, list(self.recent), self.config.output.dir
         steps = kept[-max(wanted, ANALYSED_STEPS) :]
         self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
-        keep_step(self.stack, kept, found, self.pilot.forecast, folder, self._spare)
+        self.slow = find_stragglers(self.control, kept)
+        keep_step(self.stack, kept, found, self.slow, self.pilot.forecast, folder, self._spare)
         course = self.loads.course(self.moe_layers)  # only rank 0 has one
         if course is not None:
             with self._spare():

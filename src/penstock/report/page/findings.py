@@ -160,6 +160,11 @@ class Binding:
         }
 
 
+def slow_ranks(step: StepFile) -> list[str]:
+    """Return a sentence for every rank that computed slowly."""
+    return [f"C{each.words[1:]}." for each in step.stragglers]
+
+
 def binding_of(step: StepFile) -> Binding | None:
     """Return what determined the length of a step; None where no path is known."""
     path = step.path

@@ -15,7 +15,7 @@ from penstock.report.page.curves import (
     shown_layers,
     speed_figure,
 )
-from penstock.report.page.findings import binding_of, kinds_of
+from penstock.report.page.findings import binding_of, kinds_of, slow_ranks
 from penstock.report.page.finished import Course, FinishedRun, Values
 from penstock.report.page.style import COLOURS, PAUSE, Figure
 from penstock.report.page.tables import kinds_table, plans_table, relative, signed_change
@@ -149,7 +149,7 @@ def _bound_section(run: FinishedRun, step: StepFile, figures: dict[str, Figure])
     if binding is None:
         return
     figures["path"] = path_figure(binding)
-    said = [paragraph(sentence, "said") for sentence in binding.sentences()]
+    said = [paragraph(sentence, "said") for sentence in (*binding.sentences(), *slow_ranks(step))]
     limits = [] if run.plan is None else [line for line in run.plan.why if line.startswith("Limit ")]
     planned = [paragraph(f"The plan expected: {line.removeprefix('Limit').strip()}.") for line in limits]
     label = f"the critical path: {binding.sentences()[0]}"
