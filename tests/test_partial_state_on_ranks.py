@@ -329,28 +329,30 @@ def test_a_sharded_optimiser_takes_moments_of_its_own_share(ranks: Pools) -> Non
     assert ranks(RANKS).run(sharded_moments) == [["", ""] * 2, ["", "ShareError"] * 2]
 
 
-def pickled(rank: int) -> dict[str, str]:
-    """What pickles of models and of their parts say."""
-    given: dict[str, Any] = {
-        make.__name__: make(rank) for make in (session, modules, of_transformers, with_adapters)
-    }
-    given |= {
-        "inside a model of transformers": given["of_transformers"].model,
-        "layer": given["modules"].layer,
-    }
-    return {name: outcome(partial(torch.save, model, io.BytesIO())) for name, model in given.items()}
+def pickled(rank: int) -> list[str]:
+    """Models and parts of them that are pickled, or fail in another way than by a refusal."""
+    makes: list[Make] = [session, modules, of_transformers, with_adapters]
+    given: dict[str, Any] = {make.__name__: make(rank) for make in makes}
+    given |= {"inside": given["of_transformers"].model, "layer": given["modules"].layer}
+    return [name for name, model in given.items() if not is_refused(partial(pickle.dumps, model))]
+
+
+def is_refused(function: Callable[[], Any]) -> bool:
+    try:
+        function()
+    except TypeError as error:
+        return "cannot be pickled" in str(error)
+    return False
 
 
 def test_a_model_that_runs_on_this_process_is_not_pickled(ranks: Pools) -> None:
-    for found in ranks(RANKS).run(pickled):
-        assert set(found.values()) == {"TypeError"}, found
+    assert ranks(RANKS).run(pickled) == [[], []]
 
 
 @pytest.mark.usefixtures("alone")
 def test_nor_is_one_that_runs_on_one_process() -> None:
     model: Any = of_transformers(0)
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(model)
+    assert is_refused(partial(torch.save, model, io.BytesIO()))
     assert (
         copy.deepcopy(model).state_dict().keys()
         == model.state_dict().keys()
