@@ -1,5 +1,5 @@
-"""Who computes with ranks, who decides by the name of an op or a lane, how files are opened, how docstrings
-begin: by syntax."""
+"""Who computes with ranks, who decides by the name of an op, a lane or a device, how files are opened, how
+docstrings begin: by syntax."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ COMPUTES_WITH_RANKS: Mapping[str, str] = {
 DECIDES = ("ops/", "step/", "runtime/ops/", "schedule/")
 """Rooms that may decide by names: what an op means, the passes, the handlers, the order rules."""
 TEXT_MODE = re.compile(r"[rwxa]\+?t?\+?")
+OPENS_FOR_WRITING = "writing.py"
+"""The file with the functions that open files for writing; all others call these."""
+
+WRITING_MODE = re.compile(r"[rwxabt]*[wxa+][bt+]*")
+WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
+WRITERS = {"write_text", "write_bytes", "touch", "mkstemp", "copyfile", "copy2", "tofile", "memmap"}
+SAVERS = {"savefig", "savez", "savez_compressed", "torch.save"}
+"""Functions of other packages that take a path or a file; a file must come from `writing.replacing`."""
 NAMES = {"Op", "Lane"}
 LISTS = {"TRANSFERS", "HOME", "AWAY", "REDUCTIONS", "KINDS", "UPDATES", "GATHERS"}
 DECIDES_BY_NAME: Mapping[str, str] = {
@@ -45,6 +53,10 @@ DECIDES_BY_NAME: Mapping[str, str] = {
 }
 
 
+NAMES_CUDA: Mapping[str, str] = {
+    "device.py": "is the place for it",
+    "runtime/sharded/stand_in.py": "lists functions of tensors by their names",
+}
 NO_VERB = re.compile(
     "an?|all|as|at|both|by|each|every|for|from|how|in|its|none|of|on|one|over|same|some|such|that|the|their|"
     "th[eo]se|there|this|under|wh.*|with"
@@ -123,6 +135,39 @@ def unnamed_encodings(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
+def gpu_questions(tree: ast.AST) -> Iterator[str]:
+    """Uses of torch.cuda, and comparisons with the name of a kind of device."""
+    for node in ast.walk(tree):
+        asked = isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda")
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            kinds = any(isinstance(side, ast.Attribute) and side.attr == "type" for side in sides)
+            asked = kinds and any(isinstance(side, ast.Constant) for side in sides)
+        if asked or (isinstance(node, ast.Constant) and node.value == "cuda"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]  # an expression
+
+
+def writings(tree: ast.AST) -> Iterator[str]:
+    """Calls that open a file for writing, or that may."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    entered = [item for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
+    files = {
+        item.optional_vars.id
+        for item in entered
+        if isinstance(item.optional_vars, ast.Name)
+        and ast.unparse(item.context_expr).startswith("replacing(")
+    }
+    for call in calls:
+        called = ast.unparse(call.func)
+        name, given = called.rpartition(".")[2], [*call.args, *(each.value for each in call.keywords)]
+        words = [each.value for each in given if isinstance(each, ast.Constant)]
+        opens = name in ("open", "fdopen") and any(map(WRITING_MODE.fullmatch, map(str, words)))
+        opens |= called == "os.open" and bool(WRITING_FLAGS & set(_words(call)))
+        saves = {name, called} & SAVERS and not files & {ast.unparse(each) for each in given}
+        if opens or saves or name in WRITERS:
+            yield f"line {call.lineno}: {called}"
+
+
 def _sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(ROOT.rglob("*.py")):
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
@@ -145,6 +190,16 @@ def test_only_some_rooms_decide_by_the_name_of_an_op_or_a_lane() -> None:
 def test_files_of_text_are_in_one_encoding() -> None:
     found = {name: lines for name, tree in _sources() if (lines := list(unnamed_encodings(tree)))}
     assert found == {}, 'write encoding="utf-8": another machine, or another shell, has another default'
+
+
+def test_only_one_module_asks_torch_what_a_gpu_is() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(gpu_questions(tree)))}
+    assert list(found) == [*NAMES_CUDA], "ask penstock.device, so that recorded devices run the same code"
+
+
+def test_one_file_opens_files_for_writing() -> None:
+    found = {name: lines for name, tree in _sources() if (lines := list(writings(tree)))}
+    assert list(found) == [OPENS_FOR_WRITING], "write by penstock.writing, which follows no links"
 
 
 def test_docstrings_of_functions_begin_with_a_verb() -> None:
@@ -174,6 +229,21 @@ def test_what_counts_as_arithmetic(line: str, found: bool) -> None:
 @pytest.mark.parametrize(
     ("line", "found"),
     [
+        ("torch.cuda.synchronize()", True),
+        ("if rows.is_cuda: pass", True),
+        ("x = rows.device.type != 'cpu'", True),
+        ("device = torch.device('cuda', 0)", True),
+        ("y = one.device.type == other.device.type", False),
+        ("device = torch.device('cpu')", False),
+    ],
+)
+def test_what_counts_as_a_question_about_gpus(line: str, found: bool) -> None:
+    assert bool(list(gpu_questions(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
         ("text = path.read_text()", True),
         ("path.write_text(text)", True),
         ("file = path.open('w')", True),
@@ -184,6 +254,30 @@ def test_what_counts_as_arithmetic(line: str, found: bool) -> None:
 )
 def test_what_counts_as_an_unnamed_encoding(line: str, found: bool) -> None:
     assert bool(list(unnamed_encodings(ast.parse(line)))) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("path.open('wb')", True),
+        ("path.open(mode='a', encoding='utf-8')", True),
+        ("open(handle, 'r+b')", True),
+        ("os.open(path, os.O_RDWR | os.O_NOFOLLOW)", True),
+        ("path.write_text(text, encoding='utf-8')", True),
+        ("np.savez_compressed(path, loads=loads)", True),
+        ("with path.open('rb') as file: torch.save(state, file)", True),
+        ("path.touch()", True),
+        ("path.open('rb')", False),
+        ("path.open(encoding='utf-8')", False),
+        ("os.open(path, os.O_RDONLY | os.O_NOFOLLOW)", False),
+        ("with replacing(path) as file: torch.save(state, file)", False),
+        ("with replacing(path) as picture: figure.savefig(picture, dpi=DPI)", False),
+        ("self.host.open(self.layers, shape)", False),
+        ("states.save(folder)", False),
+    ],
+)
+def test_what_counts_as_writing(line: str, found: bool) -> None:
+    assert bool(list(writings(ast.parse(line)))) is found
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.partial_state import ShareError
+from penstock.runtime import ParameterMismatchError
 from tests.support.adapted import as_torchrun_starts_it
 from tests.support.pages import blocks, run_block
 from tests.support.ranks import Pools
@@ -55,7 +57,7 @@ def looking_alone(code: str) -> str:
 
 def run_mistake(rank: int, mistake: Callable[[str], str]) -> str:
     heading = "Scaled losses" if mistake is looking_alone else "DistributedDataParallel"
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((ValueError, ParameterMismatchError)) as caught:
         run_page(rank, heading, torch.float32, change=mistake)
     return str(caught.value)
 
@@ -63,9 +65,9 @@ def run_mistake(rank: int, mistake: Callable[[str], str]) -> str:
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        (clipped_by_torch, "the gate's parameters differ between ranks"),
+        (clipped_by_torch, "gate.weight differs between ranks"),
         (looking_alone, "Scale losses by ShardedGradScaler"),
-        (called_inside, "the gate's parameters differ between ranks"),
+        (called_inside, "gate.weight differs between ranks"),
         (compiled_copy, "DistributedDataParallel has given every rank the experts of rank 0"),
     ],
 )
@@ -83,7 +85,7 @@ def trainer_that_clips(code: str) -> str:
 
 
 def run_trainer_that_clips(rank: int) -> str:
-    with as_torchrun_starts_it(rank, RANKS), pytest.raises(ValueError) as caught:
+    with as_torchrun_starts_it(rank, RANKS), pytest.raises(ParameterMismatchError) as caught:
         run_page(rank, "Trainer", change=trainer_that_clips)
     return str(caught.value)
 
@@ -108,19 +110,28 @@ def test_an_infinity_on_one_rank_makes_all_leave_the_step_out(ranks: Pools) -> N
         assert any(not torch.equal(ran.parameters[name], tensor) for name, tensor in begun.items())
 
 
-def run_saved_alone(rank: int, folder: Path) -> str:
-    """What a rank is told when it loads what Trainer has saved."""
-    saving = f"trainer.save_model({str(folder)!r})\ntrainer.accelerator.wait_for_everyone()\n"
-    loading = "from safetensors.torch import load_file\n"
-    loading += f"model.load_state_dict(load_file({str(folder / 'model.safetensors')!r}))\n"
+def saved_by_trainer(code: str, folder: Path) -> str:
+    return code.replace("trainer.train()", f"trainer.save_model({str(folder)!r})")
+
+
+def saved_by_lightning(code: str, folder: Path) -> str:
+    return f"{code}trainer.save_checkpoint({str(folder / 'model.ckpt')!r})\n"
+
+
+def run_saved_alone(rank: int, heading: str, folder: Path) -> str:
+    """The error of a rank when a trainer saves on rank 0."""
+    save = saved_by_trainer if heading == "Trainer" else saved_by_lightning
     with as_torchrun_starts_it(rank, RANKS):
         try:
-            run_page(rank, "Trainer", change=lambda code: code.replace("trainer.train()", saving + loading))
-        except ValueError as error:
-            return str(error)
+            run_page(rank, heading, torch.float32, change=lambda code: save(code, folder))
+        except ShareError as error:
+            if heading == "Lightning":
+                torch.distributed.barrier()  # the other rank waits for this one
+            return type(error).__name__
     return ""
 
 
-def test_what_rank_0_has_saved_is_not_loaded_as_the_experts_of_others(ranks: Pools, tmp_path: Path) -> None:
-    own, other = ranks(RANKS).run(run_saved_alone, tmp_path)
-    assert own == "" and "has experts 0 to 3, and this rank holds experts 4 to 7 of 8" in other
+@pytest.mark.parametrize("heading", ["Trainer", "Lightning"])
+def test_no_trainer_saves_the_experts_of_rank_0_alone(ranks: Pools, tmp_path: Path, heading: str) -> None:
+    assert ranks(RANKS).run(run_saved_alone, heading, tmp_path) == ["ShareError", ""]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".ckpt")]

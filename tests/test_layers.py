@@ -17,6 +17,7 @@ import penstock
 
 PURE = (
     "stops",
+    "writing",
     "config",
     "words",
     "extras",
@@ -41,7 +42,9 @@ PURE = (
 
 LAYERS = (
     *PURE,
+    "device",
     "topology",
+    "partial_state",
     "sharding",
     "moe",
     "runtime",

@@ -87,14 +87,15 @@ def test_an_error_of_the_loop_comes_out_as_it_was_and_another_session_may_follow
     assert not dist.is_initialized()
 
 
-def test_a_session_whose_model_cannot_be_closed_is_left() -> None:
+def test_a_session_that_cannot_be_closed_is_left() -> None:
     """As on a GPU on which a kernel has failed, where nothing works any more."""
 
     def fail() -> None:
         raise OSError("of closing")
 
     with pytest.raises(OSError, match="of closing"), penstock.session(None, *TINY) as run:
-        close, run.model.close = run.model.close, fail  # type: ignore[method-assign]
+        lanes = run.model.machinery.lanes
+        close, lanes.close = lanes.close, fail  # type: ignore[method-assign]
         raise ZeroDivisionError
     close()
     assert not dist.is_initialized()

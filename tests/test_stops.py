@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -80,10 +81,11 @@ def test_a_signal_that_was_held_back_ends_the_process_when_it_can_hear() -> None
 
 
 @pytest.mark.slow
-def test_an_ignored_signal_stays_ignored() -> None:
-    """As in the background of a script."""
-    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
-    program = LOADING.format(module="penstock.cli", number="SIGINT", words=["--version"], start=AS_MODULE)
+@pytest.mark.parametrize("number", ["SIGINT", "SIGHUP"])
+def test_an_ignored_signal_stays_ignored(number: str) -> None:
+    """As in the background of a script, and under nohup."""
+    ignored = f"import signal; signal.signal(signal.{number}, signal.SIG_IGN)"
+    program = LOADING.format(module="penstock.cli", number=number, words=["--version"], start=AS_MODULE)
     code, out, error = ran(f"{ignored}\n{program}")
     assert (code, error) == (0, "") and out.startswith("penstock ")
 
@@ -110,15 +112,16 @@ def hang():
 def command():
 {body}
 
+{before}
 STOPS.hear()
 sys.exit(exit_code(command, "stopped; half is done"))
 """
 HALF = "penstock: stopped; half is done\n"
 
 
-def worked(body: str, grace_s: float = 60.0, same_s: float = 60.0) -> tuple[int, str, str]:
+def worked(body: str, grace_s: float = 60.0, same_s: float = 60.0, before: str = "") -> tuple[int, str, str]:
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-    return ran(WORKS.format(body=lines, grace_s=grace_s, same_s=same_s))
+    return ran(WORKS.format(body=lines, grace_s=grace_s, same_s=same_s, before=before))
 
 
 @pytest.mark.slow
@@ -134,8 +137,17 @@ def test_what_is_true_is_said_when_it_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_what_hangs_is_ended() -> None:
-    assert worked("from_outside.start()\nhang()", grace_s=0.2) == (143, "", HALF)
+@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGHUP, signal.SIG_IGN)"])
+def test_what_hangs_is_ended(before: str) -> None:
+    """Also under nohup, where one of the signals is ignored."""
+    found = worked("from_outside.start()\nhang()", grace_s=0.2, before=before)
+    assert found == (143, "", HALF)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_every_request_to_stop_is_said_and_has_its_code(number: str) -> None:
+    assert worked(f"signal.raise_signal(signal.{number})") == (128 + signal.Signals[number], "", HALF)
 
 
 @pytest.mark.slow

@@ -18,14 +18,15 @@ import torch.distributed as dist
 
 from penstock.autopilot import Autopilot
 from penstock.config import load
+from penstock.device import device_of, pick_device
 from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
-from penstock.runtime import PipelinedStack
+from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.blame import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.alike import check_alike
-from penstock.train.assemble import build_machinery, build_stack, on_device, pick_device
+from penstock.train.assemble import build_machinery, build_stack, on_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
 
@@ -77,9 +78,10 @@ def session(
 
     With plan.source = "auto" the cluster is measured and a plan searched for before the body runs; unlike
     `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together
-    and leave together. Leaving closes the model, and the process group unless it existed before, even where
-    the body raises; exchanges that have begun on GPUs are then aborted. The outermost session tells the other
-    ranks why: inside an inner one an error may be caught, and need not end the run.
+    and leave together. Leaving ends all threads and connections of the session, and the process group unless
+    it existed before, even where the body raises; exchanges that have begun on GPUs are then aborted. The
+    outermost session tells the other ranks why: inside an inner one an error may be caught, and need not end
+    the run.
 
     Raises ConfigError for a setting that cannot be used or that differs between ranks, ValueError for
     settings beside a RunConfig.
@@ -89,19 +91,24 @@ def session(
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
     info = joined(read.parallel.timeout_s, device)
-    run = None
+    machinery = None
     try:
         with _counted() as outer:
-            run = _built(read, info, device, make_moe)
-            yield run
+            config, ranks = _chosen(read, info, device)
+            layout = Layout.build(
+                config.parallel, info.world_size, info.rank, config.moe.num_experts, ranks.node_size
+            )
+            machinery = build_machinery(layout, device, config.parallel, config.train.precision)
+            yield _built(config, machinery, make_moe)
     except BaseException as error:
         if not outer:
             give_up(f"{type(error).__name__}: {reason(error)}")
-        if run is not None:
-            run.model.machinery.transports.abort()  # ranks that wait for this one wait no longer
-        _close(run, leaves=joins, aborts=device.type == "cuda")  # NCCL would wait for ranks that are gone
+        if machinery is not None:
+            machinery.transports.abort()  # ranks that wait for this one wait no longer
+        aborts = device_of(device).is_gpu  # NCCL would wait for ranks that are gone
+        _close(machinery, leaves=joins, aborts=aborts)
         raise
-    _close(run, leaves=joins, aborts=False)
+    _close(machinery, leaves=joins, aborts=False)
 
 
 @contextmanager
@@ -115,11 +122,11 @@ def _counted() -> Iterator[int]:
         _Open.sessions = outer
 
 
-def _close(run: Session | None, *, leaves: bool, aborts: bool) -> None:
-    """Close the model, and leave even if closing fails, so that the next session can join again."""
+def _close(machinery: Machinery | None, *, leaves: bool, aborts: bool) -> None:
+    """Close the machinery, and leave even if closing fails, so that the next session can join again."""
     try:
-        if run is not None:
-            run.model.close()
+        if machinery is not None:
+            machinery.close()
     finally:
         if leaves:
             leave(aborts=aborts)
@@ -133,27 +140,32 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
     return config
 
 
-def _built(config: RunConfig, info: ProcessInfo, device: torch.device, make_moe: MakeLayer | None) -> Session:
-    """Build the model with its first plan, as `penstock train` does."""
+def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple[RunConfig, Ranks]:
+    """Return the configuration with its layout chosen, and the ranks that run it."""
     control = Control(info.rank, info.world_size)
     check_alike(config, control)
     config = on_device(config.resolved(info.world_size), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
-    say = _say if info.rank == 0 else _silent
-    config = Autopilot.layout(config, ranks, None, say)
-    experts = config.moe.num_experts
-    layout = Layout.build(config.parallel, info.world_size, info.rank, experts, node_size)
-    machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-    pilot = Autopilot(config, machinery, None, say)
+    return Autopilot.layout(config, ranks, None, _speaker(info.rank)), ranks
+
+
+def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) -> Session:
+    """Build the model with its first plan, as `penstock train` does."""
+    layout = machinery.layout
+    pilot = Autopilot(config, machinery, None, _speaker(layout.rank))
     make = None if make_moe is None else partial(_layer, make_moe, layout)
     plan = pilot.plan if make is None else None  # other layers may have other tasks: only the choice holds
     stack = build_stack(pilot.config, machinery, plan=plan, moving=pilot.moving, make_moe=make)
-    return Session(model=stack, config=pilot.config, layout=layout, device=device)
+    return Session(model=stack, config=pilot.config, layout=layout, device=machinery.device)
 
 
 def _layer(make_moe: MakeLayer, layout: Layout, number: int) -> MoELayer:
     return make_moe(number, layout.ep_size, layout.ep_rank)
+
+
+def _speaker(rank: int) -> Callable[[str], None]:
+    return _say if rank == 0 else _silent
 
 
 def _say(text: str) -> None:

@@ -126,6 +126,17 @@ class ExpertPlacement:
         """Return the experts of a rank, by slot."""
         return self.by_position[rank * self.slots : (rank + 1) * self.slots]
 
+    def in_words(self, rank: int) -> str:
+        """Return the experts of a rank, in the order of its slots, in words: `experts 0 to 3 of 8`."""
+        runs: list[list[int]] = []
+        for expert in self.held(rank):
+            if runs and expert == runs[-1][-1] + 1:
+                runs[-1].append(expert)
+            else:
+                runs.append([expert])
+        named = (f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        return f"experts {', '.join(named)} of {self.num_experts}"
+
     def positions(self, rank: int) -> tuple[int, ...]:
         """Return by expert the position to which `rank` sends rows: its own if it hosts one, or the
         owner's."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Axes
+from penstock.partial_state import mark_share
 
 MARK = "penstock_sharding"
 
@@ -63,6 +64,11 @@ class Sharding:
         if self.view == self.shape:
             return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
         return (self.shape[0] // self.count, *self.shape[1:])
+
+    @property
+    def in_words(self) -> str:
+        """Which part this is, in words."""
+        return f"part {self.index} of {self.count} along {' x '.join(self.axes)}"
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor of `shape`; a copy unless it lies in one piece."""
@@ -123,6 +129,16 @@ def shardings_of(model: nn.Module) -> dict[str, Sharding]:
         for name, sharding in getattr(module, "shardings", {}).items():
             found[f"{prefix}.{name}" if prefix else name] = sharding
     return found
+
+
+def mark_states_of_shards(model: nn.Module) -> None:
+    """Mark the state dicts of every module of `model` that declares shardings, see `mark_share`."""
+    for module in model.modules():
+        shardings: dict[str, Sharding] = getattr(module, "shardings", {})
+        if shardings:
+            mark_share(
+                module, "; ".join(sorted({each.in_words for each in shardings.values()})), [*shardings]
+            )
 
 
 def mark_shards(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a process that is asked to stop (SIGINT, SIGTERM), from its first moment to its last.
+"""What becomes of a process that is asked to stop (see `SIGNALS`), from its first moment to its last.
 
 While modules are loaded there is nothing to clear up, and an exception could be lost inside an import, so the
 process ends at once. While a command works, KeyboardInterrupt is raised, once. When the work is done, a stop
@@ -14,6 +14,7 @@ It is the first that a command loads, so it does without `typing`, which takes l
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import select
 import signal
@@ -22,11 +23,13 @@ import threading
 import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Requests to stop: of people, systems, terminals that go, and batch systems before the time is over."""
+
 NOT_YET = "stopped before the command began; nothing was done"
 STOPPED = "stopped"
 SAME_REQUEST_S = 2.0
@@ -55,16 +58,17 @@ class Stops:
     def __init__(self) -> None:
         self.heard: int | None = None
         self._phase, self._left = Phase.LOADING, _always(NOT_YET)
+        self._taken: list[signal.Signals] = []
         self._code: int | None = None
         self._raised, self._told = False, threading.Lock()
 
     # ---- what a command notes ----
 
     def hear(self) -> None:
-        """Take both signals, unless they are ignored, and let through what was held back until now."""
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        """Take the signals, unless they are ignored, and let through what was held back until now."""
+        self._taken = heeded()
+        for number in self._taken:
+            signal.signal(number, self._handle)
         ears, mouth = os.pipe()
         os.set_blocking(mouth, False)
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
@@ -99,7 +103,7 @@ class Stops:
         self._left, self._code = _always(left), code
 
     def stopped(self) -> int:
-        """Say what this stop leaves, and return the exit code: 130 for SIGINT, 143 for SIGTERM."""
+        """Say what this stop leaves, and return the exit code."""
         self._phase = Phase.DONE
         self.say()
         self._left, self._code = _always(""), None
@@ -108,17 +112,19 @@ class Stops:
     def say(self) -> None:
         """Print what a stop leaves, once, if this process speaks for all ranks."""
         if text := self._line():
-            print(text, file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody is there to read it
+                print(text, file=sys.stderr, flush=True)
 
     @property
     def code(self) -> int:
-        """The exit code of a stop, as shells count it."""
+        """The exit code of a stop, as shells count it: 128 and the number of the signal."""
         return 128 + (self.heard or signal.SIGINT)
 
     # ---- the signals ----
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        leave_lost_terminal()
         self.heard = self.heard or number
         if self._phase is Phase.LOADING:
             self._leave()
@@ -146,7 +152,7 @@ class Stops:
         """Return when the process stands still, or is asked again."""
         patience, insists_s = Patience(threading.main_thread()), time.monotonic() + SAME_REQUEST_S
         while not patience.ends(GRACE_S, moves=self._phase is Phase.DONE):
-            if not all(map(self._is_ours, SIGNALS)):
+            if not all(map(self._is_ours, self._taken)):
                 patience.begin()
             if not select.select([ears], [], [], POLL_S)[0]:
                 continue
@@ -200,6 +206,31 @@ class Patience:
     def _processor_s(self) -> float:
         """Return the processor time of the thread; 0 where a system does not tell."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+
+
+def heeded() -> list[signal.Signals]:
+    """Return the signals that this process is to heed: all but those that it ignores, as under nohup."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def leave_lost_terminal() -> None:
+    """Write to nowhere from now on what would be written to a terminal that is gone.
+
+    Every line would be an error, which would end the work that is still to be saved.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.get_terminal_size(descriptor)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                mute(descriptor)
+
+
+def mute(descriptor: int) -> None:
+    """Write to nowhere what would be written to an open file."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def speaks() -> bool:

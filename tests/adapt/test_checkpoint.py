@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
+from penstock.adapt.checkpoint import _begin
 from penstock.train.checkpoint import CheckpointError
 from tests.support.adapted import Batch, small
+from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
 SAVED_AT, STEPS = 2, 5
@@ -75,6 +77,58 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family:
         for found in ranks(2).run(go_on, 2, str(folder)) if world == 2 else [go_on(0, 1, str(folder))]:
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "without exchange"])
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Where names cannot be exchanged, a moment without either is told, and ended by the next save."""
+    if not at_once:
+        monkeypatch.setattr("penstock.adapt.checkpoint.exchange", lambda first, second: False)
+    model = penstock.parallelize(small("mixtral"))
+    optimizer = optimizer_of(model)
+    parent, folder = tmp_path / "parent", tmp_path / "parent" / "saved"
+    losses_of(model, optimizer, 0, 1, range(1))
+    penstock.save_checkpoint(model, optimizer, folder)
+    (folder / "tokenizer.json").write_text("mine")
+    old = contents(folder)
+    losses_of(model, optimizer, 0, 1, range(1, 2))
+    copies = left_by_kills(
+        parent, lambda: penstock.save_checkpoint(model, optimizer, folder), tmp_path / "copies"
+    )
+    new = contents(folder)
+    assert [path.name for path in parent.iterdir()] == ["saved"]
+    assert new.keys() == old.keys() and new["model.safetensors"] != old["model.safetensors"]
+    whole = [copy for copy in copies if (copy / "saved").is_dir()]
+    assert (len(whole) == len(copies)) is at_once and len(whole) > 20
+    assert all(contents(copy / "saved") in (old, new) for copy in whole)
+    for copy in set(copies) - set(whole):
+        for read in (penstock.load_pretrained, lambda path: penstock.load_optimizer(model, optimizer, path)):
+            with pytest.raises(ValueError, match=r"\.unfinished-former-saved"):
+                read(copy / "saved")
+        _begin(copy / ".unfinished-saved", copy / "saved")
+        assert contents(copy / "saved") == old and len(list(copy.iterdir())) == 1
+
+
+def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_path: Path) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    optimizer, other = optimizer_of(model), tmp_path / "other"
+    losses_of(model, optimizer, 0, 1, range(1))
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        penstock.save_checkpoint(model, optimizer, other / "mine")
+    for name in (".unfinished-saved", ".unfinished-former-saved"):
+        (tmp_path / name).symlink_to(other)
+    penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
+    assert contents(other) == {"mine": b"mine"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "saved"]
 
 
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:

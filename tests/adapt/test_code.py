@@ -108,13 +108,13 @@ def change_class(model: Any, kind: type) -> None:
 
 
 DIFFERENT = [
-    (HalvingBlock, "logits"),
+    (HalvingBlock, "the output of layer 0"),
     (HalvingExperts, "what HalvingExperts returns"),
     (DetachedExperts, "what DetachedExperts returns, or its gradients"),
-    (HalvingLayer, "logits"),
+    (HalvingLayer, "the output of layer 0"),
     (DroppingLayer, "logits"),
-    (CallingLayer, "logits"),
-    (HalvingDecoder, "logits"),
+    (CallingLayer, "its decoder changes hidden states"),
+    (HalvingDecoder, "its decoder changes hidden states"),
     (MoreLoss, r"the loss \(\d\.\d+ by the model"),
 ]
 

@@ -53,6 +53,29 @@ def test_experts_that_layers_share_are_saved_as_transformers_does(ranks: Pools, 
     assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
 
 
+def counted(rank: int, world: int) -> list[int]:
+    """Parameters of a spread model by its own count: all, trained ones, and all but embeddings."""
+    del rank
+    model = penstock.parallelize(frozen_in_part(), ep_size=world, plan="flowmoe")
+    return counts_of(model)
+
+
+def counts_of(model: Any) -> list[int]:
+    return [model.num_parameters(), model.num_parameters(True), model.num_parameters(exclude_embeddings=True)]
+
+
+def frozen_in_part() -> Any:
+    """A model with a frozen weight of experts, and one that is frozen and of no experts."""
+    model = small("gpt_oss")
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def test_parameters_are_counted_as_those_of_the_whole_model(ranks: Pools) -> None:
+    assert ranks(2).run(counted, 2) == [counts_of(frozen_in_part())] * 2
+
+
 def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:
     model = penstock.parallelize(small("mixtral"))
     with pytest.raises(ValueError, match=r"missing lm_head\.weight, .* and \d+ more; unexpected other\."):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.folder import FORMER, SEEN, UNFINISHED, _begin, _finish
+from penstock.adapt.described import FORMER
+from penstock.adapt.folder import SEEN, UNFINISHED, _begin, _finish
 from tests.support.adapted import small
+from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
 LIMIT = 40_000
@@ -75,6 +78,46 @@ def test_what_changed_places_when_a_process_ended_is_taken_back(tmp_path: Path) 
     with pytest.raises(OSError, match="no space left"):
         _begin(tmp_path, fail)
     assert before <= names_in(tmp_path) and is_read(tmp_path, model) and not former.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(None, None), (None, LIMIT), (LIMIT, None), (LIMIT, LIMIT)])
+def test_a_kill_at_any_moment_leaves_a_model_or_says_where_it_is(
+    tmp_path: Path, parts: tuple[int | None, int | None]
+) -> None:
+    """In one file and in shards, one in place of the other. The next save begins with the old or the new."""
+    folder, model = tmp_path / "saved", penstock.parallelize(small("mixtral"))
+
+    def save(limit: int | None) -> None:
+        model.save_pretrained(folder, **({} if limit is None else {"max_shard_size": limit}))
+
+    def contents(path: Path) -> set[tuple[str, bytes]]:
+        return {(each.name, each.read_bytes()) for each in path.iterdir() if each.is_file()}
+
+    save(parts[0])
+    old = contents(folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    copies = left_by_kills(folder, lambda: save(parts[1]), tmp_path / "copies")
+    new, told = contents(folder), 0
+    for copy in copies:
+        if not (contents(copy) >= old or contents(copy) >= new):
+            told += 1
+            with pytest.raises(ValueError, match=re.escape(FORMER)):
+                penstock.load_pretrained(copy)
+        _begin(copy, lambda: None)
+        assert contents(copy) >= old or contents(copy) >= new, copy
+    assert told > 2
+
+
+def test_no_files_are_taken_back_from_elsewhere(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "mine").touch()
+    (folder := tmp_path / "saved").mkdir()
+    (folder / FORMER).symlink_to(other)
+    with pytest.raises(OSError, match=FORMER):
+        _begin(folder, lambda: None)
+    assert names_in(other) == {"mine"} and "mine" not in names_in(folder)
 
 
 def test_a_file_that_cannot_be_put_in_its_place_leaves_what_was_there(

@@ -14,6 +14,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
+from penstock.partial_state import without_marks
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool
@@ -31,10 +32,11 @@ def shares_read(rank: int, world: int, folder: str, families: list[str]) -> list
         whole = small(family)
         model = penstock.load_pretrained(f"{folder}/{family}", ep_size=world, plan="flowmoe")
         given = dict(whole.state_dict())
-        for name, mine in model.state_dict().items():
+        held = without_marks(model.state_dict())
+        for name, mine in held.items():
             if not torch.equal(share_of(given[name], mine, rank), mine):
                 wrong.append(f"{family}: {name}")
-        assert given.keys() == model.state_dict().keys()
+        assert given.keys() == held.keys()
         assert type(model).__name__ == type(whole).__name__ and model.generation_config is not None
     batch = Batch(samples=world).inputs()
     whole(**batch).loss.backward()
@@ -108,6 +110,26 @@ def with_fewer_experts(folder: Path) -> None:
     )
 
 
+def with_more_experts(folder: Path) -> None:
+    change_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {
+                name.replace(".experts.7.", ".experts.8."): tensors[name].clone()
+                for name in list(tensors)
+                if ".experts.7." in name
+            }
+        ),
+    )
+
+
+def with_taller_experts(folder: Path) -> None:
+    """Of a family that stacks them."""
+    small("gpt_oss").save_pretrained(folder)
+    stacked = "model.layers.0.mlp.experts.down_proj"
+    change_tensors(folder, lambda tensors: tensors.update({stacked: tensors[stacked].repeat(2, 1, 1)}))
+
+
 def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -117,9 +139,14 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
-def of_no_known_family(folder: Path) -> None:
+def dense(folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "llama"}))
+
+
+def of_no_known_family(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "minimax_m2", "head_dim": 8}))
 
 
 def quantized(folder: Path) -> None:
@@ -140,11 +167,14 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     [
         (without_a_tensor, "missing: model.norm.weight"),
         (with_another_tensor, "unexpected: other"),
-        (with_fewer_experts, r"experts\.(down|gate_up)_proj"),
+        (with_fewer_experts, r"w[123]\.weight of all experts but 7"),
+        (with_more_experts, r"w[123]\.weight of expert 8"),
+        (with_taller_experts, r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
         (without_weights, "holds neither model.safetensors nor"),
         (cut_short, "cannot be read as safetensors"),
         (quantized, "holds quantized numbers"),
-        (of_no_known_family, "LlamaForCausalLM is of no family that Penstock knows"),
+        (dense, "LlamaForCausalLM has no experts"),
+        (of_no_known_family, "MiniMaxM2ForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
 def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
@@ -152,6 +182,25 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path
     change(tmp_path)
     with pytest.raises(ValueError, match=words):
         penstock.load_pretrained(tmp_path)
+
+
+def refused_on(rank: int, world: int, folder: str) -> list[str]:
+    """What a rank says to folders that lack experts of another rank, or have some of none."""
+    del rank
+    found = []
+    for name in ("with_fewer_experts", "with_more_experts", "with_taller_experts"):
+        with pytest.raises(ValueError) as caught:
+            penstock.load_pretrained(f"{folder}/{name}", ep_size=world)
+        found.append(str(caught.value))
+    return found
+
+
+def test_every_rank_refuses_experts_that_are_missing_or_too_many(ranks: Pools, tmp_path: Path) -> None:
+    for change in (with_fewer_experts, with_more_experts, with_taller_experts):
+        small("mixtral").save_pretrained(tmp_path / change.__name__)
+        change(tmp_path / change.__name__)
+    first, second = ranks(2).run(refused_on, 2, str(tmp_path))
+    assert first == second
 
 
 def test_of_a_model_that_sees_the_text_part_is_read(tmp_path: Path) -> None:

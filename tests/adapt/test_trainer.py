@@ -66,6 +66,8 @@ def train_on_ranks(rank: int, world: int, folder: str, resume: str | None) -> li
     with as_torchrun_starts_it(rank, world):
         with pytest.raises(ValueError, match="average_tokens_across_devices"):
             trained(ScheduledTrainer, model, folder, world, average_tokens_across_devices=False)
+        with pytest.raises(ValueError, match="Adafactor"):
+            trained(ScheduledTrainer, model, folder, world, optim="adafactor")
         return trained(ScheduledTrainer, model, folder, world, resume)
 
 
@@ -97,6 +99,22 @@ def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
     arguments.fp16, arguments.torch_compile = False, True
     with pytest.raises(ValueError, match="torch_compile = True"):
         trainer.train()
+    AcceleratorState._reset_state(True)
+
+
+def test_other_losses_are_refused_by_their_settings(tmp_path: Path) -> None:
+    """Trainer itself takes the labels away for them: then it is said when the model is called."""
+    model = penstock.parallelize(small("mixtral"))
+    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 1}
+    smooth = TrainingArguments(**common, label_smoothing_factor=0.1)
+    for kind, arguments, more, words in (
+        (ScheduledTrainer, smooth, {}, r"label_smoothing_factor = 0\.1: "),
+        (ScheduledTrainer, TrainingArguments(**common), {"compute_loss_func": max}, "compute_loss_func: "),
+        (Trainer, smooth, {}, "label_smoothing_factor and compute_loss_func"),
+    ):
+        AcceleratorState._reset_state(True)
+        with pytest.raises(ValueError, match=words):
+            kind(model=model, args=arguments, train_dataset=Samples(), **more).train()
     AcceleratorState._reset_state(True)
 
 

@@ -188,7 +188,7 @@ def test_experts_drawn_by_chance_are_the_same_in_one_microbatch() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"no family that Penstock knows, and no module of it holds experts"):
+    with pytest.raises(ValueError, match="Linear has no experts"):
         penstock.parallelize(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"router_jitter_noise = 0.1 cannot be scheduled"):
         penstock.parallelize(small("mixtral", router_jitter_noise=0.1))
@@ -198,7 +198,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="already"):
         penstock.parallelize(model)
     given = Batch().inputs()
-    with pytest.raises(ValueError, match=r"needs labels"):
+    with pytest.raises(ValueError, match=r"give labels="):
         model(**without_labels(given))
     with pytest.raises(ValueError, match=r"output_attentions cannot be used in one"):
         model(**given, output_attentions=True)
@@ -206,7 +206,7 @@ def test_refusals() -> None:
         model(**{name: each[0] for name, each in given.items()})
     with pytest.raises(ValueError, match="computes all of its layers again"):
         model.activation_checkpointing_enable(every_n_layers=2)
-    with pytest.raises(TypeError, match="DistributedDataParallel"):
+    with pytest.raises(TypeError, match="a scheduled model needs no DistributedDataParallel"):
         torch.nn.parallel.DistributedDataParallel(model)
     with pytest.raises(ValueError, match="no causal language model"):
         penstock.parallelize(small("mixtral").model)

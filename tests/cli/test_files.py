@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -88,11 +87,8 @@ def test_a_folder_of_figures_is_tried_before_anything_is_measured(
 def test_no_empty_file_is_taken_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is always full stands for a disk that is."""
 
-    def full(**options: object) -> IO[bytes]:
-        del options
-        return os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
-
-    monkeypatch.setattr("penstock.config.files.TemporaryFile", full)
+    opened = os.open
+    monkeypatch.setattr("penstock.writing.os.open", lambda *_: opened("/dev/full", os.O_RDWR))
     with pytest.raises(ConfigError, match=r"--out = .*cannot be written \(No space left on device\)"):
         check_out(Path("plan.json"), "plan.json")
     with pytest.raises(ConfigError, match=r"--plot = .*cannot be written to \(No space left on device\)"):

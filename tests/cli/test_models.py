@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import penstock
 from penstock.adapt.asking import Judgement, judge, open_model
 from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint
 from penstock.cli import main
 from penstock.train.trainer import Trainer
-from tests.support.adapted import small
+from tests.support.adapted import COMMON, small
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import train_on
@@ -191,7 +191,12 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "neither a Hugging Face model folder" in said_of
     small("mixtral").save_pretrained(tmp_path / "mixtral")
     assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
-    assert "MixtralForCausalLM" in refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
+    said_of = refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
+    assert "MixtralForCausalLM" in said_of and "penstock.load_pretrained" in said_of
+    dense = LlamaForCausalLM(LlamaConfig(**COMMON))
+    dense.save_pretrained(tmp_path / "dense")
+    said_of = refused(capsys, "convert", tmp_path / "dense", tmp_path / "new")
+    assert "LlamaForCausalLM" in said_of and "penstock.load_pretrained" not in said_of
     for name, number in (("tokenizer.json", 1), ("large", 10**6)):
         model = tokenizers.models.WordLevel({"a": 0, "b": number}, unk_token="a")
         tokenizers.Tokenizer(model).save(str(tmp_path / name))
@@ -205,6 +210,9 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     empty, latin = tmp_path / "empty", tmp_path / "latin"
     empty.write_text("")
     latin.write_bytes(b"several\nw\xf6rter")
+    for command, *rest in (("generate", "--prompt", "b"), ("evaluate", str(text))):
+        said_of = refused(capsys, command, tmp_path / "mixtral", *rest, "--tokenizer", "bytes")
+        assert "bytes are 256 tokens, and the model knows 61" in said_of
     for more, words in (
         (["generate", "--prompt", ""], "prompt is empty"),
         (["evaluate", tmp_path / "nothing"], "there is no such file"),
@@ -214,8 +222,8 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["evaluate", latin], f"{latin}: is not UTF-8 text (line 2). Save it as UTF-8."),
         (["convert", text], f"{text} is a file: name a folder"),
     ):
-        command, *rest = more
-        assert words in refused(capsys, str(command), tmp_path / "bytes", *rest)
+        name, *options = map(str, more)
+        assert words in refused(capsys, name, tmp_path / "bytes", *options)
     assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
 
 
@@ -259,6 +267,10 @@ def test_a_checkpoint_of_a_scheduled_model_becomes_a_folder_of_transformers(
     assert {path.name for path in exported.iterdir()} == names
     read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
     assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    (tmp_path / "mine").write_text("a secret")  # a folder from someone else may lead to it
+    (saved / "notes.txt").symlink_to(tmp_path / "mine")
+    assert "notes.txt is a link" in refused(capsys, "convert", saved, tmp_path / "other")
+    (saved / "notes.txt").unlink()
     tensors = load_file(saved / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})

@@ -186,6 +186,36 @@ def test_steps_of_models_with_other_layers_are_refused(
     assert "metrics.jsonl" in said and f"rows_dropped has {len(lines[-1]['rows_dropped'])} numbers" in said
 
 
+SHOWN = ("config.toml", "metrics.jsonl", "failure-rank1.txt", *LEFT)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_no_file_is_shown_that_is_not_the_run_s(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """A folder from someone else may have links to what its reader would not pass on."""
+    (run / "summary.json").unlink()  # a run without one shows why its ranks have failed
+    (tmp_path / "mine").write_text("a secret")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "mine")
+    said = refused(capsys, "report", run)
+    assert str(run / name) in said and "secret" not in said
+    assert not (run / "report.html").exists()
+
+
+def test_a_page_is_written_into_no_other_file(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    page = tmp_path / "page.html"
+    for name in ("page.html", "page.html.part", "page.html.partial"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    assert main(["report", str(run), "--out", str(page)]) == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert not page.is_symlink() and page.read_text().startswith("<!DOCTYPE html>")
+    capsys.readouterr()
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no such folder" in refused(capsys, "report", tmp_path / "none")
     assert "holds no run" in refused(capsys, "report", tmp_path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +24,7 @@ from penstock.graph import Lane
 from penstock.report import RunSummary
 from penstock.train.metrics import read_metrics
 from penstock.train.run_folder import read_run
+from penstock.train.storage.finished import complete_checkpoints
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.launched import pid_of_rank, start_launcher
@@ -230,6 +234,40 @@ def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, ranks: Pools, tmp_path: 
     if done < 20:
         trained(ranks, tmp_path, "train.resume=true")
     assert losses(folder) == losses(pair_run.folder)
+
+
+def open_terminal(name: str) -> None:
+    """Make a terminal that of this session, as the first that it opens, and of all output."""
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(name, os.O_RDWR), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(each, "w", closefd=False) for each in (1, 2))  # made for a file
+
+
+def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The system then sends SIGHUP to all of it, and every further line is an error."""
+    ours, theirs = os.openpty()
+    meddle = partial(open_terminal, os.ttyname(theirs))
+    config, folder = write_config(tmp_path), tmp_path / "run"
+    words = ("train", config, "train.steps=100000", "train.log_every=1")
+    process = start_launcher(*words, stderr=tmp_path / "stderr", meddle=meddle)
+    closed = threading.Event()
+
+    def show() -> None:
+        while not closed.is_set():
+            if select.select([ours], [], [], 0.05)[0]:
+                os.read(ours, 4096)
+
+    screen = threading.Thread(target=show, daemon=True)
+    screen.start()
+    wait_until(lambda: len(losses(folder)) >= 3, process)
+    closed.set()
+    screen.join()
+    os.close(ours)
+    os.close(theirs)
+    assert process.wait(timeout=60) == 0
+    assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == [
+        f"step-{max(losses(folder)):08d}"
+    ]
 
 
 @pytest.mark.soak

@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import replace
 from itertools import product
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing import copies_of
+from penstock.runtime.sample_moving import company_of
 from penstock.step import StepShape, build_graph
+from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
 from tests.support.hosted import random_hosting
@@ -89,10 +92,25 @@ def test_every_rank_keeps_as_many_samples_of_every_slice_and_none_is_lost(step: 
         for size in split_sizes(microbatch, shape.slices):
             places = np.arange(start, start + size)
             for group in groups:
-                cells = np.ix_(np.array(group), places)
+                cells = np.ix_(np.array(group.devices), places)
                 for now_DB in held_YDB:
                     assert sorted(now_DB[cells].ravel()) == sorted(first_DB[cells].ravel())
             start += size
+
+
+@pytest.mark.parametrize("shares", [(1, 2, 4), (2, 2, 4), (2, 4, 2), (4, 2, 4), (4, 1, 8)])
+def test_samples_move_between_the_devices_that_exchange_rows(shares: tuple[int, int, int]) -> None:
+    """Prices assume the runtime's groups, also where experts have more shards than attention, or fewer."""
+    sizes: dict[str, Any] = dict(zip(("mp_size", "esp_size", "ep_size"), shares, strict=True))
+    layout = Layout.build(ParallelConfig(processes=8, **sizes), 8, 0, WORK.num_experts, node_size=8)
+    work = replace(WORK, **sizes, node_size=0, devices_per_node=8)
+    ran = [(plane.devices, plane.device_P) for plane in company_of(layout).planes]
+    assert [(each.devices, tuple(each.device_P.tolist())) for each in device_groups(work)] == ran
+    counts = counts_of("dirichlet,dirichlet_concentration=0.1", work=work)
+    placed = SampleMover(work=work, shape=SHAPE).placed(counts)
+    for group in device_groups(work):
+        homes = set(placed.held_YDB[0][list(group.devices)].ravel())
+        assert all(set(held[list(group.devices)].ravel()) == homes for held in placed.held_YDB)
 
 
 def test_rows_come_home_to_where_the_next_layer_finds_its_samples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,15 +27,18 @@ from penstock.data import documents as documents_module
 from penstock.data import prepare as prepare_module
 from penstock.data.listing import files_of
 from penstock.data.prepare import Preparation
-from penstock.data.record import BLOCK_BYTES, PART, UNFINISHED, WHOLE, Shard, width_of, write_record
+from penstock.data.record import BLOCK_BYTES, UNFINISHED, WHOLE, Shard, width_of, write_record
 from penstock.data.text import TextError
 from penstock.data.tokenizer import Bytes, FileTokenizer, open_tokenizer
 from penstock.data.tokens import Tokens, first_damage
+from penstock.writing import DRAFT
+from tests.support.killed import left_by_kills
 
 DOCUMENTS = [
     f"Water runs downhill, {number} times.\nÄnd “back” up 🌊 {number * number}." for number in range(40)
 ]
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+MOST_CUTS = 60
 
 
 @pytest.fixture(scope="module")
@@ -147,23 +151,37 @@ def _byte_letters() -> dict[int, str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pieces")
 def test_cut_off_anywhere_it_goes_on_to_the_same_bytes(tmp_path: Path, tokenizer_file: Path) -> None:
-    """What a kill leaves is what the folder is at that moment; it is never taken for a whole one."""
+    """A kill leaves what is never taken for a whole folder, before any step of the work."""
     work = preparation(write_inputs(tmp_path / "in"), tokenizer_file)
-    cuts = []
-    for number, _ in enumerate(work.run(tmp_path / "whole")):
-        cuts.append(tmp_path / f"cut{number}")
-        shutil.copytree(tmp_path / "whole", cuts[-1])
+    *cuts, whole_cut = left_by_kills(
+        tmp_path / "whole", lambda: list(work.run(tmp_path / "whole")), tmp_path / "cuts"
+    )
     whole = content(tmp_path / "whole")
-    cuts.append(tmp_path / "first write")
-    cuts[-1].mkdir()
-    (cuts[-1] / f"{UNFINISHED}{PART}").write_text("{")
-    assert len(cuts) > 10 and UNFINISHED not in whole and not any(PART in name for name in whole)
-    for cut in cuts:
+    assert content(whole_cut) == whole and UNFINISHED not in whole
+    assert not any(map(DRAFT.fullmatch, whole))
+    broken = [cut for cut in cuts if not (cut / WHOLE).exists()]
+    assert len(broken) > 50
+    for cut in broken[:: 1 + len(broken) // MOST_CUTS]:
         with pytest.raises(ConfigError, match="preparation has not ended"):
             Tokens(None, cut)
         finish(work, cut)
         assert content(cut) == whole
-    assert list(work.run(cuts[0])) == [], "a whole folder stays as it is"
+    assert list(work.run(cuts[-1])) == [], "a whole folder stays as it is"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path, kind: str) -> None:
+    work, out = preparation(write_inputs(tmp_path / "in")), tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "mine").write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(out / ".lock")
+    else:
+        (out / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError) as caught:
+        finish(work, out)
+    assert caught.value.key == "--out"
+    assert (tmp_path / "mine").read_text() == "mine" and [path.name for path in out.iterdir()] == [".lock"]
 
 
 @pytest.mark.slow

@@ -213,3 +213,15 @@ def test_a_shard_of_experts_does_not_run_by_itself() -> None:
         layer(torch.randn(3, HIDDEN))
     with pytest.raises(ValueError, match="run inside a penstock stack only"):
         MoELayer(gate=layer.gate, order=layer.order, expert=layer.experts, exchange=Alone())
+
+
+@pytest.mark.parametrize("part", ["experts", "gate"])
+def test_an_update_between_forward_and_backward_is_refused(part: str) -> None:
+    """Also by a fused optimiser, whose kernel leaves the version of what it writes."""
+    layer = layer_of(config_of("softmax sort"))
+    optimizer = torch.optim.AdamW(layer.get_submodule(part).parameters(), lr=0.1, fused=True)
+    total_loss(layer, layer(states())).backward()
+    loss = total_loss(layer, layer(states()))
+    optimizer.step()
+    with pytest.raises(RuntimeError):
+        loss.backward()

@@ -24,7 +24,7 @@ def test_rows_are_sums_over_the_experts_of_a_rank() -> None:
     sent, received = np.array([[[1, 2]], [[0, 4]]]), np.array([[[3, 0]], [[5, 6]]])
     (route,) = flat(0, 2).from_pair(sent, received).slices
     assert (route.rows_sent, route.rows_received) == ((3, 4), (3, 11))
-    assert route.rows_per_expert == [8, 6]
+    assert route.rows_per_expert == (8, 6)
     (leg,) = route.legs
     assert (leg.input_splits, leg.output_splits) == ((3, 4), (3, 11))
 
@@ -35,14 +35,14 @@ def test_a_row_may_serve_several_experts() -> None:
     (route,) = flat(1, 2, row_counts=True).from_pair(sent, received).slices
     assert (route.rows_sent, route.rows_received) == ((2, 4), (9, 4))
     assert list(route.sent) == [[1, 2], [3, 4]]
-    assert route.rows_per_expert == [8, 10]
+    assert route.rows_per_expert == (8, 10)
 
 
 def test_alone_nothing_travels() -> None:
     counts = np.array([[[2, 3]]])
     (route,) = flat(0, 1).from_pair(counts, counts).slices
     assert route.legs == ()
-    assert route.rows_per_expert == [2, 3]
+    assert route.rows_per_expert == (2, 3)
 
 
 def test_even_routes_send_the_slots_of_every_chunk_to_every_expert() -> None:

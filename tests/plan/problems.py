@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, ClusterFile, Workload
+from penstock.decision import Movable
 from penstock.dispatch import DISPATCHES
 from penstock.plan import Problem
+from penstock.plan.optimizers import sharing_updates
 from penstock.step import Sharing, StepShape
-from penstock.step.shape import TokenLayout
+from penstock.step.shape import Recompute, TokenLayout
 
 FILE = ClusterFile(
     name="two-nodes",
@@ -118,3 +121,40 @@ def problems(draw: st.DrawFn, *, layers: int = 2) -> Problem:
         all_reduce_bytes=draw(st.sampled_from((0, 1 << 18, 1 << 20))),
         ranks=draw(st.sampled_from((4, 8))),
     )
+
+
+NOTHING_MOVES, SAMPLES_MOVE = ("none",), ("none", "netmoe")
+EXPERTS_MOVE = ("none", "planned", "pro_prophet")
+
+
+@st.composite
+def every_kind(draw: st.DrawFn) -> Problem:
+    """Steps of every kind: with sharing, moves, recomputation, rounded rows, updates, loads, slow ranks."""
+    each, maybe = draw(problems(layers=4)), st.booleans()
+    if draw(maybe):
+        each = draw(shared())(each)
+    if draw(maybe):
+        each = replace(each, workload=replace(each.workload, shared_ffn_hidden_size=64))
+    shape = replace(
+        each.shape,
+        gathers_loads=draw(maybe),
+        shared_experts=each.workload.shared_ffn_hidden_size > 0,
+        carries_residual=draw(maybe),
+    )
+    each = replace(
+        each,
+        shape=shape,
+        movable=Movable(
+            samples=draw(st.sampled_from((NOTHING_MOVES, SAMPLES_MOVE, ("netmoe",)))),
+            experts=draw(st.sampled_from((NOTHING_MOVES, EXPERTS_MOVE, ("planned",)))),
+            guest_slots=draw(st.sampled_from(((1,), (1, 3)))),
+        ),
+        recompute=draw(st.sampled_from((("none",), get_args(Recompute)))),
+        compressions=draw(st.sampled_from((("none",), ("none", "int8")))),
+    )
+    if draw(maybe):
+        each = sharing_updates(each, releases=draw(maybe))
+    if draw(maybe):
+        ranks = each.workload.world_size
+        each = replace(each, slowness=tuple(draw(st.floats(1, 4)) for _ in range(ranks)))
+    return each

@@ -9,38 +9,70 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config import Table
 from penstock.cost import ClusterConfig
-from penstock.decision import Decision
+from penstock.decision import Decision, Field, Movable, register, unregister
 from penstock.plan import Problem, evaluate, find_plan
 from penstock.plan.bound import QuickBounds
 from penstock.plan.space import space
+from penstock.step.passes import GatheredLoads
 from penstock.step.shape import TokenLayout
-from tests.plan.problems import Shared, problem, problems, shared, with_sharing
+from penstock.step.stages import Pass
+from tests.plan.problems import every_kind, problem, problems, with_sharing
 from tests.support.draws import draws
 
 
-@draws(30)
-@given(problems(layers=3), st.randoms(use_true_random=False))
+@draws(60)
+@given(every_kind(), st.randoms(use_true_random=False))
 def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each: Problem, rng: Any) -> None:
     choices = list(space(each))
     bounds = QuickBounds(each)
     for choice in rng.sample(choices, min(4, len(choices))):
-        found = evaluate(each, choice)
-        quick_s = bounds.seconds(choice)
-        assert quick_s <= found.predicted_s * (1 + 1e-9)
-        assert quick_s >= found.bound.busiest_lane_s * (1 - 1e-9), "work is not estimated: layers add up"
+        plan = each.plan(choice)
+        quick_s, busiest_s = bounds.seconds(choice), each.bound(choice, plan).busiest_lane_s
+        assert quick_s <= each.simulate(choice, plan).iteration_s * (1 + 1e-9)
+        assert quick_s >= busiest_s * (1 - 1e-9), "work is not estimated: layers add up"
 
 
-@draws(30)
-@given(problems(layers=3), shared(), st.randoms(use_true_random=False))
-def test_the_same_where_ranks_share_attention_and_experts(each: Problem, sharing: Shared, rng: Any) -> None:
-    each = sharing(each)
-    choices = list(space(each))
+LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e10, link_latency_s=1e-3, task_overhead_s=1e-6)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"gathers_loads": True},
+        {"moving": Movable(experts=("planned",))},
+        {"moving": Movable(experts=("planned",), guest_slots=(3,))},
+        {"moving": Movable(samples=("netmoe",), experts=("planned",))},
+    ],
+)
+@pytest.mark.parametrize("layers", [(True,) * 6, (False, True, True, False), (True, True)])
+def test_what_a_step_does_once_or_in_all_layers_at_a_time_is_counted_so(
+    what: dict[str, Any], layers: tuple[bool, ...]
+) -> None:
+    """Loads are gathered once, and guests may travel for all layers before the first attention ends."""
+    each = problem(layers, batch=1, cluster=LATE, all_reduce_bytes=0)
+    shape = replace(each.shape, gathers_loads=what.get("gathers_loads", False))
+    each = replace(each, shape=shape, movable=what.get("moving", each.movable))
     bounds = QuickBounds(each)
-    for choice in rng.sample(choices, min(4, len(choices))):
-        found = evaluate(each, choice)
-        quick_s = bounds.seconds(choice)
-        assert found.bound.busiest_lane_s * (1 - 1e-9) <= quick_s <= found.predicted_s * (1 + 1e-9)
+    for choice in space(each):
+        if choice.schedule in ("sequential", "penstock") and choice.degrees == (1, 1):
+            exact = evaluate(each, choice)
+            assert exact.bound.busiest_lane_s * (1 - 1e-9) <= bounds.seconds(choice)
+            assert bounds.seconds(choice) <= exact.predicted_s * (1 + 1e-9), choice.words
+
+
+def test_guests_in_more_pieces_have_a_bound_of_their_own() -> None:
+    """Every piece of a guest has a start-up: what was known of few pieces is not the bound of many."""
+    each = problem(cluster=LATE)
+    few, many = (
+        Decision(schedule="flowmoe", experts="planned", all_reduce_chunk_bytes=size)
+        for size in (1 << 20, 4096)
+    )
+    both = QuickBounds(each)
+    for choice in (few, many):
+        assert both.seconds(choice) == QuickBounds(each).seconds(choice)
+    assert both.seconds(few) < both.seconds(many)
 
 
 @draws(30)
@@ -97,6 +129,21 @@ def test_one_chain_binds_where_nothing_is_cut() -> None:
     exact = each.bound(choice, each.plan(choice))
     assert exact.critical_path_s > exact.busiest_lane_s
     assert QuickBounds(each).seconds(choice) == pytest.approx(exact.seconds)
+
+
+def test_a_pass_of_ones_own_may_treat_layers_differently() -> None:
+    """It makes one task, in the last layer: a step with one layer does not tell what it does to others."""
+    register(Field(name="told", type=bool, default=False, values=lambda *_: (False,), passes=_telling))
+    try:
+        each, choice = problem((True,) * 4, cluster=LATE), Decision(more=Table({"told": True}))
+        exact = each.bound(choice, each.plan(choice))
+        assert QuickBounds(each).seconds(choice) == exact.seconds
+    finally:
+        unregister("told")
+
+
+def _telling(told: bool) -> tuple[Pass, ...]:
+    return (GatheredLoads(),) if told else ()
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -21,6 +21,7 @@ from penstock.runtime.handlers import Inputs
 from penstock.runtime.lanes import LaneError, ThreadLanes, _ThreadRun, tensors_in
 from penstock.runtime.program import Call
 from penstock.runtime.transport import GlooTransport
+from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from penstock.topology import Layout, lane_groups
@@ -328,3 +329,7 @@ def test_tensors_in_finds_every_tensor_of_a_result() -> None:
     first, second, third, fourth = (torch.full((1,), float(i)) for i in range(4))
     inputs = Inputs(rows=(first, (Holder(second, None), "text")), saved=(Holder({3: third}, [fourth]), 5))
     assert [id(t) for t in tensors_in(inputs)] == [id(t) for t in (first, second, third, fourth)]
+    later = Later(lambda: first + second, (first, Holder(second, 3)))
+    for _ in range(2):  # what is held outlives the stream that reads the value, so it stays
+        assert [id(t) for t in tensors_in(Inputs(order=(later,)))] == [id(first), id(second)]
+        assert later.value == 1.0

@@ -206,6 +206,37 @@ def before(program: Program, span: int) -> dict[Task, set[Task]]:
 
 @draws(40)
 @given(plans(), silences)
+def test_what_starts_earlier_is_issued_earlier(plan: StepPlan, silent: list[Axes]) -> None:
+    """The issuing thread follows the schedule's picture, in which every task takes one slot."""
+    for span in program_of(plan, silent=silent).spans:
+        issued = [call.task for _, call in in_issue_order(span)]
+        orders = {lane: [call.task for call in calls] for lane, calls in span.items()}
+        assert sorted(map(str, issued)) == sorted(str(task) for order in orders.values() for task in order)
+        lane_of = {task: lane for lane, order in orders.items() for task in order}
+        ends: dict[Task, int] = {}
+        free = dict.fromkeys(span, 0)
+        slots = []
+        for task in issued:
+            needed = [ends[need] for need in plan.graph.needs[task] if need in lane_of]
+            assert all(need in ends for need in plan.graph.needs[task] if need in lane_of), str(task)
+            slots.append(max([free[lane_of[task]], *needed]))
+            ends[task] = free[lane_of[task]] = slots[-1] + 1
+        assert slots == sorted(slots)
+        assert all(
+            [task for task in issued if lane_of[task] is lane] == order for lane, order in orders.items()
+        )
+
+
+def test_counts_are_waited_for_with_work_in_the_queues() -> None:
+    """Two microbatches: experts of the first are issued before the host needs the counts of the second."""
+    program = program_of(example_plan("flowmoe"))
+    issued = [str(call.task) for _, call in in_issue_order(program.spans[0])]
+    assert issued.index("L0.X.m0.c0.F") < issued.index("L0.D.m1.c0.F")
+    assert issued.index("L0.X.m0.c0.F") < issued.index("L0.N.m1.F")
+
+
+@draws(40)
+@given(plans(), silences)
 def test_waits_suffice(plan: StepPlan, silent: list[Axes]) -> None:
     """What a task reads has ended when it starts: on its lane, by a wait, or in an earlier span."""
     program = program_of(plan, silent=silent)

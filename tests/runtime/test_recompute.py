@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -113,34 +114,6 @@ def test_less_is_kept_and_nothing_is_sent_again(ranks: Pools) -> None:
         assert (none[2], experts[2], blocks[2]) == (0, 2 * 2, 2 * (2 * 3 + 1))
 
 
-def in_place(parameter: torch.nn.Parameter) -> None:
-    with torch.no_grad():
-        parameter.mul_(2)
-
-
-def by_other_data(parameter: torch.nn.Parameter) -> None:
-    """As an average of weights is swapped in; the version counter stays."""
-    parameter.data = parameter.data * 2
-
-
-@pytest.mark.parametrize("change", [in_place, by_other_data])
-def test_parameters_must_be_what_they_were(
-    ranks: Pools, change: Callable[[torch.nn.Parameter], None]
-) -> None:
-    (said,) = ranks(1).run(change_before_backward, two_layers("blocks", "flowmoe", world_size=1), change)
-    assert "parameters were changed between forward and backward" in said
-
-
-def change_before_backward(rank: int, step: Case, change: Callable[[torch.nn.Parameter], None]) -> str:
-    stack = stack_of(rank, step)
-    tokens, labels = batch_of(step)
-    loss = stack(tokens, labels)
-    change(next(stack.model.parameters()))
-    with pytest.raises(RuntimeError) as caught:
-        loss.backward()
-    return str(caught.value)
-
-
 # ---- how a computation is repeated -------------------------------------------------------------------------
 
 
@@ -184,3 +157,49 @@ def test_selections_and_random_numbers_are_those_of_the_first_time() -> None:
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, first[1], True)
     chosen |= torch.zeros_like(chosen).scatter_(1, scores.argmax(dim=1, keepdim=True), True)
     assert torch.equal(other.grad != 0, chosen)
+
+
+def drawn_elsewhere(numbers: list[float]) -> None:
+    """Another thread draws, as a loader of data may."""
+    thread = Thread(target=lambda: numbers.append(float(torch.rand(()))))
+    thread.start()
+    thread.join()
+
+
+def test_random_numbers_of_other_threads_are_their_own() -> None:
+    """A second run does not set back what they draw from, and what they draw changes none of its masks."""
+    elsewhere = list[float]()
+    own = torch.Generator().manual_seed(7)
+
+    def compute() -> list[torch.Tensor]:
+        found = [torch.nn.functional.dropout(torch.ones(64), 0.5)]
+        drawn_elsewhere(elsewhere)
+        found += [torch.rand(4), torch.randn_like(found[0]), torch.randint(9, (8,)), torch.randperm(9)]
+        drawn_elsewhere(elsewhere)
+        found.append(torch.empty(5).uniform_(generator=own))
+        found.append(torch.native_dropout(torch.ones(64), 0.5, True)[0])
+        return found
+
+    replay = Replay(CPU)
+    torch.manual_seed(3)
+    with replay.first():
+        first = compute()
+    state = own.get_state()
+    torch.manual_seed(5)
+    with replay.second():
+        second = compute()
+    assert all(map(torch.equal, first, second)) and torch.equal(own.get_state(), state)
+    torch.manual_seed(5)
+    assert elsewhere[2:] == [float(torch.rand(())) for _ in range(2)]
+    assert len({*elsewhere}) == 4
+
+
+def test_a_second_run_that_goes_another_way_is_refused() -> None:
+    """It would get what was selected for something else."""
+    scores = torch.rand(5, 8)
+    for other in (scores.sort, lambda: scores.topk(2) + scores.topk(2), lambda: torch.rand(2)):
+        replay = Replay(CPU)
+        with replay.first():
+            scores.topk(2)
+        with pytest.raises(RuntimeError), replay.second():
+            other()

@@ -17,6 +17,7 @@ from penstock.runtime.errors import TaskError
 from penstock.runtime.sharded.adamw import ShardedAdamW
 from penstock.step.shape import Recompute
 from penstock.train.assemble import build_stack
+from tests.support.casts import Casts
 from tests.support.parity import Case, batch_of, machinery, stack_of
 from tests.support.searching import short_search
 
@@ -73,6 +74,24 @@ def test_the_callers_autocast_changes_nothing(
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_a_half_of_a_step_casts_a_parameter_once(recompute: Recompute) -> None:
+    """However many microbatches read it; what runs without autograd casts by itself, since it has no
+    history."""
+    case = replace(CASE, recompute=recompute, double=False)
+    stack = stack_of(0, case)
+    stack.machinery = replace(stack.machinery, autocast_dtype=BFLOAT16)
+    dense = [p for name, p in stack.model.named_parameters() if "experts" not in name]
+    with Casts(*dense) as forward:
+        loss = stack(*batch_of(case))
+    with Casts(*dense) as backward:
+        loss.backward()
+    halves = {"none": forward, "blocks": backward}
+    assert set(halves[recompute].by_tensor) == {0, 1}
+    if recompute == "none":
+        assert backward.count == 0
 
 
 # ---- a backward pass that fails ----------------------------------------------------------------------------
@@ -199,7 +218,7 @@ def change_in_place(parameter: nn.Parameter) -> None:
 
 @pytest.mark.parametrize(
     ("recompute", "spoil", "told"),
-    [("none", give_gradient, "has a gradient"), ("blocks", change_in_place, "in place")],
+    [("none", give_gradient, "has a gradient"), ("blocks", change_in_place, "was changed between")],
 )
 def test_a_sharded_optimizer_keeps_its_sums_when_a_pass_is_refused(
     recompute: Recompute, spoil: Callable[[nn.Parameter], None], told: str

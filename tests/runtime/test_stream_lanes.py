@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.device import Cuda, Event, Stream, using
 from penstock.graph import Lane, Task
 from penstock.runtime.handlers import Inputs
-from penstock.runtime.lanes import LaneError, StreamLanes
+from penstock.runtime.lanes import LaneError, StreamLanes, build_lanes
 from penstock.runtime.program import Call
 from penstock.step import StepShape
 from tests.runtime.programs import plan_in, program_of
@@ -22,25 +23,11 @@ SHAPE = StepShape(moe_layers=(True, True), moves_samples=True, microbatches=2)
 PATIENCE_S = 60.0
 
 
-class Device:
-    """What lanes ask of `torch.cuda`. An event happens when `behind` says so."""
+class Behind:
+    """A stream and an event, which happens when the device has `reached` it."""
 
-    def __init__(self, *, behind: bool) -> None:
-        self.reached = threading.Event()
-        if not behind:
-            self.reached.set()
-
-    def current_stream(self, device: Any) -> Device:
-        del device
-        return self
-
-    def Stream(self, device: Any) -> Device:  # noqa: N802  # torch's name
-        del device
-        return self
-
-    def Event(self, *, enable_timing: bool) -> Device:  # noqa: N802  # torch's name
-        del enable_timing
-        return self
+    def __init__(self, reached: threading.Event) -> None:
+        self.reached = reached
 
     def record_event(self, event: Any) -> Any:
         return event
@@ -55,29 +42,50 @@ class Device:
     def synchronize(self) -> None:
         assert self.reached.wait(PATIENCE_S)
 
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        del stream
-        yield
+
+class SlowDevice(Cuda):
+    """What lanes ask of a GPU. An event happens when `behind` says so."""
+
+    def __init__(self, *, behind: bool) -> None:
+        self.reached = threading.Event()
+        if not behind:
+            self.reached.set()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        del device
+        return Behind(self.reached)
+
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        del device, name
+        return Behind(self.reached)
+
+    def event(self, *, timed: bool) -> Event:
+        del timed
+        return Behind(self.reached)
+
+    def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
+        del task, stream
+        return nullcontext()
+
+    def synchronize(self, device: torch.device) -> None:
+        del device
+        assert self.reached.wait(PATIENCE_S)
 
 
-def issued(
-    monkeypatch: pytest.MonkeyPatch, device: Device, execute: Callable[[Call], Any], failures: list[int]
-) -> Sequence[Task]:
+def issued(device: SlowDevice, execute: Callable[[Call], Any], failures: list[int]) -> Sequence[Task]:
     """Run the forward half of a step that moves samples; the tasks of which times are known."""
-    monkeypatch.setattr(torch, "cuda", device)
     plan = plan_in(SHAPE, lambda graph: random_orders(graph, 0))
-    made = StreamLanes(torch.device("cuda"), lambda: failures.append(1))
-    try:
-        return [ran.task for ran in made.run(program_of(plan).spans[0], execute)()]
-    finally:
-        made.close()
+    with using(device):
+        made = build_lanes(torch.device("cuda"), lambda: failures.append(1))
+        assert isinstance(made, StreamLanes)
+        try:
+            return [ran.task for ran in made.run(program_of(plan).spans[0], execute)()]
+        finally:
+            made.close()
 
 
-def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, begun, lock = Device(behind=True), list[Task](), threading.Lock()
+def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it() -> None:
+    device, begun, lock = SlowDevice(behind=True), list[Task](), threading.Lock()
     threads: dict[Task, str] = {}
 
     def execute(call: Call) -> Inputs:
@@ -88,7 +96,7 @@ def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it(
             device.reached.set()
         return Inputs()
 
-    known = issued(monkeypatch, device, execute, [])
+    known = issued(device, execute, [])
     assert set(known) == set(begun)
     place = {task: i for i, task in enumerate(begun)}
     for task in begun:
@@ -97,7 +105,7 @@ def test_a_task_of_the_host_waits_for_the_device_and_its_readers_for_it(
         assert all(place[task] < place[reader] for reader in readers), str(task)
 
 
-def test_a_task_of_the_host_that_fails_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_the_host_that_fails_stops_the_step() -> None:
     failures: list[int] = []
 
     def execute(call: Call) -> Inputs:
@@ -106,6 +114,6 @@ def test_a_task_of_the_host_that_fails_stops_the_step(monkeypatch: pytest.Monkey
         return Inputs()
 
     with pytest.raises(LaneError) as caught:
-        issued(monkeypatch, Device(behind=False), execute, failures)
+        issued(SlowDevice(behind=False), execute, failures)
     assert caught.value.task.lane is Lane.HOST and str(caught.value.__cause__) == "no homes"
     assert failures == [1]

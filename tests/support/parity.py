@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
@@ -12,11 +13,13 @@ from torch import Tensor
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import Prediction
+from penstock.device import device_of
 from penstock.mesh import Group, Mesh, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.lanes import build_lanes
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
@@ -26,6 +29,7 @@ from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw
+from tests.support.card import install
 from tests.support.close import check_close
 from tests.support.joining import joined
 from tests.support.layers import module_layer, scattered_layer
@@ -34,6 +38,7 @@ from tests.support.reference_moe import Weights
 from tests.support.reference_step import adamw_step, cuts_batches, settings_of
 from tests.support.searching import short_search
 
+CPU = torch.device("cpu")
 CLIP = 0.05
 LEARNING_RATE = 1e-2
 # A first AdamW step is g / (|g| + eps): with the usual tiny eps it is the sign of g, which turns the rounding
@@ -52,7 +57,8 @@ class Case:
     of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
-    several documents each, which do not attend to each other.
+    several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
+    for one, see `tests.support.card`.
     """
 
     world_size: int
@@ -80,6 +86,7 @@ class Case:
     sharded: bool = False
     recompute: Recompute = "none"
     packed: bool = False
+    card: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -208,16 +215,34 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
 
 
 def machinery(
-    world_size: int, ep_size: int, rank: int, node_size: int = 0, *, mp_size: int = 1, esp_size: int = 1
+    world_size: int,
+    ep_size: int,
+    rank: int,
+    node_size: int = 0,
+    *,
+    mp_size: int = 1,
+    esp_size: int = 1,
+    card: bool = False,
 ) -> Machinery:
-    """Groups and lanes of a rank; kept, since a pool runs many cases."""
-    return _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size)
+    """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
+    one recording, so its lanes are made for each."""
+    recorded = device_of(CPU).is_gpu
+    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card, recorded)
+    return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
 
 @cache
 def _machinery(
-    world_size: int, ep_size: int, rank: int, node_size: int, mp_size: int, esp_size: int
+    world_size: int,
+    ep_size: int,
+    rank: int,
+    node_size: int,
+    mp_size: int,
+    esp_size: int,
+    card: bool,
+    recorded: bool,
 ) -> Machinery:
+    del recorded  # such a device has other transports than a CPU
     layout = Layout(
         world_size=world_size,
         ep_size=ep_size,
@@ -226,13 +251,21 @@ def _machinery(
         mp_size=mp_size,
         esp_size=esp_size,
     )
-    return build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
+    device = install() if card else CPU
+    return build_machinery(layout, device, ParallelConfig(), "float32")
 
 
 def machinery_of(rank: int, case: Case) -> Machinery:
     """The same for a case."""
-    shared = {"mp_size": case.mp_size, "esp_size": case.esp_size}
-    found = machinery(case.world_size, case.holders, rank, case.node_size or 0, **shared)
+    found = machinery(
+        case.world_size,
+        case.holders,
+        rank,
+        case.node_size or 0,
+        mp_size=case.mp_size,
+        esp_size=case.esp_size,
+        card=case.card,
+    )
     return replace(found, layout=replace(found.layout, tokens=case.tokens))
 
 
@@ -265,25 +298,35 @@ def run_step(rank: int, case: Case) -> StepResult:
 
 def result_of(stack: PipelinedStack, rank: int, case: Case) -> StepResult:
     """The case's step by a stack that has it ready."""
-    tokens, labels = batch_of(case)
+    tokens, labels = (each.to(stack.machinery.device) for each in batch_of(case))
     mine = case.mine(rank)
     optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
     ids = torch.arange(len(tokens))
-    valid, documents = (None if each is None else each[mine] for each in (case.valid, case.documents))
+    valid, documents = (
+        None if each is None else each[mine].to(tokens.device) for each in (case.valid, case.documents)
+    )
     loss = stack(tokens[mine], labels[mine], ids[mine], valid, documents_BL=documents)
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
     norm = clip_grad_norm(stack, CLIP)
     optimizer.step()
+    check_equal_values(stack)
     parameters = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
     return StepResult(
         loss=loss.item(),
         norm=float(norm),
-        gradients=logical(stack, gradients),
-        parameters=logical(stack, parameters),
+        gradients=logical(stack, {name: each.cpu() for name, each in gradients.items()}),
+        parameters=logical(stack, {name: each.cpu() for name, each in parameters.items()}),
         executed_as_simulated=executed_as_planned(stack),
         parts=parts_of(stack),
     )
+
+
+def check_equal_values(stack: PipelinedStack) -> None:
+    """Ranks hold the same bits of what they share: a difference that rounding explains is an error, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stack.compare_values()
 
 
 def executed_as_planned(stack: PipelinedStack) -> bool:

@@ -106,7 +106,7 @@ def add_parameter(model: GPT) -> None:
 
 
 def assign_state(model: GPT) -> None:
-    state = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    state = {n: 2 * t if t.is_floating_point() else t for n, t in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 
@@ -237,8 +237,8 @@ def frozen_replica(model: GPT, rank: int) -> None:
 
 APART: dict[str, tuple[Callable[[GPT, int], None], str]] = {
     "frozen": (freeze_head, r"output.weight is frozen there and trained here"),
-    "values": (other_head, r"output.weight got other values there than here"),
-    "replaced by one": (head_of_one, r"output.weight got other values .* or was replaced on one"),
+    "values": (other_head, r"output.weight differs between ranks"),
+    "replaced by one": (head_of_one, r"output.weight differs between ranks"),
     "shape": (other_shape, r"output.weight is float64 \[12, 8\] there and float64 \[11, 8\] here"),
     "added by one": (extra_of_one, r"extra does not exist there"),
     "type": (other_type, r"position_embedding.weight is float32 \[5, 8\] there and float64 \[5, 8\] here"),
@@ -253,6 +253,7 @@ def apart(rank: int, case: Case, name: str) -> tuple[str, bool]:
     assert isinstance(stack.model, GPT)
     run(stack, rank, case)
     before = {n: (m, dict(m._parameters)) for n, m in stack.model.named_modules()}
+    values = copy.deepcopy(stack.state_dict())
     APART[name][0](stack.model, rank)
     try:
         run(stack, rank, case)
@@ -265,4 +266,5 @@ def apart(rank: int, case: Case, name: str) -> tuple[str, bool]:
         module._parameters.update(parameters)
     stack.model.output = before["output"][0]
     stack.model.requires_grad_(True).double()
+    stack.load_state_dict(values)
     return text, run(stack, rank, case).norm > 0

@@ -31,6 +31,8 @@ WORKER = """
 import os, torch, torch.distributed as dist
 from penstock.topology.join import detect, join, leave
 info = detect(os.environ)
+torch.set_num_threads(3)
+before = dict(os.environ)
 join(info, 200.0, torch.device("cpu"))
 total = torch.tensor([info.rank + 1.0])
 dist.all_reduce(total)
@@ -38,6 +40,8 @@ line = f"{info.launcher} {info.rank} {info.local_rank} {int(total)} {torch.get_n
 os.write(1, line.encode())  # one write: lines of two processes must not mix
 leave()
 leave()
+assert torch.get_num_threads() == 3
+assert os.environ.get("GLOO_SOCKET_IFNAME") == before.get("GLOO_SOCKET_IFNAME")
 """
 
 

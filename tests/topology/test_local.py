@@ -37,6 +37,26 @@ def test_one_for_each_place_as_far_as_experts_can_be_shared(
     assert local_processes(parallel, cores(places), check) == processes
 
 
+@pytest.mark.parametrize(
+    ("settings", "places", "processes"),
+    [({}, 1, 1), ({}, 8, 8), ({}, 7, 4), ({"processes": 1}, 4, 1), ({"mp_size": 4, "esp_size": 4}, 2, 2)],
+)
+def test_a_gpu_takes_one_process(settings: dict[str, int], places: int, processes: int) -> None:
+    """On one of them nothing is sent. Where too few are there, whoever builds the run says so."""
+    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]  # a table of settings
+
+    def check(ranks: int) -> object:
+        return Layout.build(parallel, ranks, 0, 8)
+
+    assert local_processes(parallel, Places(number=places, gpus=True), check) == processes
+
+
+def test_more_processes_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        local_processes(ParallelConfig(processes=2), Places(number=1, gpus=True), lambda _: None)
+    assert caught.value.key == "parallel.processes"
+
+
 def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
     def check(ranks: int) -> None:
         raise ConfigError("moe.num_experts", 9, f"cannot be shared by {ranks}", "Use 8.")
@@ -46,5 +66,5 @@ def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
 
 def test_places_are_described() -> None:
     assert cores(2).describe(2) == "2 processes on 2 processor cores, one thread each"
-    assert Places(number=2, gpus=True).describe(4) == "4 processes on 2 GPUs, shared"
+    assert "nothing is sent" in Places(number=1, gpus=True).describe(1)
     assert Places.here().number >= 1

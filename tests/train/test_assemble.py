@@ -7,20 +7,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.config import ConfigError
 from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.device import Cpu, using
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.topology import Layout
+from penstock.topology import Control, Layout
 from penstock.train.assemble import (
     base_shape,
     build_machinery,
     build_stack,
+    check_devices,
     first_plan,
     gradient_bytes,
     on_device,
     workload,
 )
 from penstock.train.config import Precision, RunConfig, TrainConfig
+from tests.support.ranks import Pools
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=4, vocab_size=11),
@@ -39,7 +43,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def test_a_step_is_planned_in_the_precision_that_it_runs_in(
     asked: Precision, device: torch.device, element_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
     config = on_device(replace(CONFIG, train=TrainConfig(precision=asked)), device)
     sizes = gradient_bytes(config.model, config.moe, ALONE)
     assert workload(config, ALONE, sizes).element_bytes == element_bytes
@@ -60,3 +64,21 @@ def test_a_stack_that_rounds_refuses_rows_that_bring_the_residual_stream() -> No
     with pytest.raises(ValueError, match="would round it"):
         stack.compute_in(torch.bfloat16)
     stack.close()
+
+
+class OneForAll(Cpu):
+    """A device that is the same for all ranks, as where there are more ranks than GPUs."""
+
+    def identity(self, device: torch.device) -> str:
+        return f"GPU of {device}"
+
+
+def shared_by(rank: int) -> str:
+    with using(OneForAll()), pytest.raises(ConfigError) as caught:
+        check_devices(torch.device("cpu"), Control(rank, 2))
+    return caught.value.key
+
+
+@pytest.mark.slow
+def test_two_ranks_on_one_gpu_are_refused_on_both(ranks: Pools) -> None:
+    assert ranks(2).run(shared_by) == ["parallel.processes"] * 2

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.config import ConfigError
+from penstock.device import Cpu, using
 from penstock.train.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
@@ -29,6 +31,7 @@ from tests.support.checkpoints import (
     train,
     trained,
 )
+from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -55,6 +58,33 @@ def test_the_random_generator_goes_on(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+class WithGenerator(Cpu):
+    """A device that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def random_state(self, device: torch.device) -> Tensor:
+        del device
+        return self.generator.get_state()
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        del device
+        self.generator.set_state(state)
+
+
+def test_the_generator_of_the_device_goes_on(tmp_path: Path) -> None:
+    device = WithGenerator()
+    with using(device):
+        run = trained(0, CASE, tmp_path)
+        path = run.save(2)
+        expected = torch.rand(4, generator=device.generator)
+        run.load(path)
+        assert torch.equal(torch.rand(4, generator=device.generator), expected)
+    other = bare(0, CASE, tmp_path)
+    assert other.load(path) == 2  # on a device without one
+
+
 def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     run = trained(0, CASE, tmp_path)
     run.save(2)
@@ -63,6 +93,32 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     other = bare(0, CASE, tmp_path)
     other.load(path)
     check_equal(state_of(other), state_of(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["step-00000002", "step-000000002"])
+def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_one(tmp_path: Path, name: str) -> None:
+    """Also after a kill that left a checkpoint under a longer name. Others that are removed stay whole."""
+    folder = tmp_path / "checkpoints"
+    run = trained(0, CASE, folder, keep=1)
+    run.save(1)
+    saved, reader = run.save(2), bare(0, replace(CASE, seed=5), folder)
+    saved.rename(folder / name)
+    old = state_of(run)
+    train(run, 0, CASE, 1)
+    new, outcomes = state_of(run), []
+    for copy in left_by_kills(folder, lambda: run.save(2), tmp_path / "copies"):
+        reader.folder = copy
+        newest = reader.newest()
+        assert newest is not None
+        assert reader.load(newest) == 2
+        found = state_of(reader)
+        outcomes.append(all(torch.equal(found[each], new[each]) for each in new))
+        check_equal(found, new if outcomes[-1] else old)
+        for path in complete_checkpoints(copy):
+            reader.load(path)
+    assert len(outcomes) > 20 and outcomes == sorted(outcomes) and outcomes[-1]
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.stops import SAME_REQUEST_S
+from penstock.stops import SAME_REQUEST_S, SIGNALS
 from penstock.train.launcher import Failure, LaunchOutcome, launch
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
@@ -55,8 +55,8 @@ def save(number, frame):
     if len(caught) == 1:
         time.sleep(0.4)
         sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-signal.signal(signal.SIGINT, save)
+for number in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    signal.signal(signal.Signals[number], save)
 be_ready()
 """
 )
@@ -96,8 +96,16 @@ def alive(pid: int) -> bool:
 class Parent:
     """A running launcher with two ranks that are ready."""
 
-    def __init__(self, folder: Path, child: str, grace_s: float, stdin: int = subprocess.DEVNULL) -> None:
-        (folder / "parent.py").write_text(PARENT)
+    def __init__(
+        self,
+        folder: Path,
+        child: str,
+        grace_s: float,
+        stdin: int = subprocess.DEVNULL,
+        ignored: signal.Signals | None = None,
+    ) -> None:
+        before = "" if ignored is None else f"import signal; signal.signal({int(ignored)}, signal.SIG_IGN)\n"
+        (folder / "parent.py").write_text(before + PARENT)
         (folder / "child.py").write_text(child)
         command = [sys.executable, f"{folder}/parent.py", str(grace_s), f"{folder}/child.py", str(folder)]
         self.process = subprocess.Popen(
@@ -208,7 +216,7 @@ HELD = "import signal, sys; sys.exit(len(signal.pthread_sigmask(signal.SIG_BLOCK
 def test_signals_wait_for_a_command_that_hears_them(hears: bool) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     outcome = launch([sys.executable, "-c", HELD], 1, grace_s=1.0, hears=hears)
-    assert outcome.exit_codes == (len(before) + (2 if hears else 0),)
+    assert outcome.exit_codes == (len(before) + (len(SIGNALS) if hears else 0),)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
@@ -321,11 +329,21 @@ def test_sigterm_is_passed_on(tmp_path: Path) -> None:
 
 
 @linux_only
-def test_ranks_may_save_and_end_well_on_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [each for each in SIGNALS if each != signal.SIGINT])
+def test_ranks_may_save_and_end_well(tmp_path: Path, number: signal.Signals) -> None:
     parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent.process.send_signal(number)
+    assert parent.end() == (0, f"(0, 0) {number.name} None")
+    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == [number.name] * 2
+
+
+@linux_only
+def test_what_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
+    parent = Parent(tmp_path, PLAIN, grace_s=20.0, ignored=signal.SIGHUP)
+    for pid in (parent.process.pid, *parent.pids):
+        os.kill(pid, signal.SIGHUP)
     parent.process.send_signal(signal.SIGTERM)
-    assert parent.end() == (0, "(0, 0) SIGTERM None")
-    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGTERM", "SIGTERM"]
+    assert parent.end() == (143, "(-15, -15) SIGTERM None")
 
 
 @linux_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,18 @@ from typing import IO
 import pytest
 
 from penstock.config import ConfigError
-from penstock.train.output import CONFIG, LOCK, MARKS, OutputFolder, check_output, check_writable
+from penstock.train.output import (
+    CONFIG,
+    FOLDERS,
+    LOCK,
+    MARKS,
+    OutputFolder,
+    check_output,
+    check_writable,
+    keep_config,
+)
+from penstock.writing import Draft
+from tests.support.killed import left_by_kills
 
 HOLD = """
 import sys
@@ -170,6 +182,63 @@ def test_the_lock_is_released_by_an_error(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
+def test_a_lock_that_is_no_file_is_refused_at_once(tmp_path: Path, keep: bool, kind: str) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    if kind == "pipe":
+        os.mkfifo(folder / LOCK)
+    elif kind == "folder":
+        (folder / LOCK).mkdir()
+    else:
+        (folder / LOCK).symlink_to(other if kind == "link" else tmp_path / "nowhere")
+    for start in (OutputFolder(folder, keep=keep).check, OutputFolder(folder, keep=keep).__enter__):
+        with pytest.raises(ConfigError) as caught:
+            start()
+        assert caught.value.key == "output.dir"
+    assert other.read_text() == "mine" and not (tmp_path / "nowhere").exists()
+
+
+def test_a_lock_that_is_another_file_too_keeps_what_it_holds(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    other.write_text("mine")
+    (folder / LOCK).hardlink_to(other)
+    with OutputFolder(folder, keep=True):
+        assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_run_does_not_go_on_in_another_folder(tmp_path: Path, name: str) -> None:
+    """A run removes checkpoints, also those of another run, if a link leads to them."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    leave_run(folder)
+    (folder / "checkpoints").rename(tmp_path / "kept")
+    (folder / name).symlink_to(other)
+    for start in (OutputFolder(folder, keep=True).check, OutputFolder(folder, keep=True).__enter__):
+        with pytest.raises(ConfigError) as caught:
+            start()
+        assert caught.value.key == "output.dir" and name in caught.value.why
+    with OutputFolder(folder, keep=False) as output:  # moved aside with all of it
+        assert output.moved_to is not None
+    assert not list(other.iterdir())
+
+
+def test_what_killed_runs_were_writing_goes(tmp_path: Path) -> None:
+    leave_run(folder := tmp_path / "run")
+    Draft(folder / "trace.json").file.close()
+    with OutputFolder(folder, keep=True):
+        assert sorted(path.name for path in folder.iterdir()) == [
+            LOCK,
+            "checkpoints",
+            "metrics.jsonl",
+            "notes.txt",
+        ]
+
+
 @pytest.mark.parametrize("below", [".", "checkpoints/step-00000003"])
 def test_the_folder_you_are_in_is_not_moved_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: str
@@ -196,6 +265,22 @@ def test_a_folder_nobody_may_write_to_is_refused() -> None:
     """Not even the superuser makes a folder in /proc."""
     with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
         OutputFolder(Path("/proc/penstock-run"), keep=False).__enter__()
+
+
+def test_a_kill_leaves_some_configuration(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    keep_config(folder, "a = 1\n", 0)
+    for copy in left_by_kills(folder, lambda: keep_config(folder, "a = 2\n", 3), tmp_path / "copies"):
+        assert (copy / CONFIG).read_text() in ("a = 1\n", "a = 2\n")
+    assert (folder / CONFIG).read_text() == "a = 2\n"
+    assert (folder / "config-until-step-00000003.toml").read_text() == "a = 1\n"
+
+
+def test_a_pipe_in_place_of_the_configuration_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / CONFIG)
+    with pytest.raises(ConfigError) as caught:
+        keep_config(tmp_path, "a = 1\n", 0)
+    assert caught.value.key == str(tmp_path / CONFIG)
 
 
 # ---- before anything is measured ---------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import struct
 import sys
 import termios
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,24 @@ def test_a_terminal_gets_a_live_line(
     assert "4/20" in shown
     assert "network hidden 93 %  eta 0:00:08" in shown
     assert capsys.readouterr().out == "the result\n"
+
+
+@pytest.mark.parametrize("lost", ["pipe", "disk"])
+def test_a_run_goes_on_where_nothing_more_can_be_shown(lost: str) -> None:
+    """A pipe without a reader; a device that is always full, for a log file on a full disk."""
+    process = os.fork()
+    if process == 0:
+        with suppress(BaseException):
+            opened = os.open("/dev/full", os.O_WRONLY)
+            if lost == "pipe":
+                reader, opened = os.pipe()
+                os.close(reader)
+            os.dup2(opened, 2)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            with Progress(total_steps=3, every=1) as progress:
+                progress.say("Plan 1")
+                progress.update(step(1))
+            print("what others say is no error either", file=sys.stderr, flush=True)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(process, 0)[1] == 0

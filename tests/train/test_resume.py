@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,24 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(copied: Path) -> None:
     os.mkfifo(shard)
     said, _ = said_by(copied, "train.steps=7")
     assert any("is not a regular file" in line for line in said)
+
+
+@pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
+def test_a_run_writes_into_no_file_that_is_not_its_own(copied: Path, make: Callable[..., None]) -> None:
+    """Every file that a run leaves or makes is a link to a file elsewhere."""
+    others = copied / "others"
+    others.mkdir()
+    left = {path.name for path in (copied / "run").iterdir() if path.is_file()} - {".lock"}
+    assert {"metrics.jsonl", "trace.json", "tasks.csv", "config.toml", "summary.json", "step.json"} <= left
+    for name in (*left, "plan.json", "routing.jsonl", "failure-rank0.txt"):
+        path, other = copied / "run" / name, others / name
+        other.write_bytes(path.read_bytes() if path.exists() else b'{"step": 1, "mine": []}\n')
+        path.unlink(missing_ok=True)
+        make(path, other)
+    before = {path: path.read_bytes() for path in others.iterdir()}
+    run(copied, "train.resume=true", "train.steps=8", "output.routing=true", "optimizer.lr=0.001")
+    assert {path: path.read_bytes() for path in others.iterdir()} == before
+    assert [m.step for m in metrics(copied)][-1] == 8
 
 
 # ---- another run -------------------------------------------------------------------------------------------

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.stops import SAME_REQUEST_S
+from penstock.stops import SAME_REQUEST_S, SIGNALS
 from penstock.topology import Control
 from penstock.train.stopping import StopRequests
 from tests.support.ranks import Pools
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class HitError(Exception):
@@ -27,7 +25,7 @@ def _hit(number: int, frame: object) -> None:
 
 @pytest.fixture
 def earlier() -> Iterator[None]:
-    """A handler of our own under both signals, whatever runs these tests has installed."""
+    """A handler of our own under all signals, whatever runs these tests has installed."""
     before = {number: signal.signal(number, _hit) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -50,7 +48,18 @@ def test_a_signal_is_noted_and_stays_noted(number: signal.Signals) -> None:
 
 
 @pytest.mark.usefixtures("earlier")
-@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
+    """As under nohup, and as Ctrl-C for a program in the background of a script."""
+    signal.signal(number, signal.SIG_IGN)
+    with StopRequests(Control(0, 1)) as requests:
+        signal.raise_signal(number)
+        assert not requests.agreed(1).stop
+    assert signal.getsignal(number) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("earlier")
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
 def test_two_signals_close_together_count_as_one(second: signal.Signals) -> None:
     with StopRequests(Control(0, 1)) as requests:
         signal.raise_signal(signal.SIGINT)
@@ -67,7 +76,7 @@ def test_a_later_second_signal_acts_as_before() -> None:
         with pytest.raises(HitError):
             signal.raise_signal(signal.SIGTERM)
         assert requests.agreed(1).stop
-        assert [signal.getsignal(number) for number in SIGNALS] == [_hit, _hit]
+        assert [signal.getsignal(number) for number in SIGNALS] == [_hit] * len(SIGNALS)
 
 
 @pytest.mark.usefixtures("earlier")

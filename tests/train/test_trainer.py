@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
+from penstock.device import using
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
 from penstock.train.checkpoint import CheckpointError
@@ -22,6 +24,7 @@ from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
+from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
@@ -66,6 +69,31 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 def events(folder: Path) -> list[dict[str, object]]:
     found = json.loads((folder / "run" / "trace.json").read_text())["traceEvents"]
     return [event for event in found if event["ph"] == "X"]
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_step_hardly_makes_the_host_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two waits beside those for the counts of dropless routing: for the norm, and where the clock is
+    read."""
+    monkeypatch.setattr("tests.train.test_trainer.CPU", install())
+    with using(CardDevice()):
+        training = trainer(tmp_path, "plan.source=given", "schedule.name=flowmoe", "output.trace_steps=0")
+        step, waits = training._step, list[Counter[Wait]]()
+
+        def counting(number: int) -> StepMetrics:
+            with counted() as found:
+                metrics = step(number)
+            waits.append(found)
+            return metrics
+
+        monkeypatch.setattr(training, "_step", counting)
+        training.run()
+    layers = training.config.model.num_layers
+    counts = layers * training.stack.plan.shape.microbatches
+    assert sum(waits[-1].values()) <= counts + 2, waits[-1]
 
 
 # ---- what a run leaves -------------------------------------------------------------------------------------

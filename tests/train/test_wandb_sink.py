@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from penstock.config import load
+from penstock.config import ConfigError, load
 from penstock.train.config import RunConfig
 from penstock.train.wandb_sink import ID_FILE, _id_in
 from tests.support.runs import refused, write_config
@@ -32,3 +33,18 @@ def test_a_run_that_resumes_keeps_its_number(tmp_path: Path) -> None:
     assert _id_in(tmp_path, resumes=True) == first
     second = _id_in(tmp_path, resumes=False)
     assert second != first and (tmp_path / ID_FILE).read_text() == f"{second}\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_a_number_comes_from_no_other_file(tmp_path: Path, kind: str) -> None:
+    """It is sent to a server: a link could lead to what nobody else is to read."""
+    (tmp_path / "mine").write_text("a secret")
+    if kind == "link":
+        (tmp_path / ID_FILE).symlink_to(tmp_path / "mine")
+    elif kind == "pipe":
+        os.mkfifo(tmp_path / ID_FILE)
+    else:
+        (tmp_path / ID_FILE).write_text("x" * 100_000)
+    with pytest.raises(ConfigError) as caught:
+        _id_in(tmp_path, resumes=True)
+    assert caught.value.key == str(tmp_path / ID_FILE)

@@ -12,6 +12,7 @@ from penstock.cost import ClusterConfig, RoutedCost, StepCost, routing_sizes
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.decision.moving import SampleMoves
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models import ModelConfig
@@ -157,6 +158,22 @@ def test_guests_are_planned_with_the_slack_of_the_order_in_use() -> None:
         even = StepCost(plan.shape, stack.workload, SLEEPS)
         assert stack.movement is movement
         assert movement.slack == guest_slack(plan, even, stack.machinery.layout.mesh)
+
+
+def test_guests_are_planned_by_the_links_that_were_measured_and_the_dispatch_in_use() -> None:
+    """A stack adopts plans before its links are measured, and is made for one dispatch among several."""
+    case = replace(case_of(ep_size=1), world_size=1)
+    config = replace(case.config, cluster=SLEEPS, placement=PlacementConfig(experts="planned"))
+    stack = build_virtual(config, LOCAL, machinery_of(0, case))
+    assumed = stack.movement
+    stack.links = replace(SLEEPS, task_overhead_s=2 * SLEEPS.task_overhead_s)
+    even = StepCost(stack.plan.shape, stack.workload, stack.links)
+    found = stack.movement
+    assert found.cluster == stack.links and found.slack != assumed.slack
+    assert found.slack == guest_slack(stack.plan, even, stack.machinery.layout.mesh)
+    hops = DISPATCHES["hierarchical_2d"].hops
+    stack.use(replace(stack.plan, shape=replace(stack.plan.shape, dispatch=hops)), stack.placement)
+    assert stack.movement.workload.dispatch == "hierarchical_2d"
 
 
 def test_guests_are_planned_as_seldom_as_is_asked_for() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.adapt.adapters import core_of
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine
@@ -19,6 +20,8 @@ from penstock.adapt.families import family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import check, coefficient_of, guess
 from penstock.adapt.look import Found, look
+from penstock.adapt.outside import watch_outside
+from penstock.adapt.passes import Passes
 from penstock.adapt.planning import planner_of
 from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
@@ -27,6 +30,7 @@ from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, SortOrder
+from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import (
@@ -102,6 +106,9 @@ def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
     schedule(model, engine)
+    if machinery.layout.world_size > 1:
+        path = ".".join(filter(None, (found.family.base, found.family.layers)))
+        watch_outside(model, path, engine.decoder.inside)
     return model
 
 
@@ -166,14 +173,17 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
         _undo(cuts)
         raise
     stack.mark_experts()
+    passes = Passes(machinery.control)
     for layer, cut in cuts.items():
         cut.ranks, moe = layout.world_size, layers[layer].moe
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
-            cut.spread = Spread(machinery, moe)
+            width = found.family.form.entering(core_of(cut.experts))
+            cut.spread = Spread(machinery, moe, passes, width)
+            mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
-    return Engine(stack, decoder, planner)
+    return Engine(stack, decoder, planner, passes)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:

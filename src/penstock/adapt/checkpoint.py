@@ -6,7 +6,9 @@ another number of ranks.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence, Set
@@ -21,24 +23,23 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
-from penstock.adapt.described import CONFIG
+from penstock.adapt.described import CONFIG, FORMER, FORMER_CHECKPOINT, refuse_cut_off
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
-from penstock.adapt.folder import FORMER
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.mesh import Group as Ranks
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.train.checkpoint import together
-from penstock.train.storage.files import make_durable, write_durably
 from penstock.train.storage.shards import Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
+from penstock.writing import UNFINISHED, exchange, make_durable, new_folder, remove_tree, write_whole
 
 STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
 WITHOUT = "without_state"
 """Key in a group for the names of parameters that were never updated."""
 
-UNFINISHED = ".unfinished-"
 ADAPTERS = "adapter_config.json"
 OF_ADAPTERS = re.compile(
     r"(adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|adapter_config)\.json"
@@ -65,7 +66,7 @@ def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | 
     states = _States.of(model, engine_of(model), optimizer)
     states.check()
     work = path.with_name(f"{UNFINISHED}{path.name}")
-    together(control, f"saving {path}", lambda: shutil.rmtree(work, ignore_errors=True), rank=0)
+    together(control, f"saving {path}", lambda: _begin(work, path), rank=0)
     try:
         (saved_together(model) if is_wrapped_by_peft(model) else model).save_pretrained(work)
         states.save(work)
@@ -95,6 +96,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     """
     path = Path(folder)
     if not (path / GROUPS).is_file():
+        refuse_cut_off(path)
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
     saved: list[Group] = json.loads((path / GROUPS).read_text(encoding="utf-8"))
@@ -109,12 +111,17 @@ def is_trained(folder: Path) -> bool:
 
 def export(folder: Path, target: Path) -> None:
     """Copy a checkpoint without the optimiser's state; `target` appears when it is complete."""
-    work = target.with_name(f"{UNFINISHED}{target.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    shutil.copytree(folder, work, ignore=shutil.ignore_patterns(STATE, GROUPS, ".*"))
-    if target.is_dir():
-        target.rmdir()  # it is empty
-    work.rename(target)
+    with new_folder(target) as work:
+        shutil.copytree(folder, work, ignore=_left_out)
+
+
+def _left_out(folder: str, names: Sequence[str]) -> set[str]:
+    """Return the names that no copy of a checkpoint has. Raises ValueError for links, which lead anywhere."""
+    found = {name for name in names if name in (STATE, GROUPS) or name.startswith(".")}
+    for name in set(names) - found:
+        if Path(folder, name).is_symlink():
+            raise ValueError(f"{Path(folder, name)} is a link: put a copy of what it leads to into its place")
+    return found
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -164,10 +171,11 @@ class _States:
         ]
 
     def check(self) -> None:
-        """Raise ValueError for state or settings that cannot be saved.
+        """Raise ValueError for state or settings that cannot be saved, ShareError for another rank's state.
 
         State must belong to single numbers of parameters; settings must be numbers that JSON can hold.
         """
+        watch_optimizer(self.optimizer)
         json.dumps(self.groups, default=_number)
         for parameter, state in self.optimizer.state.items():
             for key, value in state.items():
@@ -193,7 +201,8 @@ class _States:
                 write_shard(
                     folder / STATE, [replace(each, load=lambda: next(left).load()) for each in outgoing]
                 )
-                write_durably(folder / GROUPS, json.dumps(self.written, indent=1, default=_number))
+                text = json.dumps(self.written, indent=1, default=_number)
+                write_whole(folder / GROUPS, text, durable=True)
         finally:
             for each in left:
                 each.load()
@@ -288,19 +297,46 @@ def _number(setting: object) -> object:
     raise ValueError(f"an optimizer's setting {setting!r} cannot be saved: use a number")
 
 
-def _finish(work: Path, path: Path) -> None:
-    """Rename a complete checkpoint, which is durably on disk, to its final name, in place of an older one."""
+def _begin(work: Path, path: Path) -> None:
+    """Put in order what a save that was killed has left: a checkpoint without its name, and other files."""
     former = _former(path)
-    _keep_others(former, work)  # left where the last save ended in between
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if former.is_dir() and not former.is_symlink():
+        if path.exists():
+            for each in _others(former, path):
+                each.rename(path / each.name)
+        else:
+            former.rename(path)
+    for left in (former, work):
+        remove_tree(left)
+
+
+def _finish(work: Path, path: Path) -> None:
+    """Give a complete checkpoint its final name, in place of an older one, whose other files stay there.
+
+    At every moment there is one of the two; where the system cannot exchange names, both are without theirs
+    for a moment, and `refuse_cut_off` says where the older one is.
+    """
+    former = _former(path)
     for each in (*work.iterdir(), work):
         make_durable(each)
     if path.exists():
-        shutil.rmtree(former, ignore_errors=True)
-        path.rename(former)
-    work.rename(path)
+        with suppress(OSError):  # folders, and file systems without links: these files follow below
+            for each in _others(path, work):
+                (work / each.name).hardlink_to(each)
+        work.rename(former)
+        if not exchange(former, path):
+            former.rename(work)
+            path.rename(former)
+            work.rename(path)
+        for each in _others(former, path):
+            each.rename(path / each.name)
+    else:
+        work.rename(path)
     make_durable(path.parent)
-    _keep_others(former, path)
-    shutil.rmtree(former, ignore_errors=True)
+    with suppress(OSError):  # the new one is in place; the next save removes the rest
+        remove_tree(former)
 
 
 def _take_back(work: Path, path: Path) -> None:
@@ -308,21 +344,20 @@ def _take_back(work: Path, path: Path) -> None:
     former = _former(path)
     if former.is_dir() and not path.exists():
         former.rename(path)
-    shutil.rmtree(work, ignore_errors=True)
+    remove_tree(work)
 
 
 def _former(path: Path) -> Path:
     """Return the path of an older checkpoint until the new one has its name."""
-    return path.with_name(f"{UNFINISHED}former-{path.name}")
+    return path.with_name(f"{FORMER_CHECKPOINT}{path.name}")
 
 
-def _keep_others(former: Path, path: Path) -> None:
-    """Move files that are not part of the older checkpoint from its folder to the new one.
+def _others(older: Path, newer: Path) -> list[Path]:
+    """Return the files of the older folder that belong to no checkpoint and are not in the newer one.
 
     Beside adapters these include a whole model: adapters are saved without it, and possibly where it lies.
     """
-    own = OF_ADAPTERS if (path / ADAPTERS).is_file() else OWN
-    for each in former.iterdir() if former.is_dir() else ():
-        left = each.name in (UNFINISHED_MODEL, FORMER)  # left by a save that ended early
-        if not (left or own.fullmatch(each.name) or (path / each.name).exists()):
-            each.rename(path / each.name)
+    own = OF_ADAPTERS if (newer / ADAPTERS).is_file() else OWN
+    left = (UNFINISHED_MODEL, FORMER)  # by a save that ended early
+    names = [each.name for each in older.iterdir() if each.name not in left and not own.fullmatch(each.name)]
+    return [older / name for name in names if not (newer / name).exists()]

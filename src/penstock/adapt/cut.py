@@ -153,9 +153,13 @@ class Cut:
         self._asked = RouterCall(given, returned)
 
     def _refuse_gradients(self, given: Sequence[Tensor]) -> None:
-        """Raise ValueError where backward would leave no gradient, or only this rank's part of it."""
+        """Raise ValueError where backward would leave no gradient, or only this rank's part of it.
+
+        In training mode, even if all of it is frozen: gradients of what is computed from it would stay here.
+        """
         entering = (*given, *self.experts.parameters())
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in entering):
+        trains = self.experts.training or any(tensor.requires_grad for tensor in entering)
+        if torch.is_grad_enabled() and trains:
             raise ValueError(
                 f"{type(self.experts).__name__} was called with gradients enabled, outside of a training "
                 "step: backward would leave no gradients that belong to all ranks. For a loss give the "

@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.adapt.code import code_of, in_parts
 from penstock.adapt.cut import Caught, Cut
 from penstock.adapt.family import Family
+from penstock.adapt.outside import Inside
 from penstock.moe import MoELayer, SampleKeys
+from penstock.runtime.cross_entropy import cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,13 @@ class Calls:
     """Arguments of the layers for the microbatches of every step whose backward may still come.
 
     The arguments of a step are freed when its backward has run, or its loss is gone.
+    inside: whether a step runs a layer now.
     """
 
     def __init__(self) -> None:
         self._by_first: WeakValueDictionary[int, _Called] = WeakValueDictionary()
         self._step: list[_Called] = []
+        self.inside = Inside()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -134,7 +138,7 @@ class CutLayer:
             return h_BLM, x_TM
         called = self._calls.of(keys)
         with self.cut.open():
-            residual_BLM = _run(self.layer, h_BLM, called.layers[self.index])
+            residual_BLM = _run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
         caught = self.cut.take()
         self.cut.put(replace(caught, attended_T=called.attended_T, balances=called.balances))
         return residual_BLM, caught.x_TM
@@ -174,7 +178,8 @@ class WholeLayer:
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         out_BLM = h_BLM
         if len(h_BLM):
-            out_BLM = _run(self.layer, h_BLM, self._calls.of(keys).layers[self.index])
+            call = self._calls.of(keys).layers[self.index]
+            out_BLM = _run(self.layer, h_BLM, call, self._calls.inside)
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:
@@ -191,8 +196,9 @@ class WholeLayer:
         _refuse_shards(h_BLM, attended_BLM)
 
 
-def _run(layer: Any, h_BLM: Tensor, call: LayerCall) -> Tensor:
-    out: Any = layer(h_BLM, *call.arguments, **call.named)
+def _run(layer: Any, h_BLM: Tensor, call: LayerCall, inside: Inside) -> Tensor:
+    with inside.step():
+        out: Any = layer(h_BLM, *call.arguments, **call.named)
     out_BLM: Tensor = out[0] if isinstance(out, tuple) else out
     return out_BLM
 
@@ -236,7 +242,7 @@ class Decoder:
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
-        with self._recording(calls, entered) as base:
+        with self._recording(calls, entered) as base, self.inside.step():
             base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys))
         self._calls.put(keys, calls, self._inputs)
         return entered[0]
@@ -245,8 +251,7 @@ class Decoder:
         logits_TV = self.logits(h_BLM)
         if self.keeps_logits:  # keyed by the place of their labels in the batch, in any order of microbatches
             self.kept[int(labels_BL.storage_offset())] = logits_TV.detach().unflatten(0, labels_BL.shape)
-        precise_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(precise_TV, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+        return cross_entropy_sum(logits_TV, labels_BL.flatten())
 
     def logits(self, h_BLM: Tensor) -> Tensor:
         """Return the logits that the model computes from the output of its last layer."""
@@ -254,11 +259,21 @@ class Decoder:
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
-        normed_BLM = base.get_submodule(self.family.norm)(h_BLM)
-        with _instead(base, normed_BLM):
-            out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
+        with self.inside.step():
+            normed_BLM = base.get_submodule(self.family.norm)(h_BLM)
+            with _instead(base, normed_BLM):
+                out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
+
+    def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
+        """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""
+        return self._calls.of(keys).layers
+
+    @property
+    def inside(self) -> Inside:
+        """Whether a step runs modules of the model now."""
+        return self._calls.inside
 
     @property
     def base(self) -> Any:
@@ -271,9 +286,15 @@ class Decoder:
 
     @property
     def coefficient(self) -> float:
-        """Weight of the balance loss: as in transformers, an attribute of the model itself."""
+        """Weight of the balance loss, read where the model's own code reads it."""
         assert self.family.coefficient is not None, "a step without one has no balance loss"
-        return float(getattr(self.model, self.family.coefficient))
+        return float(attrgetter(self.family.coefficient)(self.model))
+
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether the model weighs a balance loss at all: some have none."""
+        name = self.family.coefficient
+        return name is not None and hasattr(self.model, name.partition(".")[0])
 
     @property
     def hidden_size(self) -> int:

@@ -16,6 +16,10 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names in configurations for the number of experts, and for the number that a token chooses."""
 
+FORMER, FORMER_CHECKPOINT = ".former-model", ".unfinished-former-"
+"""Folders for the files that a save replaces, until the new ones are in their place: inside of the folder of
+a model, and beside the folder of a checkpoint, whose name follows."""
+
 COPY = "Copy it again from where the model's files come from"
 
 
@@ -25,6 +29,7 @@ def read_config(folder: Path) -> Any:
 
     file = folder / CONFIG
     if not file.is_file():
+        refuse_cut_off(folder)
         raise ValueError(
             f"{folder} holds no {CONFIG}. Give a folder that save_pretrained has written, or download the "
             "model's files first: hf download NAME --local-dir FOLDER"
@@ -37,10 +42,21 @@ def read_config(folder: Path) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a configuration's own checks raise
         raise ValueError(
-            f"{file} describes no model that transformers knows: {_line(error)}. {COPY}"
+            f"{file} describes no model that transformers knows: {in_one_line(error)}. {COPY}"
         ) from error
     _check_experts(file, config.get_text_config())
     return config
+
+
+def refuse_cut_off(folder: Path) -> None:
+    """Raise ValueError where a save was killed before the new files had the place of the former ones."""
+    for former in (folder / FORMER, folder.with_name(f"{FORMER_CHECKPOINT}{folder.name}")):
+        if former.is_dir() and any(former.iterdir()):
+            what = f"its files to {folder}" if former.parent == folder else f"it to {folder}"
+            raise ValueError(
+                f"{folder} is not whole: a save was cut off, and what it was to replace is in {former}. Move "
+                f"{what}, or save the model there once more"
+            )
 
 
 def empty_model(folder: Path, config: Any) -> Any:
@@ -54,7 +70,7 @@ def empty_model(folder: Path, config: Any) -> Any:
         with quiet(), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
-        why = f"transformers cannot make a causal language model of it: {_line(error)}"
+        why = f"transformers cannot make a causal language model of it: {in_one_line(error)}"
         raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error
 
 
@@ -63,10 +79,18 @@ def read_table(file: Path) -> dict[str, Any]:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {_line(error)}. {COPY}") from error
+        raise ValueError(f"{file} is not JSON: {in_one_line(error)}. {COPY}") from error
     if not isinstance(table, dict):
         raise ValueError(f"{file} holds {type(table).__name__}, and no JSON object. {COPY}")
     return table
+
+
+def setting_of(config: Any, name: str, default: Any = None) -> Any:
+    """Return a setting of a configuration; where layers have values of their own, that of the others."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # transformers refuses to say it, as it is not that of every layer
+        return vars(config).get(name, default)
 
 
 def _errors_only(record: LogRecord) -> bool:
@@ -96,7 +120,7 @@ def quiet() -> Iterator[None]:
 
 def _check_experts(file: Path, config: Any) -> None:
     """Raise ValueError for a number of experts below one, or smaller than that which a token chooses."""
-    found = {name: getattr(config, name, None) for name in (*EXPERTS, *CHOSEN)}
+    found = {name: setting_of(config, name) for name in (*EXPERTS, *CHOSEN)}
     there = {name: value for name, value in found.items() if isinstance(value, int)}
     for name, value in there.items():
         if value < 1:
@@ -110,6 +134,6 @@ def _check_experts(file: Path, config: Any) -> None:
         )
 
 
-def _line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return the type and message of an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

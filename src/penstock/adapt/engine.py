@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.random import fork_rng
 
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.decoder import Decoder, Inputs
-from penstock.adapt.drift import check_alike, is_due
 from penstock.adapt.intact import check_intact
+from penstock.adapt.passes import Passes
 from penstock.adapt.planning import Planner
+from penstock.device import device_of
 from penstock.moe import MoEConfig
-from penstock.runtime import PipelinedStack
+from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 
@@ -67,18 +67,18 @@ class _Asked:
 
 
 class Engine:
-    """The stack of a model, its pieces, and the time at which its plan is made.
+    """The stack of a model, its pieces, its forward passes outside of steps, and the time of its plan.
 
     A plan is made at the first step, whose sizes are known, and when a parameter is trained that was frozen
     then, for which the plan has no reduction.
     """
 
-    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner) -> None:
-        self.stack, self.decoder, self._planner = stack, decoder, planner
+    def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, passes: Passes) -> None:
+        self.stack, self.decoder, self._planner, self.passes = stack, decoder, planner, passes
         self._recompute: Recompute | None = None
         self._planned_for: _Asked | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)
-        self._first = self._steps = 0
+        self._first = 0
 
     @property
     def layout(self) -> Layout:
@@ -96,7 +96,6 @@ class Engine:
         self._prepare(given)
         loss = self._run(given)
         self._first += len(given.tokens_BL)
-        self._compare_parameters(loss)
         assert stack.statistics is not None
         return loss, stack.statistics.aux if given.balances else None
 
@@ -108,24 +107,13 @@ class Engine:
         self.decoder.end_with(loss)
         return loss
 
-    def check_alike(self) -> None:
-        """Raise ValueError, on all ranks, if their parameters have drifted apart. All ranks call it."""
-        check_alike(self.decoder, self.layout, self.stack.machinery.control, self._steps)
-
     def warn_if_different(self) -> None:
         """Warn on rank 0 if ranks have drifted apart: what was trained is saved all the same."""
         try:
-            self.check_alike()
-        except ValueError as error:
+            self.stack.compare_values()
+        except ParameterMismatchError as error:
             if self.layout.rank == 0:
                 warnings.warn(f"rank 0's values are saved: {error}", stacklevel=4)
-
-    def _compare_parameters(self, loss: Tensor) -> None:
-        """Compare parameters at times, after the forward pass, which reports those not trained everywhere."""
-        if loss.requires_grad:
-            if is_due(self._steps):
-                self.check_alike()
-            self._steps += 1
 
     def kept_logits(self) -> Tensor | None:
         """Return the logits of the last step, [B, L, V]; None if they were not asked for."""
@@ -166,7 +154,7 @@ class Engine:
         if before.recompute != self._recompute:
             why = f"gradient checkpointing was switched to {self._recompute!r}"
         device = self.stack.machinery.device
-        with self.stack.wishing(why), fork_rng([device] if device.type == "cuda" else []):
+        with self.stack.wishing(why), device_of(device).fork_random(device):
             self._run(given)
 
     def _trained(self) -> frozenset[str]:

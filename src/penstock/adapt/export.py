@@ -17,6 +17,7 @@ from penstock.adapt.described import quiet
 from penstock.adapt.engine import Engine
 from penstock.adapt.weights import some_of
 from penstock.mesh import Group
+from penstock.partial_state import check_marks, without_marks
 
 
 def whole_state(
@@ -30,7 +31,7 @@ def whole_state(
     machinery = engine.stack.machinery
     layout, control = machinery.layout, machinery.control
     own = model.state_dict()  # all ranks join the state of adapters in it
-    state: dict[str, Any] = dict(own if given is None else given)
+    state = without_marks(own if given is None else given)
     members = layout.mesh.members(0, Group.EXPERT)
     if layout.ep_size > 1 and layout.rank in members:
         whole: dict[int, Tensor] = {}
@@ -62,11 +63,13 @@ def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = Non
     """Raise ValueError unless what is saved has the names that a model of this configuration has.
 
     plain: the class of that model. given: what is saved, where it is not the model's own state. Adapters that
-    transformers itself has put into a model are saved by themselves, without the model.
+    transformers itself has put into a model are saved by themselves, without the model. Raises ShareError if
+    `given` has the experts of another rank.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         return
     own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
+    check_marks(own if given is None else given, own)
     try:
         with quiet(), torch.device("meta"):
             wanted = plain(copy.deepcopy(model.config)).state_dict().keys()
@@ -77,7 +80,7 @@ def check_names(model: Any, plain: Any, given: Mapping[str, Tensor] | None = Non
             stacklevel=3,
         )
         return
-    found = (own if given is None else given).keys()
+    found = without_marks(own if given is None else given).keys()
     missing, unexpected = sorted(wanted - found), sorted(found - wanted)
     if missing or unexpected:
         raise ValueError(

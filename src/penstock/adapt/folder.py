@@ -11,16 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.adapt.described import quiet
+from penstock.adapt.described import FORMER, quiet
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import whole_state
 from penstock.adapt.saving import Writing
 from penstock.adapt.weights import INDEX, ONE
+from penstock.partial_state import without_marks
 from penstock.train.checkpoint import together
-from penstock.train.storage.files import make_durable
+from penstock.writing import make_durable, write_whole
 
-UNFINISHED, FORMER = ".unfinished-model", ".former-model"
-"""Subfolders for files being written, and for old files until the new ones are in their place."""
+UNFINISHED = ".unfinished-model"
+"""Subfolder for files that are being written."""
 
 SEEN = "seen-by-all-ranks"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -98,7 +99,7 @@ def _writing(model: Any, engine: Engine, max_shard_size: int | str, *, original:
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state = model.state_dict()
+    state = without_marks(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     state = remove_tied_weights_from_state_dict(state, model)
@@ -114,16 +115,17 @@ def _begin(folder: Path, write_papers: Callable[[], None]) -> str:
     """
     work, former = folder / UNFINISHED, folder / FORMER
     work.parent.mkdir(parents=True, exist_ok=True)
-    if former.is_dir() and not any((folder / name).exists() for name in ENTRANCES):
+    cut_off = not any((folder / name).exists() for name in ENTRANCES)
+    if cut_off and former.is_dir() and not former.is_symlink():
         _move(former, folder)
     for left in (former, work):
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)  # a file or a link stays, and is told below
     work.mkdir()
     with quiet():  # there are no weights to show
         write_papers()
     former.mkdir()  # made now, and not after everything has been written
     token = secrets.token_hex()
-    (work / SEEN).write_text(token, encoding="utf-8")
+    write_whole(work / SEEN, token)
     return token
 
 

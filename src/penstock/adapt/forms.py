@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.adapters import core_of
+from penstock.device import on_device
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 """Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""
@@ -61,6 +62,9 @@ class ExpertForm:
                 f"{', '.join(missing)}): only experts with stacked weights, as transformers 5 has them, can "
                 "be spread"
             )
+        weights = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+        if not all(hasattr(experts, name) for name in weights):
+            raise ValueError(f"{where}: {type(experts).__name__} has no {' and '.join(weights)}")
 
     def count(self, experts: Any) -> int:
         """Return the number of experts, with all of them on this rank."""
@@ -74,6 +78,11 @@ class ExpertForm:
     def width(self, experts: Any) -> int:
         """Return the width of one expert between its matrices."""
         size: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
+        return size
+
+    def entering(self, experts: Any) -> int:
+        """Return the width of what experts get and return."""
+        size: int = experts.down_proj.shape[2 if experts.is_transposed else 1]
         return size
 
     def matrices(self, experts: Any) -> int:
@@ -128,6 +137,10 @@ class FlatForm(ExpertForm):
         size: int = experts.mlp.ffn_hidden_size
         return size
 
+    def entering(self, experts: Any) -> int:
+        size: int = experts.mlp.w1.shape[1]
+        return size
+
     def matrices(self, experts: Any) -> int:
         del experts
         return 3
@@ -154,6 +167,10 @@ class WeighedForm(ExpertForm):
         size: int = experts.down_proj.shape[1]
         return size
 
+    def entering(self, experts: Any) -> int:
+        size: int = experts.down_proj.shape[2]
+        return size
+
     def matrices(self, experts: Any) -> int:
         del experts
         return 3
@@ -174,7 +191,8 @@ class WeighedForm(ExpertForm):
 
     def whole(self, experts: Any, routed: Routed) -> Tensor:
         x_TM, experts_T1, _ = routed
-        chosen_ET = experts_T1.new_tensor(range(self.count(core_of(experts)))).unsqueeze(1) == experts_T1.t()
+        experts_E = torch.arange(self.count(core_of(experts)), device=experts_T1.device)
+        chosen_ET = experts_E.unsqueeze(1) == experts_T1.t()
         given_XM = (x_TM * chosen_ET.unsqueeze(2)).flatten(0, 1)
         out_XM: Tensor = type(experts).forward(experts, given_XM)
         return out_XM.view(*chosen_ET.shape, -1).sum(0)
@@ -196,7 +214,7 @@ def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
     if not experts.has_bias:
         return out_RH
     bias_EH = getattr(experts, f"{name}_bias")
-    times_E = torch.tensor(times.sizes, device=bias_EH.device)
+    times_E = on_device(times.sizes, bias_EH.device)
     bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
     biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)
     return biased_RH

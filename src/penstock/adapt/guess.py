@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.adapt.adapters import core_of
+from penstock.adapt.chain import WatchedCall, chain_of, naming
 from penstock.adapt.cut import Caught
-from penstock.adapt.decoder import CutLayer, Decoder, Inputs
+from penstock.adapt.decoder import CutLayer, Decoder, Inputs, WholeLayer
 from penstock.adapt.ep_plan import EpPlan, modules_of
 from penstock.adapt.family import Family
 from penstock.adapt.forms import TRAITS
@@ -26,7 +27,13 @@ from penstock.moe import SampleKeys
 INSIDE = ".base_layer"
 """Part of a path that peft adds where it has put a wrapper around a module."""
 
-PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?P<block>\w[\w.]*)\.(?P<experts>\w+)")
+PATH = re.compile(r"(?:(?P<base>.+)\.)?(?P<layers>\w+)\.\d+\.(?:(?P<block>\w[\w.]*)\.)?(?P<experts>\w+)")
+NORM = re.compile(r"norm(_f)?$")
+"""Pattern in the name of the norm after the layers."""
+
+MOE = re.compile("expert|moe", re.IGNORECASE)
+"""Pattern in the names of classes of modules with experts, of whatever form."""
+
 ROUTER = re.compile("Router|Gat(e|ing)$")
 COEFFICIENT = re.compile("aux.*coef")
 """Pattern in the name of the weight of a router loss."""
@@ -55,17 +62,20 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
         planned = modules_of(ep_plan, model)
         found = [path for path in found if path in planned]
     if config is None or not found:
-        raise ValueError(
-            f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
-            "weights, as transformers 5 has them (use_experts_implementation)"
-        )
-    matches = [match for path in found if (match := PATH.fullmatch(path))]
-    places = {match.group("base", "layers", "block", "experts") for match in matches}
+        raise ValueError(_without_experts(model))
+    places = {
+        match.group("base", "layers", "block", "experts") for match in map(PATH.fullmatch, found) if match
+    }
     if len(places) != 1:
         raise ValueError(f"{kind}: experts stand in different places of its layers: {', '.join(found)}")
     base, layers, block, experts = places.pop()
+    if block is None:
+        raise ValueError(
+            f"{kind} cannot be scheduled: its layers call router and experts themselves ({found[0]}), and "
+            "layers are cut in a block that calls both"
+        )
     holder, decoder = model.get_submodule(found[0].rpartition(".")[0]), model.get_submodule(base or "")
-    norms = [name for name, _ in decoder.named_children() if name.endswith("norm")]
+    norms = [name for name, _ in decoder.named_children() if NORM.search(name)]
     routers = [name for name, each in holder.named_children() if ROUTER.search(type(core_of(each)).__name__)]
     for what, names in (("norm after its layers", norms), (f"router in {block}", routers)):
         if len(names) != 1:
@@ -81,6 +91,20 @@ def guess(model: nn.Module, ep_plan: EpPlan | None) -> Family:
     )
 
 
+def _without_experts(model: nn.Module) -> str:
+    """Return the message about a model in which no experts were found that can be spread."""
+    kind = type(model).__name__
+    if not any(MOE.search(type(module).__name__) for module in model.modules()):
+        return (
+            f"{kind} has no experts: Penstock spreads those of mixture-of-experts models over ranks. Train a "
+            "dense model with transformers alone"
+        )
+    return (
+        f"{kind} is of no family that Penstock knows, and no module of it holds experts with stacked "
+        "weights, as transformers 5 has them (use_experts_implementation)"
+    )
+
+
 def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     """Raise ValueError unless the model in pieces computes what it does whole: logits, loss and gradients.
 
@@ -93,17 +117,33 @@ def check(model: Any, decoder: Decoder, changed: Sequence[str] = ()) -> None:
     if recomputes:
         model.gradient_checkpointing_disable()
     try:
+        chain = chain_of(decoder, _tokens(model.eval()))
+        if chain.broken is not None:
+            raise ValueError(_refusal(model, chain.broken, changed, NO_CHAIN))
+        different = _compare_layers(decoder, chain.calls)
         for training in (False, True):
-            different = _compare(model.train(training), decoder)
-            if different is not None:
-                raise ValueError(_refusal(model, different, changed))
+            different = different or _compare(model.train(training), decoder)
+        if different is not None:
+            raise ValueError(_refusal(model, different, changed))
     finally:
         model.train(was_training)
         if recomputes:
             model.gradient_checkpointing_enable()
 
 
-def _refusal(model: Any, different: str, changed: Sequence[str]) -> str:
+NOT_UNDERSTOOD = (
+    "{kind} is of no family that Penstock knows, and cut where it calls its experts it computes something "
+    "else than whole: {different}. What its layers do with the outputs of their experts was not understood: "
+    "describe the family, see docs/extending.md"
+)
+NO_CHAIN = (
+    "{kind} cannot be scheduled: {different}. A step hands hidden states from layer to layer, [samples, "
+    "tokens, hidden size], and nothing else"
+)
+
+
+def _refusal(model: Any, different: str, changed: Sequence[str], unknown: str = NOT_UNDERSTOOD) -> str:
+    """Return the message about a difference. unknown: that of a family which is not known."""
     kind = type(model).__name__
     if changed:
         return (
@@ -113,12 +153,7 @@ def _refusal(model: Any, different: str, changed: Sequence[str]) -> str:
             "transformers has them, or put the change into modules that steps call whole: attention, norms, "
             "the router, shared experts, embeddings"
         )
-    return (
-        f"{kind} is of no family that Penstock knows, and cut where it calls its "
-        f"experts it computes something else than whole: {different}. What its "
-        "layers do with the outputs of their MoE blocks was not understood: describe the family, see "
-        "docs/extending.md"
-    )
+    return unknown.format(kind=kind, different=different)
 
 
 def _compare(model: Any, decoder: Decoder) -> str | None:
@@ -126,9 +161,9 @@ def _compare(model: Any, decoder: Decoder) -> str | None:
     tokens_BL = _tokens(model)
     experts = {id(p) for layer in range(len(decoder.parts)) for p in decoder.expert_parameters(layer)}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
-    with _same_numbers():
+    with _same_numbers(), naming(model, "on random tokens"):
         whole = _outcome(decoder.plain(model, input_ids=tokens_BL, use_cache=False).logits, trained)
-    with _same_numbers():
+    with _same_numbers(), naming(model, "in the pieces that a step runs"):
         caught: list[Caught] = []
         logits_TV = decoder.logits(_in_pieces(decoder, tokens_BL, caught))
         parts = _outcome(logits_TV.view_as(whole[0]), trained)
@@ -139,8 +174,22 @@ def _compare(model: Any, decoder: Decoder) -> str | None:
     return _compare_losses(decoder, tokens_BL, trained) or _compare_experts(decoder, caught)
 
 
+def _compare_layers(decoder: Decoder, whole: Sequence[WatchedCall]) -> str | None:
+    """Compare what layers by themselves make of the hidden states that they had in the whole model."""
+    keys = SampleKeys(0, torch.arange(len(whole[0].entered)))
+    for call, part in zip(whole, decoder.parts, strict=True):
+        with (
+            torch.no_grad(),
+            naming(decoder.model, f"in layer {call.layer}, cut where it calls its experts,"),
+        ):
+            left = _through(part, call.entered, keys)
+        if not _agree(call.left, left):
+            return f"the output of layer {call.layer} ({type(part.layer).__name__})"
+    return None
+
+
 def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tensor]) -> str | None:
-    with _same_numbers():
+    with _same_numbers(), naming(decoder.model, "with labels"):
         wanted = _loss_of(decoder, tokens_BL)
         whole = _outcome(wanted, trained)
     targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
@@ -199,7 +248,6 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
 
 def _coefficient(model: Any, decoder: Decoder) -> str | None:
     usual: str | None = decoder.family.coefficient
-    names: list[str] = [name for name in vars(model) if COEFFICIENT.search(name)]
     tokens_BL = _tokens(model)
     given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
     with torch.no_grad(), _same_numbers():
@@ -218,15 +266,22 @@ def _coefficient(model: Any, decoder: Decoder) -> str | None:
     limit = _limit(decoder.dtype)
     if not (aux - out.aux_loss).abs() <= limit * aux:
         return None
-    for name in names:
-        weight = getattr(model, name)
-        if weight is None:
-            continue
+    for path, weight in _weights(model):
         expected = weight * aux
         rounding = ROUNDING * out.loss.abs()  # `added` is the difference of two losses
         if (added - expected).abs() <= limit * expected.abs() + rounding:
-            return name
+            return path
     return None
+
+
+def _weights(model: Any) -> Iterator[tuple[str, float]]:
+    """Yield what may weigh the router loss, by path: numbers of the model, then of its text configuration."""
+    config, text = model.config, model.config.get_text_config()
+    of_text = next((f"config.{name}." for name, part in vars(config).items() if part is text), "config.")
+    for path, holder in (("", model), (of_text, text)):
+        for name, weight in vars(holder).items():
+            if COEFFICIENT.search(name) and isinstance(weight, int | float):
+                yield f"{path}{name}", weight
 
 
 def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
@@ -258,12 +313,19 @@ def _in_pieces(decoder: Decoder, tokens_BL: Tensor, caught: list[Caught] | None 
     decoder.begin(Inputs(), keep_logits=False)
     h_BLM = decoder.embed(tokens_BL, keys)
     for part in decoder.parts:
-        residual_BLM, x_TM = part.attend(h_BLM, keys)
-        if caught is not None and isinstance(part, CutLayer):
-            caught.append(part.cut.caught)
-        out_TM = part.here() if isinstance(part, CutLayer) else x_TM
-        h_BLM = part.add(residual_BLM, out_TM, keys)
+        h_BLM = _through(part, h_BLM, keys, caught)
     return h_BLM
+
+
+def _through(
+    part: CutLayer | WholeLayer, h_BLM: Tensor, keys: SampleKeys, caught: list[Caught] | None = None
+) -> Tensor:
+    """Return the output of a layer, computed in pieces; a call of experts is added to `caught`."""
+    residual_BLM, x_TM = part.attend(h_BLM, keys)
+    if caught is not None and isinstance(part, CutLayer):
+        caught.append(part.cut.caught)
+    out_TM = part.here() if isinstance(part, CutLayer) else x_TM
+    return part.add(residual_BLM, out_TM, keys)
 
 
 def _outcome(out: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:

@@ -12,13 +12,16 @@ import torch
 
 from penstock.adapt.build import machinery_for, scheduled
 from penstock.adapt.described import empty_model, quiet, read_config
+from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.experts import keep_shares
 from penstock.adapt.families import FAMILIES, family_of
 from penstock.adapt.family import Family
+from penstock.adapt.guess import guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.scheduled import engine_of
 from penstock.adapt.weights import StoredTensor, refuse_misfits, share_of_experts, stored_tensors
 from penstock.decision import Decision
+from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.topology import ParallelConfig
 
@@ -50,7 +53,7 @@ def load_pretrained(
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-        tensors = share_of_experts(stored_tensors(path), found.model, _rows_of_experts(found), held)
+        tensors = _share_of(found, path, held)
         model = _filled(found, config, tensors, held, dtype or config.dtype or torch.float32).to(device)
         return scheduled(found.of(model), machinery, parallel, plan).train()
 
@@ -63,9 +66,9 @@ def reload(model: Any, folder: str | Path) -> None:
     found, config = _skeleton(Path(folder))
     layout = engine_of(model).layout
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    tensors = share_of_experts(stored_tensors(Path(folder)), found.model, _rows_of_experts(found), held)
+    tensors = _share_of(found, Path(folder), held)
     state = _filled(found, config, tensors, held, next(model.parameters()).dtype).state_dict()
-    mine = model.state_dict()
+    mine = without_marks(model.state_dict())
     if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():
@@ -87,6 +90,7 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
     config = model.config  # that of the text part, where a model also sees or hears
     family = family_of(model)
     if family is None:
+        guess(model, brought_by(model))  # where there is nothing to spread, parallelize would refuse it, too
         raise ValueError(
             f"{type(model).__name__} is of no family that Penstock knows ({', '.join(FAMILIES)}), and is "
             "looked at with its numbers: load it with from_pretrained, and call parallelize"
@@ -101,11 +105,12 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
     return found, config
 
 
-def _rows_of_experts(found: Found) -> dict[str, int]:
-    """Return the rows that belong to one expert, by the name of every parameter that holds experts."""
+def _share_of(found: Found, folder: Path, held: Sequence[int]) -> dict[str, StoredTensor]:
+    """Return the tensors in a folder that a rank with these experts reads."""
     ids = {id(p) for experts in found.experts for p in experts.parameters()}
     named = found.model.named_parameters(remove_duplicate=False)
-    return {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
+    rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
+    return share_of_experts(stored_tensors(folder), found.model, rows, held, found.num_experts)
 
 
 def _filled(

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.adapt.adapters import around, check_adapters, core_of
 from penstock.adapt.code import changed_code, in_parts
+from penstock.adapt.described import setting_of
 from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
 from penstock.adapt.intact import is_patched, patched
@@ -78,13 +79,19 @@ class Found:
         return ModelSizes(
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
-            heads=self.config.num_attention_heads,
-            dense_width=int(getattr(self.config, "intermediate_size", 0) or 0),
+            heads=setting_of(self.config, "num_attention_heads", 1),
+            dense_width=self._dense_width,
             shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
             expert_matrices=self.family.form.matrices(core_of(self.experts[0])),
             element_bytes=next(self.model.parameters()).element_size(),
             moe=self.moe,
         )
+
+    @property
+    def _dense_width(self) -> int:
+        """The width of dense layers, of the widest where it is said for each; 0: not said."""
+        width = setting_of(self.config, "intermediate_size") or 0
+        return max(width) if isinstance(width, list | tuple) else int(width)
 
 
 def look(model: Any, family: Family) -> Found:
@@ -113,16 +120,27 @@ def look(model: Any, family: Family) -> Found:
             count = family.form.count(experts)
             check_experts(experts, count, family.form.rows(experts), f"layer {number}")
             sizes.add(count)
-    if len(sizes) != 1:
-        raise ValueError(
-            f"{type(model).__name__}: its layers have {sorted(sizes) or 'no'} experts; a scheduled model "
-            "needs the same number in all layers that have any"
-        )
-    count = sizes.pop()
-    top_k = _top_k(next(block for block in blocks if block is not None), family)
-    found = Found(model=model, family=family, layers=layers, blocks=blocks, num_experts=count, top_k=top_k)
+    chosen = {_top_k(block, family) for block in blocks if block is not None}
+    found = Found(
+        model=model,
+        family=family,
+        layers=layers,
+        blocks=blocks,
+        num_experts=_only(sizes, "have", model),
+        top_k=_only(chosen, "choose", model),
+    )
     _check_unpatched(found)
     return found
+
+
+def _only(numbers: set[int], what: str, model: Any) -> int:
+    """Return the one number of experts of all layers that have any. Raises ValueError if it is not one."""
+    if len(numbers) != 1:
+        raise ValueError(
+            f"{type(model).__name__}: its layers {what} {sorted(numbers) or 'no'} experts; a scheduled model "
+            "needs the same number in all layers that have any"
+        )
+    return numbers.pop()
 
 
 def _check_unpatched(found: Found) -> None:
@@ -139,7 +157,7 @@ def _check_unpatched(found: Found) -> None:
 def _check_settings(model: Any, family: Family) -> None:
     config = model.config.get_text_config()
     for setting, wanted, why in family.only:
-        value = getattr(config, setting, wanted)
+        value = setting_of(config, setting, wanted)
         if value != wanted:
             raise ValueError(
                 f"{type(model).__name__}: {setting} = {value} cannot be scheduled, since {why}; set "

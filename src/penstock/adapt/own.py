@@ -31,6 +31,7 @@ from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Outgoing, write_shard
 from penstock.train.storage.stored import Entry
 from penstock.train.storage.sums import digest_of, write_sums
+from penstock.writing import new_folder
 
 NAME = "penstock"
 CHANGING = ("position_ids", "inputs_embeds", "past_key_values", "shift_labels")
@@ -190,7 +191,13 @@ def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
     type of the model. Moments are zero.
     """
     path = folder / "checkpoints" / "step-00000000"
-    path.mkdir(parents=True)
+    with new_folder(path) as work:
+        work.mkdir()
+        _write(model, work)
+    return path
+
+
+def _write(model: PenstockForCausalLM, path: Path) -> None:
     tensors = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
     tensors |= {STEP: torch.tensor(0)}
     for name, parameter in model.decoder.named_parameters():
@@ -212,7 +219,6 @@ def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
     )
     record.write(path)
     write_sums(path, {shard: digest, RECORD: digest_of(path / RECORD)})
-    return path
 
 
 def _outgoing(named: tuple[str, Tensor]) -> Outgoing:

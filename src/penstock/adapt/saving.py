@@ -25,6 +25,7 @@ from penstock.mesh import Group
 from penstock.train.checkpoint import together
 from penstock.train.storage.shards import CODES, Outgoing, write_shard
 from penstock.train.storage.stored import Entry, writing_order
+from penstock.writing import write_whole
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Maps tensors as a model has them to those in its files, which have other names."""
@@ -184,7 +185,7 @@ class Writing:
         pairs = zip(names, self._written, strict=True)
         weight_map = {name: file for file, shard in pairs for name, _, _ in shard}
         table = {"metadata": total, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(folder / INDEX, json.dumps(table, indent=2, sort_keys=True) + "\n")
 
     def _check_files(self, folder: Path, names: list[str]) -> None:
         """Raise OSError unless rank 0 sees the files that all ranks report as written."""

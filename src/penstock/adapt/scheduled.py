@@ -9,6 +9,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs
-from penstock.adapt.export import check_names, whole_state
+from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
+from penstock.adapt.generating import generate_together, refuse_threads
+from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.topology import Control
 from penstock.train.checkpoint import together
@@ -45,8 +49,10 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     own = {
         "forward": _forward(plain),
-        "generate": _generate(plain),
+        "generate": generate_together(plain),
+        "init_continuous_batching": refuse_threads(plain),
         "save_pretrained": _save_pretrained(plain),
+        "num_parameters": _num_parameters(plain),
         "__reduce_ex__": _reduced,
         "gradient_checkpointing_enable": _recompute,
         "gradient_checkpointing_disable": _keep,
@@ -88,10 +94,13 @@ def _forward(plain: Any) -> Callable[..., Any]:
             return _step(self, named)
         if self.training and torch.is_grad_enabled():
             raise ValueError(
-                "a scheduled model in training mode computes its loss inside the step, so it needs labels: "
-                "give labels=..., or call model.eval() to get logits without gradients"
+                "a scheduled model in training mode computes its loss inside the step, and the call has no "
+                "labels: give labels=..., or call model.eval() to get logits without gradients. Trainer "
+                "removes labels for label_smoothing_factor and compute_loss_func, which make another loss of "
+                "logits: leave these out"
             )
-        with torch.no_grad() if engine_of(self).layout.world_size > 1 else nullcontext():
+        engine = engine_of(self)
+        with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
             out = plain.forward(self, **named)
         return out if named.get("labels") is None else _only_evaluated(self, out)
 
@@ -141,7 +150,7 @@ def _step(model: Any, named: dict[str, Any]) -> Any:
         raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
     _check_kinds(named)
     engine = engine_of(model)
-    given = _inputs_of(model, named, engine.decoder.family.coefficient)
+    given = _inputs_of(model, named, engine.decoder)
     loss, aux = engine.step(given, training=True)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
     out = MoeCausalLMOutputWithPast(
@@ -175,11 +184,11 @@ def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
     return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
-def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> StepInputs:
+def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInputs:
     balances = named.get("output_router_logits")
-    if balances is None:
-        balances = getattr(model.config, "output_router_logits", False)
-    if balances and coefficient is None:
+    if balances is None:  # where a model also sees or hears, its text configuration says it
+        balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if balances and decoder.family.coefficient is None:
         raise ValueError(
             f"output_router_logits = True: how {type(model).__name__} weighs its router loss was not "
             "understood, since its family is not known or its code was changed: leave it off, or describe "
@@ -193,27 +202,17 @@ def _inputs_of(model: Any, named: dict[str, Any], coefficient: str | None) -> St
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None if items is None else float(items),
-        balances=bool(balances) and hasattr(model, coefficient or ""),  # otherwise the model has no such loss
+        balances=bool(balances) and decoder.has_balance_loss,
         keep_logits=named.get("logits_to_keep") is not None,
     )
 
 
-def _generate(plain: Any) -> Callable[..., Any]:
-    @wraps(plain.generate)
-    def generate(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Ranks whose text is complete keep calling the experts, which others still need.
-        named.setdefault("synced_gpus", engine_of(self).layout.ep_size > 1)
-        return plain.generate(self, *arguments, **named)
-
-    return generate
-
-
 def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
     """Refuse on all ranks what one rank refuses: the given state may be rank 0's alone."""
-    refusal = None
+    refusal: Exception | None = None
     try:
         check_names(model, plain, given)
-    except ValueError as error:
+    except (ValueError, ShareError) as error:
         refusal = error
     if control.any(refusal is not None, "comparing names of what is saved"):
         raise refusal or ValueError("another rank has refused to save the model: see its error")
@@ -245,6 +244,22 @@ def _save_pretrained(plain: Any) -> Callable[..., Any]:
             raise RuntimeError(f"rank 0 could not save the model in {save_directory}: see its error")
 
     return save_pretrained
+
+
+def _num_parameters(plain: Any) -> Callable[..., int]:
+    """Return the method that counts the parameters of the whole model, every expert once."""
+
+    @wraps(plain.num_parameters)
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        engine = engine_of(self)
+        spread = expert_axes(self, engine).keys()
+        counted = ((n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable)
+        held = sum(parameter.numel() for name, parameter in counted if name in spread)
+        elsewhere = held * (engine.layout.ep_size - 1)
+        total: int = plain.num_parameters(self, only_trainable, exclude_embeddings) + elsewhere
+        return total
+
+    return num_parameters
 
 
 def saved_together(adapted: Any) -> Any:
@@ -299,7 +314,26 @@ def _reduced(self: Any, protocol: Any) -> Any:
     A `__deepcopy__` would also be found by a model of peft around it, which passes on names.
     """
     del protocol
-    return object.__new__, (type(self),), _State(self)
+    return _empty, (_Copied(type(self)),), _State(self)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The class of a model that is copied; what pickles a model comes here first, and is refused."""
+
+    kind: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copied:
+        del memo
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle(f"a scheduled {self.kind.__name__}")
+
+
+def _empty(copied: _Copied) -> Any:
+    """Return a model without attributes, to be filled."""
+    return object.__new__(copied.kind)
 
 
 def _refuse_data_parallel(self: Any) -> Any:

@@ -14,42 +14,66 @@ from torch import Tensor, nn
 
 from penstock.adapt.adapters import ExpertAxis, axes_of, core_of
 from penstock.adapt.cut import Cut
+from penstock.adapt.passes import Passes
 from penstock.dispatch import find_dispatch
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.orders.sort import SortOrder
 from penstock.runtime import Machinery
-from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
+from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
 
 
 class Spread:
     """Sends tokens to the experts of all ranks and back, without gradients.
 
-    All ranks that share them call it.
+    All ranks that share them call it. passes: the model's, of which each comes here once. width: numbers that
+    experts get for a token.
     """
 
-    def __init__(self, machinery: Machinery, moe: MoELayer) -> None:
-        self._machinery, self._moe = machinery, moe
+    def __init__(self, machinery: Machinery, moe: MoELayer, passes: Passes, width: int) -> None:
+        self._machinery, self._moe, self._passes, self._width = machinery, moe, passes, width
         self._maker = RouteMaker(find_dispatch("flat"), machinery.layout.place, False)
+        passes.meetings.append(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the spread for a copy of the layer, on the same machinery."""
-        return Spread(self._machinery, copy.deepcopy(self._moe, memo))
+        twin = memo[id(self)] = copy.copy(self)
+        twin._moe = copy.deepcopy(self._moe, memo)
+        twin._passes = copy.deepcopy(self._passes, memo)
+        return twin
 
     def __call__(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        with self._passes.at(self), torch.no_grad():
+            return self._exchanged(x_TM.to(self._dtype), experts_Tk, weights_Tk).to(x_TM.dtype)
+
+    @torch.no_grad()
+    def take_part(self) -> None:
+        """Compute this rank's experts on the tokens of others, with none of its own."""
+        x_TM = torch.empty(0, self._width, dtype=self._dtype, device=self._machinery.device)
+        none_T1 = x_TM.new_empty(0, 1)
+        self._exchanged(x_TM, none_T1.long(), none_T1)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The type of rows, in which experts multiply them: the same on all ranks."""
+        device = self._machinery.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return next(self._moe.experts.parameters()).dtype
+
+    def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         order, transport = self._moe.order, self._machinery.transports.inter
         assert isinstance(order, SortOrder)
-        with torch.no_grad():
-            plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
-            assert plan.counts_CN is not None
-            route = exchange_counts(plan.counts_CN, self._maker, transport).value.slices[0]
-            rows_RM = plan.rows.take(x_TM)
-            for leg in route.legs:
-                rows_RM = send_out(rows_RM, leg, transport)
-            rows_RM = self._moe.expert_rows(rows_RM, route)
-            for leg in reversed(route.legs):
-                rows_RM = send_home(rows_RM, leg, transport)
-            return order.unorder(rows_RM, weights_Tk, plan).to(x_TM.dtype)
+        plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
+        assert plan.counts_CN is not None
+        route = Later.of(exchange_counts(plan.counts_CN, self._maker, transport)).slices[0]
+        rows_RM = plan.rows.take(x_TM)
+        for leg in route.legs:
+            rows_RM = send_out(rows_RM, leg, transport)
+        rows_RM = self._moe.expert_rows(rows_RM, route)
+        for leg in reversed(route.legs):
+            rows_RM = send_home(rows_RM, leg, transport)
+        return order.unorder(rows_RM, weights_Tk, plan)
 
 
 class _Hook:

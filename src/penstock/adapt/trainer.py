@@ -6,6 +6,7 @@ and saved as if every rank had all of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from penstock.adapt.checkpoint import load_optimizer, save_optimizer
 from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft
 from penstock.runtime import clip_grad_norm_
+from penstock.runtime.checks.optimizers import check_optimizer
+from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
 
@@ -36,30 +39,59 @@ class ScheduledTrainer(Trainer):
         """Train. Raises ValueError for settings with which something else would be trained.
 
         These are: ranks that accelerate does not see, which would all get the same data, losses averaged by
-        rank, scaled losses of float16, and a compiler.
+        rank, other losses, scaled ones of float16, other tools that spread the model, and a compiler.
         """
-        seen, ranks = self.accelerator.num_processes, engine_of(self.model).layout.world_size
-        if seen != ranks:
-            raise ValueError(
-                f"accelerate sees {seen} of {ranks} processes: start them with torchrun or accelerate "
-                "launch, so that each takes its own part of the data"
-            )
-        if ranks > 1 and not self.args.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices = False: the loss of a scheduled model is that of all ranks' "
-                "batch, whose tokens count alike; leave it True"
-            )
-        if self.args.fp16:
-            raise ValueError(
-                "fp16 = True: it scales losses, and ranks with different experts would not skip the same "
-                "steps; use bf16"
-            )
-        if self.args.torch_compile:
-            raise ValueError(
-                "torch_compile = True: a step runs the model in parts, which a compiler around the whole "
-                "would never see, so nothing would be compiled; leave it False"
-            )
+        for is_refused, why in self._refusals():
+            if is_refused:
+                raise ValueError(why)
         return super().train(*arguments, **named)
+
+    def _refusals(self) -> Iterator[tuple[bool, str]]:
+        """Yield conditions under which nothing is trained, and what is said of them."""
+        seen, ranks, given = (
+            self.accelerator.num_processes,
+            engine_of(self.model).layout.world_size,
+            self.args,
+        )
+        in_step = (
+            "it makes another loss of the model's logits, and a scheduled model computes its own, the "
+            "cross-entropy of its labels, inside the step; leave it out"
+        )
+        yield (
+            seen != ranks,
+            f"accelerate sees {seen} of {ranks} processes: start them with torchrun or accelerate launch, so "
+            "that each takes its own part of the data",
+        )
+        yield (
+            ranks > 1 and not given.average_tokens_across_devices,
+            "average_tokens_across_devices = False: the loss of a scheduled model is that of all ranks' "
+            "batch, whose tokens count alike; leave it True",
+        )
+        yield (
+            self.label_smoother is not None,
+            f"label_smoothing_factor = {given.label_smoothing_factor}: {in_step}",
+        )
+        yield self.compute_loss_func is not None, f"compute_loss_func: {in_step}"
+        yield (
+            self.is_fsdp_enabled or self.is_deepspeed_enabled,
+            "fsdp or deepspeed would spread the parameters of a model that is spread already: leave it out",
+        )
+        yield (
+            given.fp16,
+            "fp16 = True: it scales losses, and ranks with different experts would not skip the same steps; "
+            "use bf16",
+        )
+        yield (
+            given.torch_compile,
+            "torch_compile = True: a step runs the model in parts, which a compiler around the whole would "
+            "never see, so nothing would be compiled; leave it False",
+        )
+
+    def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
+        """Create the optimiser. Raises ValueError for one that needs more of a tensor than a rank has."""
+        found = super().create_optimizer(*arguments, **named)
+        check_optimizer(_plain(found))
+        return found
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return accelerate's context, which otherwise is in the wrapper of a model that it prepares."""
@@ -95,7 +127,8 @@ class ScheduledTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_optimizer(self.model, _plain(self.optimizer), output_dir)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+            with replacing(Path(output_dir) / SCHEDULER) as file:
+                torch.save(self.lr_scheduler.state_dict(), file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

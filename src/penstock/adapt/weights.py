@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.described import CONFIG, COPY, read_table
+from penstock.adapt.described import CONFIG, COPY, read_table, refuse_cut_off
 
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
@@ -38,6 +38,13 @@ class StoredTensor:
     file: Path
     name: str
     rows: slice | None = None
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """Shape of the whole tensor in the file."""
+        with safe_open(self.file, framework="pt") as opened:
+            shape: list[int] = opened.get_slice(self.name).get_shape()
+            return shape
 
     def __getitem__(self, everything: Any) -> Tensor:
         """Read the values into memory of their own: the file is closed again."""
@@ -73,6 +80,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / ONE).exists():
         return [folder / ONE]
     if not index.exists():
+        refuse_cut_off(folder)
         raise ValueError(
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
@@ -89,12 +97,17 @@ def _files(folder: Path) -> list[Path]:
 
 
 def share_of_experts(
-    tensors: Mapping[str, StoredTensor], model: Any, stacked: Mapping[str, int], held: Sequence[int]
+    tensors: Mapping[str, StoredTensor],
+    model: Any,
+    stacked: Mapping[str, int],
+    held: Sequence[int],
+    num_experts: int,
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a whole model that a rank needs: of experts only `held`, which are consecutive.
 
     model: on any device, for its names. stacked: by the name of every parameter that holds experts, the
-    number of its rows that belong to one.
+    number of its rows that belong to one. Raises ValueError, on all ranks, unless there are num_experts
+    experts of every kind: a rank itself looks at its own ones alone.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -104,6 +117,8 @@ def share_of_experts(
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     names = model.state_dict()
     wanted: dict[str, StoredTensor] = {}
+    numbers: dict[str, set[int]] = {}
+    wrong: list[str] = []
     for name, tensor in tensors.items():
         target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
         rows = stacked.get(name if name in stacked else target)
@@ -111,11 +126,26 @@ def share_of_experts(
         if rows is None:
             wanted[name] = tensor
         elif number is None:
+            if (shape := tensor.stored_shape)[0] != num_experts * rows:
+                wrong.append(f"{name} {shape}")
             first = held[0] * rows
             part = slice(first, first + len(held) * rows)
             wanted[name] = StoredTensor(tensor.file, tensor.name, part)
-        elif int(number[1]) in held:
-            wanted[name] = tensor
+        else:
+            numbers.setdefault(EXPERT.sub(".experts.*.", name), set()).add(int(number[1]))
+            if int(number[1]) in held:
+                wanted[name] = tensor
+    for name, found in numbers.items():
+        if missing := set(range(num_experts)) - found:
+            wrong.append(f"{name} of all experts but {some_of(sorted(map(str, missing)))}")
+        if surplus := found - set(range(num_experts)):
+            wrong.append(f"{name} of expert {some_of(sorted(map(str, surplus)))}")
+    if wrong:
+        folder = next(iter(tensors.values())).file.parent
+        raise ValueError(
+            f"{folder} does not hold the {num_experts} experts of its {CONFIG}: it has {some_of(wrong)}. "
+            f"Copy the weights and {CONFIG} from one place"
+        )
     return wanted
 
 

@@ -134,7 +134,7 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     if data is None and any((path / name).exists() for name in TOKENIZERS):
         return FolderWords(path, vocabulary)
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
-        return ByteWords()
+        return _bytes(vocabulary)
     found = _named(named, digest, vocabulary)
     if found is None:
         raise ValueError(_missing(path, vocabulary, digest, named))
@@ -149,7 +149,7 @@ def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
     if tokenizer == BYTE_BY_BYTE:
         if digest not in (None, Bytes.digest):
             raise ValueError(f"the model was trained on tokens of a tokenizer {_short(digest)}, not on bytes")
-        return ByteWords()
+        return _bytes(vocabulary)
     found = FileWords(tokenizer, vocabulary)
     if digest == Bytes.digest:
         raise ValueError(
@@ -163,6 +163,16 @@ def _chosen(tokenizer: Path, digest: str | None, vocabulary: int) -> Words:
             stacklevel=2,
         )
     return found
+
+
+def _bytes(vocabulary: int) -> ByteWords:
+    """Return the words of a model on bytes. Raises ValueError for one that does not know all of them."""
+    if vocabulary < BYTES:
+        raise ValueError(
+            f"bytes are {BYTES} tokens, and the model knows {vocabulary}: name the tokenizer.json that it "
+            "was trained with (--tokenizer FILE)"
+        )
+    return ByteWords()
 
 
 def _short(digest: str | None) -> str:

@@ -188,8 +188,10 @@ def _measured(
     for each in samples:
         machinery = build_machinery(each.layout, ranks.device, config.parallel, config.train.precision)
         first = files[0] if files else None
-        files.append(profile_layout(each.config, machinery, budget_s=budget_s, first=first))
-        machinery.lanes.close()
+        try:
+            files.append(profile_layout(each.config, machinery, budget_s=budget_s, first=first))
+        finally:
+            machinery.close()
     return files[0].beside(files[-1]), files[-1].beside(files[0])
 
 

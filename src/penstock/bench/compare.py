@@ -46,7 +46,7 @@ class _Round:
 def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ignore) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
-    say: called with what runs now. SIGINT or SIGTERM ends the comparison after the step that is running; the
+    say: called with what runs now. A request to stop ends it after the step that is running; the
     result is what complete rounds have measured. Raises KeyboardInterrupt on all ranks without a complete
     round.
     """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.bench.memory import peak_bytes, start_peak
+from penstock.device import wait_for_gpu
 from penstock.dispatch import DISPATCHES, of_hops
 from penstock.graph import Lane
 from penstock.ops.transfers import FLAT
@@ -97,6 +98,7 @@ def run_step(entry: Entry, number: int, control: Control) -> Sample:
     control.barrier("starting a measured step")
     start_s = time.perf_counter()
     entry.contender.step(number)
+    wait_for_gpu()  # or the clock would tell how long launching took
     iteration_s = time.perf_counter() - start_s
     if entry.plan is None:
         return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
+from penstock.writing import write_setting
+
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 RESET_HIGH_WATER_MARK = "5"
 
@@ -15,7 +17,7 @@ def start_peak() -> int:
     Otherwise a step would run in memory that an earlier step left and show no peak at all.
     """
     ctypes.CDLL(None).malloc_trim(0)
-    CLEAR.write_text(RESET_HIGH_WATER_MARK, encoding="utf-8")
+    write_setting(CLEAR, RESET_HIGH_WATER_MARK)
     return _field("VmRSS")
 
 

@@ -16,6 +16,7 @@ from penstock.bench.config import BenchConfig
 from penstock.bench.naming import Named
 from penstock.data import DataConfig
 from penstock.decision import ScheduleConfig
+from penstock.device import wait_for_gpu
 from penstock.models import GPT
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -206,4 +207,5 @@ def timed(step: Callable[[int], None], number: int) -> float:
     """Return the seconds of one step."""
     start_s = time.perf_counter()
     step(number)
+    wait_for_gpu()  # or the clock would tell how long launching took
     return time.perf_counter() - start_s

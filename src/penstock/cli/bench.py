@@ -26,6 +26,7 @@ from penstock.cli.out import check_folder
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of_bench
 from penstock.config import ConfigError, load
+from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
@@ -140,7 +141,7 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | No
         _check_steps(
             config, wanted, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
         )
-    if wanted.virtual or torch.cuda.is_available():
+    if wanted.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
     batch = config.compare.batch_per_device

@@ -5,4 +5,4 @@ BAD_USAGE = 2
 """Wrong arguments or a setting that cannot be used."""
 
 INTERRUPTED = 130
-"""Ctrl-C before the work was done; the number is the one that shells use (143: SIGTERM)."""
+"""Ctrl-C before the work was done; the number is the one that shells use: 128 and that of the signal."""

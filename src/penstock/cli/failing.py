@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.writing import write_whole
+
 NOT_BEGUN = "stopped before training began; nothing was saved"
 NO_RESULT = "stopped before there was a result"
 
@@ -33,6 +35,4 @@ def tell_torchrun(text: str) -> None:
     if place:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with suppress(OSError):  # standard error has the reason already; this failure must not replace it
-            Path(place).write_text(
-                json.dumps({"message": {"message": text, "extraInfo": more}}), encoding="utf-8"
-            )
+            write_whole(Path(place), json.dumps({"message": {"message": text, "extraInfo": more}}))

@@ -159,17 +159,21 @@ def _convert(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import find_checkpoint, read_whole
     from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
     from penstock.adapt.described import quiet
+    from penstock.adapt.families import family_of
     from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
+    from penstock.writing import new_folder
 
     source, target = options.source, options.target
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file: name a folder that is not there yet")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty: name a folder that is not there yet")
+    if target.resolve() == Path.cwd():
+        raise ValueError(f"{target} is the folder that you are in: name a folder that is not there yet")
     checkpoint = find_checkpoint(source)
     if checkpoint is not None:
-        with quiet():
-            from_checkpoint(checkpoint).save_pretrained(target)
+        with quiet(), new_folder(target) as work:
+            from_checkpoint(checkpoint).save_pretrained(work)
         print(f"{checkpoint} as a Hugging Face model folder: {target}")
         return 0
     refuse_adapters(source)
@@ -179,9 +183,12 @@ def _convert(options: argparse.Namespace) -> int:
         print(f"{source} as a Hugging Face model folder: {target}")
         return 0
     if not isinstance(model, PenstockForCausalLM):
+        advice = (
+            ". Fine-tune it with penstock.load_pretrained, whose checkpoints transformers reads as they are"
+        )
         raise ValueError(
-            f"{source} is a {type(model).__name__}, which penstock train does not know: fine-tune it with "
-            "penstock.load_pretrained, whose checkpoints transformers reads as they are"
+            f"{source} is a {type(model).__name__}, and a checkpoint of penstock train holds Penstock's own "
+            f"decoder{'' if family_of(model) is None else advice}"
         )
     print(f"{source} as a checkpoint: {to_checkpoint(model, target)}")
     return 0

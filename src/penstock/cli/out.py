@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
-from penstock.config import ConfigError, try_to_write
+from penstock.config import ConfigError
+from penstock.writing import try_to_write
 
 
 def check_out(path: Path, example: str) -> Path:
@@ -21,8 +21,7 @@ def check_out(path: Path, example: str) -> Path:
         why = _obstacle(path)
         if why is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix=path.name):  # as long as write_json's draft name
-                try_to_write(path.parent)
+            try_to_write(path.parent, path.name)
             return path
     except OSError as error:
         why, cause = f"cannot be written ({error.strerror})", error

@@ -24,6 +24,7 @@ from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
+from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.extras import install, is_there, needs
 from penstock.plan.plan_config import PlanConfig
@@ -83,7 +84,7 @@ def profile(
     here = ranks if emulate is None else emulate.devices  # ranks of a node, unless a launcher started them
     node_size = None if info is not None else here
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
-    if not torch.cuda.is_available():  # refused before any process starts
+    if not count_gpus():  # refused before any process starts
         batch, there = config.data.batch_per_device, host_bytes()
         check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
     if info is None:
@@ -144,7 +145,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
             name=wanted.out.stem,
             limits=Limits(asked=lambda: requests.asked),
         )
-    machinery.lanes.close()
+    machinery.close()
     return file
 
 

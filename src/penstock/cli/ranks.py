@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
+from penstock.device import pick_device
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
@@ -34,7 +36,6 @@ from penstock.topology.blame import give_up, is_first_to_say
 from penstock.topology.interfaces import check_interface
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
-from penstock.train.assemble import pick_device
 from penstock.train.config import RunConfig
 from penstock.train.fits import check_processes
 from penstock.train.launcher import LaunchOutcome, Place, launch
@@ -217,7 +218,8 @@ def end_of_rank(info: ProcessInfo, code: int) -> int:
     After a failure, destroying the process group in order could wait for peers that are gone.
     """
     if info.world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody is there to read it
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code

@@ -12,6 +12,7 @@ from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
 from penstock.words import folded, mib, terminal_width
+from penstock.writing import write_whole
 
 if TYPE_CHECKING:  # loaded where a page is written: other commands need none of it
     from penstock.report.page.finished import FinishedRun
@@ -50,7 +51,7 @@ def write_report(folder: Path, out: Path | None, json_wanted: bool) -> int:
     run = read_run(folder)
     path = check_out(folder / PAGE if out is None else out, "report.html")
     page = write_page(run)
-    if not save_out(lambda where: _save(page, where), path):
+    if not save_out(lambda where: write_whole(where, page), path):
         return FAILED
     if json_wanted:
         print(json.dumps({"page": str(path), **findings(run)}))
@@ -100,10 +101,3 @@ def _said(run: FinishedRun) -> list[str]:
     binding = None if run.step is None else binding_of(run.step)
     slow = [] if run.step is None else slow_ranks(run.step)
     return [*run.failures, *([] if binding is None else binding.sentences()), *slow, *run.missing]
-
-
-def _save(page: str, path: Path) -> None:
-    """Write the page so that a half-written file never replaces a whole one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(path)

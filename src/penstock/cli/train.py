@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from penstock.cli.left import Left
 from penstock.cli.ranks import processes_of, start_ranks
 from penstock.config import ConfigError, is_missing, load
 from penstock.cost.clusters import find_cluster
+from penstock.device import count_gpus
 from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.stops import STOPS
@@ -111,7 +110,7 @@ def _check_plan(config: RunConfig) -> None:
 def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:
     """Refuse a run in whose layout, or in every possible one, something does not divide, the memory does not
     suffice, or no step can be built."""
-    there = None if torch.cuda.is_available() else host_bytes()
+    there = None if count_gpus() else host_bytes()
     if config.plan.layout == AUTO:
         from penstock.autopilot.layouts import check_some_layout
 

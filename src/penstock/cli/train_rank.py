@@ -12,6 +12,7 @@ from penstock.cli.left import Left
 from penstock.cli.ranks import end_of_rank, refused
 from penstock.config import ConfigError
 from penstock.data import TextError
+from penstock.device import pick_device
 from penstock.graph import RefusalError
 from penstock.report import RunSummary
 from penstock.runtime import ScheduleMismatchError, TaskError
@@ -19,12 +20,12 @@ from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.blame import give_up
-from penstock.train.assemble import pick_device
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
+from penstock.writing import write_whole
 
 EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
 
@@ -100,7 +101,7 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
         report = config.output.dir / f"failure-rank{info.rank}.txt"
         try:
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(text, encoding="utf-8")
+            write_whole(report, text)
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
             where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"

@@ -9,13 +9,13 @@ from penstock.config.bounds import Items, Within, check_bounds
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
 from penstock.config.files import (
     asked,
+    check_no_link,
     expanded,
     is_missing,
     open_regular,
     parse_json,
     read_json,
     read_text,
-    try_to_write,
 )
 from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
 from penstock.config.other_names import HintWarning, OtherNameWarning
@@ -33,6 +33,7 @@ __all__ = [
     "asked",
     "check_bounds",
     "check_name",
+    "check_no_link",
     "check_value",
     "expanded",
     "from_dict",
@@ -45,5 +46,4 @@ __all__ = [
     "shorten",
     "to_dict",
     "to_toml",
-    "try_to_write",
 ]

@@ -14,7 +14,6 @@ import stat
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from penstock.config.error import UNSET, ConfigError, shorten
@@ -25,8 +24,6 @@ MOST_JSON_BYTES = 64 * MEBIBYTE
 
 MOST_DIGITS = 400
 """Most digits of an integer; floating point ends at 309 digits."""
-
-TRIAL_BYTES = 1 << 16
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Configurations installed with the package; `configs/` in the source code is a link to them."""
@@ -55,15 +52,6 @@ def asked(question: Callable[[], bool]) -> bool:
         return False
 
 
-def try_to_write(folder: Path) -> None:
-    """Write a file into `folder`, and leave nothing. Raises OSError, also on a full disk, where an empty file
-    could still be made."""
-    with TemporaryFile(dir=folder, prefix=".penstock-") as file:
-        file.write(bytes(TRIAL_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def is_missing(path: Path) -> bool:
     """Tell whether certainly nothing is there; where the system does not look, reading will tell why."""
     try:
@@ -73,6 +61,13 @@ def is_missing(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return False
+
+
+def check_no_link(path: Path, hint: str) -> None:
+    """Raise ConfigError about a link in the place of a file that Penstock writes itself: it may lead to what
+    is not to be read or shown."""
+    if asked(path.is_symlink):
+        raise ConfigError(str(path), UNSET, "is a link, and a run leaves none", hint)
 
 
 def expanded(path: str, key: str, hint: str = "Write the path in full.") -> Path:

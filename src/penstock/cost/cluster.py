@@ -78,6 +78,11 @@ class ClusterConfig:
             intra_bytes_per_s=min(self.intra_bytes_per_s * intra, MOST_RATE),
         )
 
+    def in_company(self, share: float) -> Self:
+        """Return the cluster with tasks that have company for this share of their time."""
+        del share  # rates know of no company
+        return self
+
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
         """Return the model of an all-to-all; argument: bytes of each rank's send buffer, own share included.
 

@@ -130,14 +130,14 @@ class SampleMover:
         for layer in range(layers):
             now_DB = held[-1].copy()
             hosting, following = (_hosting_of(hostings, y, self.work) for y in (layer, layer + 1))
-            for devices in device_groups(self.work):
+            for group in device_groups(self.work):
                 for places in self._chunks():
-                    cells = np.ix_(np.array(devices), np.arange(places.start, places.stop))
+                    cells = np.ix_(np.array(group.devices), np.arange(places.start, places.stop))
                     here_I = now_DB[cells].reshape(-1)
                     ahead = by_sample[here_I, layer + 1] if self.predicts and layer + 1 < layers else None
-                    homes_I = self._homes(by_sample[here_I, layer], ahead, devices, hosting, following)
+                    homes_I = self._homes(by_sample[here_I, layer], ahead, group, hosting, following)
                     order = np.argsort(homes_I, kind="stable")
-                    now_DB[cells] = here_I[order].reshape(len(devices), -1)
+                    now_DB[cells] = here_I[order].reshape(len(group.devices), -1)
             held.append(now_DB)
         return Placed(np.stack(held), hostings)
 
@@ -145,22 +145,23 @@ class SampleMover:
         self,
         counts_IE: Counts,
         ahead_IE: Counts | None,
-        devices: Sequence[int],
+        group: DeviceGroup,
         hosting: Hosting,
         following: Hosting,
     ) -> Counts:
-        mesh = self.work.mesh
-        ranks = [mesh.groups(Group.TENSOR)[device][0] for device in devices]
+        mesh, devices = self.work.mesh, len(group.devices)
+        ranks = [mesh.groups(Group.TENSOR)[device][0] for device in group.devices]
         places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
         node_V = nodes_of(self.work, ranks)
-        homes_I = np.repeat(np.arange(len(devices)), len(counts_IE) // len(devices))
+        homes_I = np.repeat(np.arange(devices), len(counts_IE) // devices)
+        near = None if ahead_IE is None else Nearness.of_devices(following, group.device_P, node_V)
         problem = sample_problem(
             counts=_by_position(counts_IE, places_V[homes_I], hosting),
             homes=homes_I,
             moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work, self.shape))),
             node_of_device=node_V,
             predictions=ahead_IE,
-            following=None if ahead_IE is None else Nearness.of(following, node_V),
+            following=near,
         )
         return assign(problem, self.solver)
 
@@ -180,11 +181,30 @@ def row_weight(work: Workload, shape: StepShape) -> float:
     return (residual_bytes + shared_bytes) / work.wire_bytes(1)
 
 
-def device_groups(work: Workload) -> list[list[int]]:
-    """Return, by group of ranks that holds all experts, the groups of ranks with the same samples in it."""
-    mesh = work.mesh
-    axes = counting_axes(work)
-    return [list(dict.fromkeys(mesh.place(r, Group.DATA) for r in ranks)) for ranks in mesh.groups(axes)]
+@dataclass(frozen=True, eq=False)
+class DeviceGroup:
+    """Devices, each a group of ranks with the same samples, between which samples move.
+
+    devices: their numbers, [V]. device_P: by place in an expert group, which of these devices has that rank.
+    """
+
+    devices: tuple[int, ...]
+    device_P: Counts
+
+
+def device_groups(work: Workload) -> list[DeviceGroup]:
+    """Return the devices that exchange rows with each other, as the runtime does: of the ranks that hold all
+    experts, those that begin with the same shard."""
+    mesh, found = work.mesh, list[DeviceGroup]()
+    for ranks in mesh.groups(counting_axes(work)):
+        shard_of: dict[int, int] = {}
+        for rank in ranks:
+            shard_of.setdefault(mesh.place(rank, Group.DATA), mesh.place(rank, Group.SHARDS))
+        for shard in dict.fromkeys(shard_of.values()):
+            devices = tuple(device for device, first in shard_of.items() if first == shard)
+            mine = [mesh.place(rank, Group.DATA) for rank in ranks if mesh.place(rank, Group.SHARDS) == shard]
+            found.append(DeviceGroup(devices, np.array([devices.index(device) for device in mine])))
+    return found
 
 
 def counting_axes(work: Workload) -> Axes:

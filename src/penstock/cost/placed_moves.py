@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from penstock.cost.moves import Move, RowMoves, Rows
-from penstock.cost.placed import FLOAT32_BYTES, Placed, device_groups, row_weight, seated
+from penstock.cost.placed import FLOAT32_BYTES, Placed, counting_axes, device_groups, row_weight, seated
 from penstock.cost.workload import part_sizes, split_sizes
 from penstock.graph import Task
 from penstock.mesh import Axes, Group
@@ -58,9 +58,10 @@ class PlacedMoves(RowMoves):
 
     def solving_s(self, task: Task) -> float:
         """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
-        devices = len(device_groups(self.even.workload)[0])
-        samples = len(self._samples(task))
-        return SOLVING_S + SOLVING_S_PER_CELL * samples * devices**2
+        work, samples = self.even.workload, len(self._samples(task))
+        groups = device_groups(work)
+        solved = len(groups) // len(work.mesh.groups(counting_axes(work)))  # of those that a rank knows of
+        return SOLVING_S + SOLVING_S_PER_CELL * samples * solved * len(groups[0].devices) ** 2
 
     def crossing(self, task: Task) -> float:
         """Return rows that leave their node, or rank where there is one node, and what moves with them."""

@@ -41,6 +41,9 @@ class ProfiledCluster(ClusterConfig):
         factors = [self.file.transfers_beside_compute, *(task.beside for task in self.file.tasks)]
         return any(factor not in (None, 1) for factor in (*factors, *(x.beside for x in self.file.links)))
 
+    def in_company(self, share: float) -> Self:
+        return replace(self, company=share)
+
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         rates = super().faster(inter=inter, intra=intra, compute=compute)
         return replace(rates, file=self.file.faster(inter=inter, intra=intra, compute=compute))

@@ -23,17 +23,16 @@ from penstock.data.documents import Piece, check_readable, pieces
 from penstock.data.files import TextError
 from penstock.data.record import (
     MOST_SHARDS,
-    PART,
     UNFINISHED,
     WHOLE,
     Position,
     Record,
     read_record,
-    settle,
     write_record,
 )
 from penstock.data.shard import ShardWriter
 from penstock.data.tokenizer import Tokenizer, as_array
+from penstock.writing import DRAFT, make_durable, open_lock, remove_drafts
 
 SHARD_TOKENS: Final = 1 << 27
 BATCH_CHARACTERS: Final = 1 << 20
@@ -101,13 +100,15 @@ class Preparation:
             record = self._begun(folder, made_from)
             if record is None:
                 return
+            remove_drafts(folder)
             yield from self._write(folder, record)
             if self.made_from != made_from:
                 raise TextError(f"{self.source}: a file has changed while it was read; leave them alone")
             if not read_record(folder / UNFINISHED).tokens:
                 why = f"{self.source} holds no text"
                 raise ConfigError("path", self.source, why, "Name files that hold some.")
-            settle(folder / UNFINISHED, folder / WHOLE)
+            (folder / UNFINISHED).replace(folder / WHOLE)
+            make_durable(folder)
 
     @property
     def _total_bytes(self) -> int:
@@ -122,7 +123,7 @@ class Preparation:
                     why = "holds tokens of other files or settings, or a file has changed since"
                     raise _refused(folder, why, "Choose another folder, or delete this one.")
                 return None if name == WHOLE else found
-        if any(each.name not in (LOCK, UNFINISHED + PART) for each in folder.iterdir()):
+        if any(each.name != LOCK and not DRAFT.fullmatch(each.name) for each in folder.iterdir()):
             raise _refused(folder, "is not empty", "Choose a new folder.")
         record = Record(
             made_from=made_from,
@@ -182,7 +183,11 @@ def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[_TakeLock]:
-    with (folder / LOCK).open("w", encoding="utf-8") as file:
+    try:
+        file = open_lock(folder / LOCK)
+    except OSError as error:
+        raise _refused(folder, f"cannot be written to: {error.strerror}", "Choose another folder.") from error
+    with file:
         yield _TakeLock(file.fileno())  # the system releases the lock when the file is closed
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -19,8 +18,9 @@ from typing import Annotated, Final
 import numpy as np
 
 from penstock.config import UNSET, ConfigError, Items, Within, check_bounds, from_dict, read_json, to_dict
+from penstock.writing import write_whole
 
-WHOLE, UNFINISHED, PART = "tokens.json", "unfinished.json", ".part"
+WHOLE, UNFINISHED = "tokens.json", "unfinished.json"
 VERSION: Final = 1
 BLOCK_BYTES: Final = 1 << 16
 HEADER_BYTES: Final = 128
@@ -144,28 +144,9 @@ def whole_record(folder: Path) -> Record:
 
 def write_record(record: Record, path: Path) -> None:
     """Write the record as a whole or not at all, even if the power fails."""
-    write_whole(path, (json.dumps({**to_dict(record), SUM: _sum_of(record)}, indent=1) + "\n").encode())
+    text = json.dumps({**to_dict(record), SUM: _sum_of(record)}, indent=1)
+    write_whole(path, text + "\n", durable=True)
 
 
 def _sum_of(record: Record) -> str:
     return hashlib.sha256(json.dumps(to_dict(record), sort_keys=True).encode()).hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that has its name only once all of it is on the disk."""
-    part = path.with_name(path.name + PART)
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    settle(part, path)
-
-
-def settle(part: Path, path: Path) -> None:
-    """Give a file that is on the disk its final name, durably."""
-    part.replace(path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +13,12 @@ import numpy.typing as npt
 from penstock.data.record import (
     BLOCK_BYTES,
     CRC_BYTES,
-    PART,
     Shard,
     header,
-    settle,
     shard_file,
     sums_file,
-    write_whole,
 )
+from penstock.writing import Draft, write_whole
 
 
 class ShardWriter:
@@ -33,8 +30,8 @@ class ShardWriter:
             sums_file(folder, number),
             dtype,
         )
-        self._part = self._path.with_name(self._path.name + PART)
-        self._file = self._part.open("wb")
+        self._draft = Draft(self._path)
+        self._file = self._draft.file
         self._waiting, self._hash, self._sums = bytearray(), hashlib.sha256(), bytearray()
         self.tokens = 0
         self._write_header()
@@ -54,10 +51,8 @@ class ShardWriter:
             self._write(bytes(self._waiting))
         self._file.seek(0)
         self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        write_whole(self._sums_path, bytes(self._sums))
-        settle(self._part, self._path)
+        write_whole(self._sums_path, bytes(self._sums), durable=True)
+        self._draft.settle(durable=True)
         return Shard(tokens=self.tokens, sha256=self._hash.hexdigest())
 
     def __enter__(self) -> ShardWriter:
@@ -66,8 +61,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._part.unlink(missing_ok=True)
+        self._draft.discard()
 
     def _write(self, block: bytes) -> None:
         self._sums += zlib.crc32(block).to_bytes(CRC_BYTES, "little")

@@ -44,7 +44,7 @@ def why_samples_stay(asked: Asked, choice: Decision) -> str:
     """Return why samples cannot move with this choice; "" = they may."""
     if DISPATCHES[choice.dispatch].joins_rows:
         return f"moe.dispatch={choice.dispatch} sends one row for several experts"
-    return why_experts_stay(asked, choice)
+    return asked.shape.sharing.why_samples_stay or why_experts_stay(asked, choice)
 
 
 def why_experts_stay(asked: Asked, choice: Decision) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Final, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from penstock.config import ConfigError
 from penstock.emulate import links, state, teardown
@@ -17,18 +17,17 @@ from penstock.emulate.state import ClusterState, Owner
 from penstock.emulate.system import check_available, command, run_inside, silence_ipv6, write_hosts
 from penstock.emulate.wiring import INTERFACE, Port, Wiring
 from penstock.mesh import place_in_node
+from penstock.stops import SIGNALS
 
 T = TypeVar("T")
-
-ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Cluster:
     """Namespaces joined by rate-limited links, one for each rank.
 
-    As a context manager it is up inside the block and removed after it, also after an exception, Ctrl-C,
-    SIGTERM and SIGHUP. After `kill -9` the next `up` of any process, or `remove_stale`, removes it. A
-    `persistent` cluster belongs to no process and stays until `down`.
+    As a context manager it is up inside the block and removed after it, also after an exception and the
+    signals of `penstock.stops`. After `kill -9` the next `up` of any process, or `remove_stale`, removes
+    it. A `persistent` cluster belongs to no process and stays until `down`.
     """
 
     def __init__(self, config: EmulateConfig, *, persistent: bool = False, name: str | None = None) -> None:
@@ -215,7 +214,7 @@ def remove_stale() -> tuple[str, ...]:
 
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
+    """Let a request to stop raise SystemExit, as Ctrl-C raises KeyboardInterrupt, so that `finally` runs."""
     with _handled(signal.SIG_DFL, _exit_as_told):
         yield
 
@@ -237,7 +236,7 @@ def _handled(
     """
     before = {}
     if threading.current_thread() is threading.main_thread():
-        present = {number: signal.getsignal(number) for number in ENDING}
+        present = {number: signal.getsignal(number) for number in SIGNALS}
         before = {number: each for number, each in present.items() if only is None or each == only}
     for number in before:
         signal.signal(number, handler)

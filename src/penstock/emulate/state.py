@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import stat
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Annotated, Final
 from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, read_json
 from penstock.emulate.config import EmulateConfig
 from penstock.emulate.system import EmulationError
+from penstock.writing import write_whole
 
 HINT: Final = "Remove the file, and its namespaces with `ip netns delete`."
 MOST_BYTES: Final = 1 << 20
@@ -64,7 +66,7 @@ class ClusterState:
     def create(self) -> None:
         """Record a new cluster in one step; raise `EmulationError` if there is one of that name."""
         draft = folder() / f".{self.name}.{os.getpid()}"
-        draft.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        write_whole(draft, json.dumps(asdict(self), indent=1))
         try:
             self._path.hardlink_to(draft)
         except FileExistsError as error:
@@ -104,8 +106,9 @@ def folder() -> Path:
     """Return the folder of records: /run/penstock, or a temporary one where /run cannot be written."""
     place = FOLDER if os.access(FOLDER.parent, os.W_OK) else Path(tempfile.gettempdir()) / "penstock-emulate"
     place.mkdir(mode=0o700, exist_ok=True)
-    if place.stat().st_uid != os.getuid():  # records name namespaces that we would remove
-        raise EmulationError(f"{place} belongs to another user. Remove it, or run as its owner.")
+    found = place.lstat()  # records name namespaces that we would remove
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        raise EmulationError(f"{place} is no folder of this user. Remove it, or run as its owner.")
     return place
 
 

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, TypeVar
 
+from penstock.writing import write_setting, write_whole
+
 T = TypeVar("T")
 
 NAMESPACES: Final = Path("/run/netns")  # where `ip netns` keeps the names
@@ -78,7 +80,7 @@ def write_hosts(namespace: str, names: Mapping[str, str]) -> None:
     with suppress(OSError):
         folder = OWN_FILES / namespace
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / HOSTS.name).write_text("\n".join([known.rstrip(), *lines, ""]), encoding="utf-8")
+        write_whole(folder / HOSTS.name, "\n".join([known.rstrip(), *lines, ""]))
 
 
 def remove_hosts(namespace: str) -> None:
@@ -140,7 +142,7 @@ def silence_ipv6() -> None:
     for scope in ("all", "default"):
         path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
         if path.exists():  # a kernel without IPv6 has nothing to switch off
-            path.write_text("1", encoding="utf-8")
+            write_setting(path, "1")
 
 
 # ---- whether it works here ---------------------------------------------------------------------------------

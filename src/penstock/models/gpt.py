@@ -21,6 +21,8 @@ from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.runtime.checks.samples import check_vocabulary
+from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import Shard, Sharding, shardings_of
 
 INITIAL_STD = 0.02
@@ -110,8 +112,7 @@ class VocabularyShard(nn.Embedding):
         self.first, self.vocabulary = shard.rank * self.num_embeddings, config.vocab_size
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        if not input.is_cuda and ((input < 0) | (input >= self.vocabulary)).any():
-            raise IndexError(f"a token is out of bounds: the vocabulary is 0 to {self.vocabulary - 1}")
+        check_vocabulary("token", input, self.vocabulary)
         places_BL = input - self.first
         here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)
         rows_BLM = super().forward(places_BL.where(here_BL, places_BL.new_zeros(())))
@@ -253,9 +254,7 @@ class GPT(nn.Module):
         return dropped
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
-        logits_TV = self.logits(h_BLM)
-        precise = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(precise, labels_BL.flatten(), ignore_index=-100, reduction="sum")
+        return cross_entropy_sum(self.logits(h_BLM), labels_BL.flatten())
 
     def logits(self, h_BLM: Tensor) -> Tensor:
         logits_TV: Tensor = self.output(self.final_norm(h_BLM)).flatten(0, 1)

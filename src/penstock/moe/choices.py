@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.cost.workload import split_sizes
+from penstock.device import on_device
 from penstock.moe.tokens import Tokens
 from penstock.placement import ExpertPlacement
 
@@ -106,9 +107,9 @@ def placed(choice: Choice, placement: ExpertPlacement, rank: int) -> Choice:
         return choice
     if isinstance(choice, TokenChoice):
         # The entry after the last expert keeps padding at -1.
-        table = torch.tensor((*placement.positions(rank), -1), device=choice.experts_Tk.device)
+        table = on_device((*placement.positions(rank), -1), choice.experts_Tk.device)
         return replace(choice, experts_Tk=table[choice.experts_Tk])
-    experts = torch.tensor(placement.by_position, device=choice.weights.device)
+    experts = on_device(placement.by_position, choice.weights.device)
     if isinstance(choice, ExpertChoice):
         return replace(choice, tokens_ES=choice.tokens_ES[experts], weights=choice.weights[experts])
     mix_BLES, weights = (part.index_select(2, experts) for part in (choice.mix_BLES, choice.weights))

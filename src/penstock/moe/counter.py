@@ -34,10 +34,10 @@ class SampleKeys:
 
 def uniform_bits(shape: torch.Size, place: int, keys: SampleKeys) -> Tensor:
     """Return independent uniform numbers in [0, 2**32), int64 [B, L, ...]. place: unique in the model."""
-    start = _mix(torch.tensor((keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK))
     ids_B = keys.sample_ids_B
+    start = _mix(torch.full((), (keys.seed * 0x85EBCA6B + place * _PLACE_STEP) & _MASK, device=ids_B.device))
     low, high = ids_B & _MASK, (ids_B >> BITS) & _MASK
-    sample_B = _mix(_mix(start.to(ids_B.device) ^ low) ^ high)
+    sample_B = _mix(_mix(start ^ low) ^ high)
     count = shape[1:].numel()
     counter = torch.arange(count, device=ids_B.device) + keys.first_token * shape[2:].numel()
     return _mix(_mix(sample_B.unsqueeze(1) + counter) ^ sample_B.unsqueeze(1)).view(shape)

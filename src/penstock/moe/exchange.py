@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -25,8 +25,10 @@ class Exchange(Protocol):
         """Return the maker of routes. Raises ValueError if these ranks cannot run this dispatch and order."""
         ...
 
-    def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
-        """Exchange the row counts that ranks must know, and return the routes."""
+    def routes(
+        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+    ) -> Routes:
+        """Exchange the row counts that ranks must know, and return the routes to these experts."""
         ...
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
@@ -61,14 +63,14 @@ class Exchange(Protocol):
         ...
 
     def sum_of_alike(
-        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+        self, tensor: Tensor, experts: nn.Module, parameters: Mapping[str, Tensor], rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sum a float64 tensor [N] over ranks, once per forward, after `check` and before any row leaves.
 
         experts: of the layer. parameters: those that all these ranks should hold alike. rows: what will
         leave; returned with the sum, and needing a gradient if any rank's rows or experts need one, since all
-        ranks have to take part in backward then. Raises ValueError if parameters are not alike, or if ranks
-        have different layers.
+        ranks have to take part in backward then. Here or in `routes` an error is raised if parameters
+        are not alike, or if ranks have different layers.
         """
         ...
 
@@ -86,7 +88,10 @@ class Alone:
     def maker(self, dispatch: Dispatch, order: Order) -> RouteMaker:
         return RouteMaker(dispatch, Place(0, 1, 1), order.row_counts)
 
-    def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
+    def routes(
+        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+    ) -> Routes:
+        del experts
         if plan.slots is not None:
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
@@ -115,7 +120,7 @@ class Alone:
         return tensor
 
     def sum_of_alike(
-        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+        self, tensor: Tensor, experts: nn.Module, parameters: Mapping[str, Tensor], rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         del experts, parameters
         return tensor, rows

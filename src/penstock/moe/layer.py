@@ -25,13 +25,14 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
-from penstock.moe.held import HeldExperts
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.sort import SortOrder
 from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
+from penstock.moe.versions import count_updates
+from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 
 
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         placement: ExpertPlacement | None = None,
     ) -> None:
         super().__init__()
+        count_updates()
         if exchange is not None:
             _require_whole(expert)
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
@@ -112,8 +114,8 @@ class MoELayer(nn.Module):
         if self.exchange is not None:
             self._maker = self.exchange.maker(self.dispatch, order)
             self.exchange.adopt(expert)
-        if exchange is not None and ep_size > 1:
-            self.held = HeldExperts(self.placement.held(ep_rank), gate.num_experts, first=ep_rank == 0)
+        if ep_size > 1:
+            mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
         self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
         self._words += f", placement {self.placement.digest[:8]}"
         self._has_met = False  # whether other ranks' layers have been compared with this one
@@ -234,7 +236,7 @@ class MoELayer(nn.Module):
         self._has_met = True
         routed = self._counted(self._route_checked(x.flatten(0, -2), tokens))
         known, rows_RM = self._known(routed, tokens, x.shape[:-1].numel())
-        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker).slices[0]
+        route = self.exchange.routes(routed.plan, self.num_local_experts, self._maker, self.experts).slices[0]
         rows_RM = self.exchange.to_experts(rows_RM, route)
         shared_TM = None if self.shared is None else self.shared(routed.x_TM)
         rows_RM = self.exchange.run(self.experts, partial(self.expert_rows, route=route), rows_RM)
@@ -300,7 +302,8 @@ class MoELayer(nn.Module):
         here = z.new_tensor(count).double() if tokens.valid_T is None else tokens.valid_T.sum().double()
         if self.exchange.data_parallel_size == 1:
             return (chosen_E, here), rows_RM
-        mine, gate = torch.cat([chosen_E, here.view(1)]), self.gate.parameters()
+        mine = torch.cat([chosen_E, here.view(1)])
+        gate = {f"gate.{name}": parameter for name, parameter in self.gate.named_parameters()}
         known, rows_RM = self.exchange.sum_of_alike(mine, self.experts, gate, rows_RM)
         return (known[:-1], known[-1]), rows_RM
 

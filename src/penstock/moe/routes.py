@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from penstock.dispatch import Dispatch, Leg, Place
+from penstock.moe.sizes import GroupSizes
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 Degrees = tuple[int, ...]
@@ -35,10 +37,10 @@ class ChunkRoute:
     rows_received: tuple[int, ...]
     legs: tuple[Leg, ...] = ()
 
-    @property
-    def rows_per_expert(self) -> list[int]:
-        """Number of inputs of each local expert."""
-        return [sum(column) for column in zip(*self.received, strict=True)]
+    @cached_property
+    def rows_per_expert(self) -> GroupSizes:
+        """Number of inputs of each local expert; one object, whose copy on the device serves all products."""
+        return GroupSizes(sum(column) for column in zip(*self.received, strict=True))
 
 
 @dataclass(frozen=True)

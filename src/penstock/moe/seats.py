@@ -17,11 +17,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from penstock.device import on_device
 from penstock.moe.choices import Choice, TokenChoice, placed
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.orders.base import Order
 from penstock.moe.orders.index import places
+from penstock.moe.sizes import GroupSizes
 from penstock.placement import SPLIT, ExpertPlacement, Hosting, Part
 
 STRIDE = 2531
@@ -70,9 +72,9 @@ class Spread:
     def __init__(self, splits: Sequence[Sequence[Part]], device: torch.device) -> None:
         self._most = max(map(len, splits))
         ends = [[*accumulate(part.parts for part in parts)] for parts in splits]
-        self._ends_EH = torch.tensor([self._filled(row, SPLIT) for row in ends], device=device)
+        self._ends_EH = on_device([self._filled(row, SPLIT) for row in ends], device)
         positions = [[part.position for part in parts] for parts in splits]
-        self._positions_EH = torch.tensor([self._filled(row, -1) for row in positions], device=device)
+        self._positions_EH = on_device([self._filled(row, -1) for row in positions], device)
 
     def __call__(self, experts_Tk: Tensor) -> Tensor:
         """Return positions for experts, [T, k]; -1 stays -1."""
@@ -100,7 +102,7 @@ class OwnAndGuests(Experts):
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         here = self.own.num_local_experts
-        own, others = sizes[:here], sizes[here:]
+        own, others = GroupSizes(sizes[:here]), GroupSizes(sizes[here:])
         if not any(others):
             out_RM: Tensor = self.own(rows_RM, own, product)
             return out_RM

@@ -50,6 +50,23 @@ class Nearness:
         np.add.at(node, (start[near], expert[near]), parts[near])
         return Nearness(device=device, node=node)
 
+    @staticmethod
+    def of_devices(hosting: Hosting, device_of_rank: Ints, node_of_device: Ints) -> Nearness:
+        """Return the nearness of devices that may have several of the ranks [P] which hold experts.
+
+        Such ranks have equal parts of the rows of their device.
+        """
+        by_rank = (
+            Nearness.of(hosting, each).node for each in (device_of_rank, node_of_device[device_of_rank])
+        )
+        device, node = (
+            np.stack(
+                [parts[device_of_rank == each].mean(axis=0) for each in range(len(node_of_device))]
+            ).round()
+            for parts in by_rank
+        )
+        return Nearness(device=device, node=node)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleProblem:

@@ -7,7 +7,7 @@ summed rank by rank, and chains count every task with the seconds of its fastest
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,38 +16,57 @@ import numpy as np
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.places import INPUT, OUTPUT
+from penstock.ops.places import INPUT, ONCE, OUTPUT
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
-from penstock.plan.problem import Problem
+from penstock.plan.problem import Problem, beside_cut
 from penstock.schedule import Cost
 from penstock.schedule.freeze import fastest, slowest
 from penstock.simulate import chain_ends, lower_bound
 from penstock.step import StepShape, build_graph
 from penstock.step.passes.gradient_pieces import reductions
-from penstock.step.plain import statistics
+from penstock.step.passes.sharded_optimizer import norm_of, updates_of
 
 USUAL = Decision()
 
-Half = tuple[bool, Lane]
-"""Whether a task belongs to the forward half, and its lane."""
+WITHOUT_LAYERS = (Op.LOADS, Op.COMPARE_GUESTS)
+"""Transfers of the backward half that wait for the backward pass of no layer."""
+
+Slot = tuple[bool, Lane, bool]
+"""Whether a task belongs to the forward half, its lane, and whether it is a transfer between nodes that waits
+for no layer of its half."""
+
+Work = Mapping[Slot, Any]
+"""Seconds of work by slot, each a number or an array [ranks]."""
+
+NORM = norm_of(())
+"""The norm of all gradients where a step updates parameters, only to be priced."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Seconds of work by half and lane, a number or an array [ranks], and of a chain of dependencies.
+    """Seconds of work, and of a chain of dependencies in the largest microbatch.
 
     For a layer placed between the ends of its step: first_s, last_s: from the start of the forward half until
-    a transfer between nodes can begin, and from the end of the last such transfer to the end of the half;
-    back_s: from the start of the backward half until such a transfer can begin. Without transfers between
-    nodes: until the layer is left.
+    a transfer between nodes that waits for a layer can begin, and from the end of the last such transfer to
+    the end of the half; back_s: from the start of the backward half until such a transfer can begin. Without
+    such transfers: until the layer is left.
     """
 
-    work: Mapping[Half, Any]
+    work: Work
     chain_s: float
     first_s: float = 0.0
     last_s: float = 0.0
     back_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """A step with one layer of a kind. once: tasks that a step has once, however many its layers."""
+
+    ends: _Part
+    layer: _Part
+    once: tuple[Task, ...]
 
 
 class QuickBounds:
@@ -58,7 +77,11 @@ class QuickBounds:
     The sums that normalise the loss divide a step in two: the whole forward half ends before any backward
     pass begins. Therefore each half takes as long as its busiest lane, transfers wait for the first
     attention, and the chain is that of the largest microbatch through all layers plus layer 0's longest
-    reduction. Work is exact, since layers add up; with uneven pieces some chain may be longer.
+    reduction. Work is exact: layers add up, and what a step does once is counted once. With uneven pieces
+    some chain may be longer.
+
+    A registered decision's passes may treat every layer differently, so a cut with such passes has the bound
+    of its whole graph, which is slower.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,9 +95,9 @@ class QuickBounds:
             kind: sum(n for n, is_moe in zip(self._counts, layers, strict=True) if is_moe is kind)
             for kind in dict.fromkeys(layers)
         }
-        self._known: dict[Hashable, tuple[_Part, _Part]] = {}
-        self._known_reductions: dict[Hashable, tuple[Any, float]] = {}
-        self._known_statistics: dict[Hashable, float] = {}
+        self._known: dict[Hashable, _Kind] = {}
+        self._known_reductions: dict[Hashable, _Part] = {}
+        self._known_once: dict[Hashable, tuple[float, Any, Work]] = {}
         self._known_seconds: dict[Decision, float] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
@@ -89,7 +112,7 @@ class QuickBounds:
         """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
         cut = replace(choice, priority=USUAL.priority)
         if cut not in self._known_seconds:
-            self._known_seconds[cut] = self._seconds(cut)
+            self._known_seconds[cut] = self._ratio * self._seconds(cut)
         return self._known_seconds[cut]
 
     def _seconds(self, choice: Decision) -> float:
@@ -97,63 +120,50 @@ class QuickBounds:
         if choice.partition is not None:  # a partition places every single layer's gradients
             problem, counts = self._problem, (1,) * self._problem.shape.num_layers
         cut = problem.cut(choice)
-        parts = {is_moe: self._parts(choice, cut, is_moe) for is_moe in self._moe_counts}
-        ends = next(iter(parts.values()))[0]
-        work, chain_s = defaultdict[Half, Any](float, ends.work), ends.chain_s
-        for is_moe, count in self._moe_counts.items():
-            layer = parts[is_moe][1]
-            chain_s += count * layer.chain_s
-            for half, seconds in layer.work.items():
-                work[half] = work[half] + count * seconds  # not in place: arrays are kept
-        reductions = self._reductions(problem, choice, cut)
-        reduced_s = sum(n * sum_s for n, (sum_s, _) in zip(counts, reductions, strict=True))
-        work[False, Lane.INTER] = work[False, Lane.INTER] + reduced_s
-        first, last = (parts[is_moe][1] for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
-        for forward, waits_s in ((True, first.first_s + last.last_s), (False, last.back_s)):
-            if np.any(work[forward, Lane.INTER]):
-                work[forward, Lane.INTER] = work[forward, Lane.INTER] + waits_s
-        halves = [
-            max((slowest(s) for (half, _), s in work.items() if half is each), default=0.0)
-            for each in (True, False)
+        if cut.more:
+            return self._whole_graph_s(choice)
+        kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
+        ends, reduced = next(iter(kinds.values())).ends, self._reductions(problem, choice, cut)
+        sums_s, norm_s, once = self._once(choice, kinds.values())
+        counted = [
+            (1, ends.work),
+            (1, once),
+            *((count, kinds[is_moe].layer.work) for is_moe, count in self._moe_counts.items()),
+            *((count, each.work) for count, each in zip(counts, reduced, strict=True)),
         ]
-        whole_s = self._statistics_s(choice) + max(chain_s + reductions[0][1], sum(halves))
-        return self._ratio * whole_s
+        updating = cut.updating if any(each.work for each in reduced) else None
+        if updating is not None:
+            counted.append((1, {_slot(NORM): norm_s}))
+        first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
+        work = _total(counted)
+        forward_s = _half_s(work, forward=True, waits_s=first.first_s + last.last_s)
+        backward_s = _half_s(work, forward=False, waits_s=last.back_s)
+        chain_s = ends.chain_s + reduced[0].chain_s
+        chain_s += sum(count * kinds[is_moe].layer.chain_s for is_moe, count in self._moe_counts.items())
+        if updating is not None and updating.clips and reduced[0].chain_s:
+            chain_s += fastest(norm_s)
+        return sums_s + max(chain_s, forward_s + backward_s)
 
-    def _statistics_s(self, choice: Decision) -> float:
-        """Return the seconds of the sums that normalise the loss; they are the same however a step is cut."""
-        key = choice.dispatch, choice.compression, choice.more
-        if key not in self._known_statistics:
-            shape = self._problem.uncut(choice)
+    def _whole_graph_s(self, choice: Decision) -> float:
+        cut = self._problem.cut(choice)
+        cost = self._problem.cost(choice, cut)
+        return lower_bound(build_graph(cut), cost, self._problem.mesh).seconds
+
+    def _once(self, choice: Decision, kinds: Iterable[_Kind]) -> tuple[float, Any, Work]:
+        """Return the seconds of the sums that normalise the loss, those of the gradients' norm, and the work
+        of all else that a step does once: the same however it is cut."""
+        key = beside_cut(choice)
+        if key not in self._known_once:
+            shape = replace(self._problem.uncut(choice), guest_slots=choice.guests)
             cost = self._problem.cost(choice, shape)
-            self._known_statistics[key] = fastest(cost(statistics(shape.last)))
-        return self._known_statistics[key]
+            tasks = {task.op: task for each in kinds for task in each.once}
+            sums_s = fastest(cost(tasks.pop(Op.STATISTICS)))
+            work = _work({task: cost(task) for task in tasks.values()})
+            self._known_once[key] = sums_s, cost(NORM), work
+        return self._known_once[key]
 
-    def _parts(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
-        """Return the ends of a step and one layer, from a step with that layer alone."""
-        key = (
-            is_moe,
-            cut.microbatches,
-            cut.chunks,
-            cut.backward_chunks,
-            cut.split_experts,
-            cut.expert_form,
-            cut.pair_slices,
-            cut.moves_samples,
-            cut.residual_in_rows,
-            cut.guest_slots,
-            cut.recompute,
-            choice.samples,
-            choice.experts,
-            choice.split,
-            choice.dispatch,
-            choice.compression,
-            choice.more,
-        )
-        if key not in self._known:
-            self._known[key] = self._work_out(choice, cut, is_moe)
-        return self._known[key]
-
-    def _work_out(self, choice: Decision, cut: StepShape, is_moe: bool) -> tuple[_Part, _Part]:
+    def _kind(self, choice: Decision, cut: StepShape, is_moe: bool) -> _Kind:
+        """Return a step with one layer of a kind and nothing to reduce."""
         shape = replace(
             cut,
             moe_layers=(is_moe,),
@@ -162,35 +172,23 @@ class QuickBounds:
             expert_all_reduce_chunks=(0,),
             partial_all_reduce_chunks=(0,),
         )
-        graph = build_graph(shape)
-        example = self._few.shape.moe_layers.index(is_moe)
-        cost = self._few.only((example,)).cost(choice, shape)
-        whole = {task: cost(task) for task in graph.tasks}
-        seconds = {task: fastest(each) for task, each in whole.items()}
-        sums = statistics(shape.last)
-        ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
-        inner = {task: each for task, each in whole.items() if task not in ends and task.name != sums.name}
-        ends_s = sum(seconds[task] for task in ends if task.microbatch == 0)
-        chain_s = lower_bound(graph, seconds.__getitem__).critical_path_s - ends_s - fastest(cost(sums))
-        waits = _waits(graph, list(seconds.values()))
-        return _Part(_work(ends), ends_s), _Part(_work(inner), chain_s, *waits)
+        key = shape, beside_cut(choice)
+        if key not in self._known:
+            example = self._few.shape.moe_layers.index(is_moe)
+            self._known[key] = _one_layer(shape, self._few.only((example,)).cost(choice, shape))
+        return self._known[key]
 
-    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[tuple[Any, float]]:
-        """Return, by layer, the seconds of all its reductions and of the longest one outside of experts."""
+    def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[_Part]:
+        """Return, by layer, its reductions and what updates its parameters."""
         cost, found = problem.cost(choice, cut), []
-        reduced = problem.gradients.of_form(cut.expert_form).kinds
+        sizes = problem.gradients.of_form(cut.expert_form).kinds
         for layer in range(cut.num_layers):
-            parts = cut.all_reduce_parts[layer] if cut.all_reduce_parts else ()
-            pieces = tuple(len(cut.parts_of(layer, op)) for op in REDUCTIONS)
-            key = (
-                *(sizes[layer] for sizes in reduced),
-                parts,
-                pieces,
-                cut.moe_layers[layer],
-                choice.more,
-            )
+            parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
+            if not cut.moe_layers[layer]:
+                parts[Op.EXPERT_ALL_REDUCE] = ()
+            key = layer == 0, tuple(each[layer] for each in sizes), tuple(parts.values())
             if key not in self._known_reductions:
-                self._known_reductions[key] = _reduce_s(cost, layer, cut)
+                self._known_reductions[key] = _reduced(cost, layer, cut, parts)
             found.append(self._known_reductions[key])
         return found
 
@@ -207,12 +205,78 @@ def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     return problem.only(tuple(kept)), tuple(counts[layer] for layer in kept)
 
 
-def _work(seconds: Mapping[Task, Any]) -> Mapping[Half, Any]:
-    work: dict[Half, Any] = defaultdict(float)
-    for task, each in seconds.items():
-        half = task.forward, task.lane
-        work[half] = work[half] + each
-    return work
+# ---- work --------------------------------------------------------------------------------------------------
+
+
+def _slot(task: Task) -> Slot:
+    free = not task.inputs if task.forward else task.op in WITHOUT_LAYERS
+    return task.forward, task.lane, free and task.lane is Lane.INTER
+
+
+def _work(seconds: Mapping[Task, Any]) -> Work:
+    return _total((1, {_slot(task): each}) for task, each in seconds.items())
+
+
+def _total(counted: Iterable[tuple[int, Work]]) -> Work:
+    """Return the sum of works, each of which is done a number of times."""
+    total: dict[Slot, Any] = {}
+    for count, work in counted:
+        for slot, seconds in work.items():
+            total[slot] = total.get(slot, 0.0) + count * seconds  # not in place: arrays are kept
+    return total
+
+
+def _half_s(work: Work, *, forward: bool, waits_s: float) -> float:
+    """Return the seconds of a half by its busiest lane.
+
+    waits_s: before and after the transfers between nodes that wait for layers; free ones may run meanwhile.
+    """
+    lanes = {lane: work.get((forward, lane, False), 0.0) for lane in Lane}
+    between_s, free_s = lanes[Lane.INTER], work.get((forward, Lane.INTER, True), 0.0)
+    lanes[Lane.INTER] = between_s + (np.maximum(waits_s, free_s) if np.any(between_s) else free_s)
+    return max(map(slowest, lanes.values()))
+
+
+# ---- one layer ---------------------------------------------------------------------------------------------
+
+
+def _one_layer(shape: StepShape, cost: Cost) -> _Kind:
+    graph = build_graph(shape)
+    whole = {task: cost(task) for task in graph.tasks}
+    seconds = [fastest(each) for each in whole.values()]
+    inner = {task: each for task, each in whole.items() if task.op not in (*INPUT, *OUTPUT, *ONCE)}
+    ends = {task: each for task, each in whole.items() if task.op in (*INPUT, *OUTPUT)}
+    ends_s = sum(fastest(each) for task, each in ends.items() if task.microbatch == 0)
+    (sums,) = (fastest(each) for task, each in whole.items() if task.op == Op.STATISTICS)
+    chain_s = _through(graph, seconds) - ends_s - sums
+    first_s, last_s, back_s = _waits(graph, seconds)
+    return _Kind(
+        ends=_Part(work=_work(ends), chain_s=ends_s),
+        layer=_Part(work=_work(inner), chain_s=chain_s, first_s=first_s, last_s=last_s, back_s=back_s),
+        once=tuple(task for task in graph.tasks if task.op in ONCE),
+    )
+
+
+def _through(graph: Graph, seconds: Sequence[float]) -> float:
+    """Return the longest chain from the first microbatch's embedding to the embedding's backward.
+
+    Only that goes through every layer: experts' weight gradients, or parameters of guests, leave or enter a
+    chain inside one layer, and all layers may do so at the same time.
+    """
+    ends: list[float | None] = []
+    for task, needs, each in zip(graph.tasks, graph.links, seconds, strict=True):
+        before = [end for need in needs if (end := ends[need]) is not None]
+        if task.op == Op.EMBED and task.forward and task.microbatch == 0:
+            ends.append(each)
+        else:
+            ends.append(max(before) + each if before else None)
+    (last,) = (
+        end
+        for task, end in zip(graph.tasks, ends, strict=True)
+        if task.op == Op.EMBED and not task.forward and task.microbatch == 0
+    )
+    assert last is not None, "gradients reach the embedding"
+    return last
 
 
 def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]:
@@ -227,9 +291,12 @@ def _waits(graph: Graph, seconds: Sequence[float]) -> tuple[float, float, float]
 
 
 def _inner(graph: Graph, *, forward: bool) -> list[int]:
-    """Return the positions of a half's tasks that lie between the ends of a step."""
-    outside = (*INPUT, *OUTPUT, Op.STATISTICS)
-    return [i for i, task in enumerate(graph.tasks) if task.forward is forward and task.op not in outside]
+    """Return the positions of a half's tasks that lie between the ends of a step, without free transfers."""
+    outside = (*INPUT, *OUTPUT, *ONCE)
+    tasks = enumerate(graph.tasks)
+    return [
+        i for i, task in tasks if task.forward is forward and task.op not in outside and not _slot(task)[2]
+    ]
 
 
 def _least(
@@ -262,11 +329,23 @@ def _tails(graph: Graph, seconds: Sequence[float]) -> list[float]:
     return tails
 
 
-def _reduce_s(cost: Cost, layer: int, cut: StepShape) -> tuple[Any, float]:
-    parts = {op: cut.parts_of(layer, op) for op in REDUCTIONS}
-    if not cut.moe_layers[layer]:
-        parts[Op.EXPERT_ALL_REDUCE] = ()
-    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1, scatters=cut.updating is not None)
-    seconds = {op: [cost(task) for task in tasks] for op, tasks in made.items()}
-    whole = [fastest(each) for each in (*seconds[Op.ALL_REDUCE], *seconds[Op.PARTIAL_ALL_REDUCE])]
-    return sum(map(sum, seconds.values())), max(whole, default=0.0)
+def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequence[int]]) -> _Part:
+    """Return the reductions of a layer and what updates its parameters.
+
+    Their chain is that of the longest piece of replicated gradients, from gradients to sums or to updated
+    parameters.
+    """
+    updating = cut.updating
+    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1, scatters=updating is not None)
+    work, summed_s, used_s, in_turn_s = dict[Task, Any](), 0.0, 0.0, 0.0
+    for op, tasks in made.items():
+        for task in tasks:
+            after = () if updating is None else updates_of(task, replicas=updating.replicas)
+            priced = {each: cost(each) for each in (task, *after)}
+            work |= priced
+            if op == Op.ALL_REDUCE:  # of which the embedding's are a part: all others may be complete before
+                sum_s, *after_s = map(fastest, priced.values())
+                summed_s, used_s = max(summed_s, sum_s), max(used_s, sum(after_s))
+                in_turn_s = max(in_turn_s, sum_s + sum(after_s))
+    apart = updating is not None and updating.clips  # every update waits for all sums
+    return _Part(work=_work(work), chain_s=summed_s + used_s if apart else in_turn_s)

@@ -131,7 +131,7 @@ def alone(problem: Problem) -> Problem:
     """Return the problem with no task slowed by company: its costs are below those of every prediction."""
     if not isinstance(problem.cluster, ProfiledCluster) or not problem.cluster.feels_company:
         return problem
-    return replace(problem, cluster=replace(problem.cluster, company=0.0))
+    return replace(problem, cluster=problem.cluster.in_company(0.0))
 
 
 def settle(plan: StepPlan, cost: CompanyCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
@@ -201,7 +201,7 @@ def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
     if not problem.cluster.feels_company:
         return problem.cost(choice, shape)
     apart = alone(problem).cost(choice, shape)
-    beside = _crowded(problem).cost(choice, shape)
+    beside = replace(problem, cluster=problem.cluster.in_company(1.0)).cost(choice, shape)
 
     def cost(task: Task, share: float) -> Any:
         alone_s = apart(task)
@@ -209,11 +209,6 @@ def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
 
     shares = settle(plan, cost, problem.mesh, problem.paces)
     return lambda task: cost(task, shares[task])
-
-
-def _crowded(problem: Problem) -> Problem:
-    assert isinstance(problem.cluster, ProfiledCluster)
-    return replace(problem, cluster=replace(problem.cluster, company=1.0))
 
 
 def _drawn(cost: RankCost, jitter: float, ranks: int, seed: int) -> RankCost:

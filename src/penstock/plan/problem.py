@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,33 @@ from penstock.step.shape import FORM_TOKENS, Recompute
 Numbers = npt.NDArray[np.float64]
 
 USUAL = PlacementConfig()
+ANY = Decision()
+
+QUICK: Final = "critical_path"
+"""The rule of orders by which guests are planned, since a search would take too long."""
+
+
+def beside_cut(choice: Decision) -> Decision:
+    """Return what of a choice prices tasks beside the cut: all but what says how a step is cut and ordered.
+
+    A field that is not named here counts, so that no price is kept for too many choices.
+    """
+    return replace(
+        choice,
+        schedule=ANY.schedule,
+        microbatches=ANY.microbatches,
+        chunks=ANY.chunks,
+        backward_chunks=ANY.backward_chunks,
+        all_reduce_chunk_bytes=ANY.all_reduce_chunk_bytes,
+        expert_form=ANY.expert_form,
+        recompute=ANY.recompute,
+        priority=ANY.priority,
+        partition=ANY.partition,
+    )
+
+
+def _in_quick_order(choice: Decision) -> Decision:
+    return replace(choice, priority=QUICK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,14 +149,15 @@ class Problem:
 
         One rank stands for all where routing is even, or where every expert has its slots.
         """
-        work, layers, known = self.workload, sum(cut.moe_layers), self.evidence or self.observed
+        work, layers, known = self.workload_of(choice), sum(cut.moe_layers), self.evidence or self.observed
         if known is None or work.fixed_slots:
             dropless = work.capacity_factor is None and not work.slots_per_sample
             return np.tile(np.array((dropless and self.load) or (1.0,)), (layers, 1))
         placed = self.placed(choice, cut)
-        key = cut.expert_form if placed is None else self._moving(choice, cut)
+        pieces = (cut.microbatches, cut.slices, cut.expert_form) if placed is None else cut
+        key = self._priced_by(choice), pieces
         if key not in self._known_loads:
-            received_YP = received_rows(known.now_DBYE, placed, cut, self.workload_of(choice))
+            received_YP = received_rows(known.now_DBYE, placed, cut, work)
             mean_Y1 = np.maximum(1.0, received_YP.mean(axis=1, keepdims=True))
             self._known_loads[key] = received_YP / mean_Y1
         return self._known_loads[key]
@@ -161,8 +190,7 @@ class Problem:
 
         The last cost is kept: ordering, simulating and bounding a choice price the same tasks.
         """
-        wire = choice.dispatch, choice.compression
-        key = wire, choice.samples, choice.experts, choice.split, choice.more, cut
+        key = self._priced_by(choice), cut
         if key not in self._last_cost:
             self._last_cost.clear()
             self._last_cost[key] = self._new_cost(choice, cut)
@@ -185,16 +213,19 @@ class Problem:
         known = self.evidence or self.observed
         if known is None or choice.samples == choice.experts == "none":
             return None
-        key = self._moving(choice, cut)
+        key = self._priced_by(choice), cut
         if key not in self._known_placed:
             self._known_placed[key] = self._place(known, choice, cut)
         return self._known_placed[key]
 
-    def _moving(self, choice: Decision, cut: StepShape) -> tuple[object, ...]:
-        """Return what decides where samples and guests are."""
-        exact = splits_exactly(choice, self.workload_of(choice))
-        moves = choice.samples, choice.experts, choice.guests, exact
-        return *moves, cut.microbatches, cut.slices, cut.expert_form
+    def _priced_by(self, choice: Decision) -> Decision:
+        """Return what of a choice prices tasks beside the cut.
+
+        Guests of a known routing are planned with the slack of a quick order, on which everything but the
+        rule of the order has an effect.
+        """
+        known = self.evidence or self.observed
+        return beside_cut(choice) if known is None or not choice.guests else _in_quick_order(choice)
 
     @cached_property
     def _known_placed(self) -> dict[object, Placed]:
@@ -206,7 +237,8 @@ class Problem:
         planning_s = 0.0
         if choice.guests:
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
-            costs = self._guest_costs(choice, StepCost(cut, work, self.cluster))
+            # The same guests whatever company a bound assumes, or it would be one of another step.
+            costs = self._guest_costs(choice, StepCost(cut, work, self.cluster.in_company(1.0)))
             exact = splits_exactly(choice, work)
             hostings = planned_hostings(
                 loads_YPE, choice.experts, choice.guests, work.placement, costs, exact
@@ -221,8 +253,7 @@ class Problem:
 
     def _guest_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
         """Return, by MoE layer, what guest planners know, with the slack left by a quick order."""
-        quick = replace(choice, priority="critical_path") if choice.reads("priority") else choice
-        plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
+        plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
         costs = expert_costs(even)
         return [costs.hiding(slack) for slack in guest_slack(plan, even, self.mesh)]
 
@@ -277,3 +308,16 @@ class Problem:
                 ),
             ),
         )
+
+
+def beside_pieces(problem: Problem, choice: Decision) -> Decision:
+    """Return the choice with whole microbatches, large pieces of gradients and a quick order: what memory
+    depends on where guests do not move."""
+    return replace(
+        choice,
+        chunks=ANY.chunks,
+        backward_chunks=ANY.backward_chunks,
+        all_reduce_chunk_bytes=max(ANY.all_reduce_chunk_bytes, problem.least_chunk_bytes),
+        priority=QUICK,
+        partition=ANY.partition,
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from penstock.decision import Decision
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, estimate_memory
-from penstock.plan.problem import Problem
+from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.space import space
 from penstock.words import change, gib, milliseconds
 
@@ -18,24 +18,20 @@ class Room:
 
     problem: Problem
     memory: MemoryBudget | None
-    _known: dict[object, bool] = field(default_factory=dict)
+    _known: dict[Decision, bool] = field(default_factory=dict)
 
     def holds(self, choice: Decision) -> bool:
-        """Return whether a plan fits, by estimate."""
+        """Return whether a plan fits, by the estimate for whole microbatches.
+
+        Guests of a known routing are planned with the slack of an order. So where experts move, the pieces of
+        a microbatch change a little who hosts them, and a search compares an evaluated plan's own estimate.
+        """
         if self.memory is None:
             return True
-        key = (
-            choice.schedule,
-            choice.microbatches,
-            choice.form,
-            (choice.samples, choice.experts, choice.guests, choice.split),
-            choice.dispatch,
-            choice.compression,
-            choice.recompute,
-        )
-        if key not in self._known:
-            self._known[key] = estimate_memory(self.problem, choice).total_bytes <= self.memory.bytes
-        return self._known[key]
+        whole = beside_pieces(self.problem, choice)
+        if whole not in self._known:
+            self._known[whole] = estimate_memory(self.problem, whole).total_bytes <= self.memory.bytes
+        return self._known[whole]
 
     def with_least_again(self, choice: Decision) -> Decision | None:
         """Return the choice with the least recomputation that fits; None if nothing does."""

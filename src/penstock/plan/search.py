@@ -31,7 +31,7 @@ from penstock.plan.drafts import Drafts
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
 from penstock.plan.prices import check_prices
-from penstock.plan.problem import Problem
+from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.published import planners
 from penstock.plan.room import Room
 from penstock.plan.space import neighbours, space
@@ -110,10 +110,14 @@ def _without_collector() -> Iterator[None]:
 
 @dataclass
 class _Screen:
-    """Simulated seconds of choices on the problem itself or on a short model that stands for it."""
+    """Simulated seconds of choices on the problem itself or on a short model that stands for it.
+
+    memory: into which a choice must fit, or its seconds are infinite; None where that is not asked.
+    """
 
     problem: Problem
     meter: Meter
+    memory: MemoryBudget | None = None
     seconds: dict[Decision, float] = field(default_factory=dict)
     candidates: dict[Decision, Candidate] = field(default_factory=dict)
 
@@ -124,12 +128,15 @@ class _Screen:
                 self.meter.check()
             found = evaluate(self.problem, choice)
             self.meter.note(self.problem, choice, len(found.plan.graph.tasks))
-            self.seconds[choice], self.candidates[choice] = found.predicted_s, found
+            fits = self.memory is None or found.memory_bytes <= self.memory.bytes
+            self.seconds[choice] = found.predicted_s if fits else math.inf
+            if fits:
+                self.candidates[choice] = found
         return self.seconds[choice]
 
     def ranked(self) -> list[Decision]:
-        """Return the choices, best first; of equal ones the one examined first."""
-        return sorted(self.seconds, key=lambda choice: self.seconds[choice])
+        """Return the choices that fit, best first; of equal ones the one examined first."""
+        return sorted(self.candidates, key=lambda choice: self.seconds[choice])
 
     @property
     def best_s(self) -> float:
@@ -151,7 +158,7 @@ class _Search:
         self._problem, self._memory, self._progress = problem, memory, progress
         self._budget, self._effort = budget, effort
         self._meter = Meter(effort, budget, ends)
-        self._full = _Screen(problem, self._meter)
+        self._full = _Screen(problem, self._meter, memory)
         short = sketch(problem)
         self._screen = self._full if short is problem else _Screen(short, self._meter)
         self._bounds = QuickBounds(self._screen.problem)
@@ -177,7 +184,7 @@ class _Search:
             except OutOfBudgetError:  # later stages still run the choices that must not be left out
                 if stopped is None:
                     stopped, late = self._stage, self._meter.late
-        if not self._full.seconds:
+        if not self._full.candidates:
             raise self._too_big()
         return self._found(everything, stopped, late=late)
 
@@ -312,13 +319,15 @@ class _Search:
 
     def _report(self, done: int, total: int) -> None:
         best_s = self._full.best_s  # never the best of a short model, whose steps are shorter, too
-        self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best_s))
+        best = best_s if self._full.candidates else None
+        self._progress(Progress(stage=self._stage, done=done, total=total, best_s=best))
 
     def _too_big(self) -> ConfigError:
         assert self._memory is not None
+        problem = self._problem
+        whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem))
         leanest = min(
-            (estimate_memory(self._problem, choice) for choice in space(self._problem)),
-            key=lambda estimate: estimate.total_bytes,
+            (estimate_memory(problem, choice) for choice in whole), key=lambda estimate: estimate.total_bytes
         )
         name, size = next(iter(leanest.parts.items()))
         why = (

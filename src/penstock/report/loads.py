@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import UNSET, ConfigError, open_regular, shorten
+from penstock.writing import replacing
 
 if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
@@ -48,10 +49,8 @@ class LoadCourse:
 
     def save(self, folder: Path) -> None:
         """Write `loads.npz`; a half-written file never replaces a whole one."""
-        partial = folder / f"{NUMBERS}.partial"
-        with partial.open("wb") as file:
+        with replacing(folder / NUMBERS) as file:
             np.savez_compressed(file, layers=self.layers, steps=self.steps, loads=self.loads_SYE)
-        partial.replace(folder / NUMBERS)
 
     @staticmethod
     def read(path: Path) -> LoadCourse:
@@ -95,7 +94,8 @@ def draw_loads(course: LoadCourse, folder: Path) -> Path:
             loads_ES = over_mean(course.loads_SYE[:, layer]).T
             first_step, last_step = course.steps[0] - 0.5, course.steps[-1] + 0.5
             _cells(axes, loads_ES, (first_step, last_step, len(loads_ES) - 0.5, -0.5))
-        figure.savefig(folder / PICTURE, dpi=DPI)
+        with replacing(folder / PICTURE) as picture:
+            figure.savefig(picture, format="png", dpi=DPI)
     return folder / PICTURE
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, LinkModel
 from penstock.report.profile import UNKNOWN, alike, is_checked, link_name
+from penstock.writing import replacing
 
 if TYPE_CHECKING:  # planning does without matplotlib
     from matplotlib.axes import Axes
@@ -66,7 +67,8 @@ def draw_profile(file: ClusterFile, folder: Path) -> Path:
         for part in parts:
             _draw_part(figure, part, top_in)
             top_in += ROW_TITLE_IN + PANEL_IN[1] * _rows(part)
-        figure.savefig(folder / "profile.png", dpi=DPI)
+        with replacing(folder / "profile.png") as picture:
+            figure.savefig(picture, format="png", dpi=DPI)
     return folder / "profile.png"
 
 

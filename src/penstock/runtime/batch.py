@@ -44,6 +44,21 @@ class Samples:
     companions: tuple[int, ...] = ()
     documents_BL: Tensor | None = None
 
+    def to(self, device: torch.device) -> Samples:
+        """Return the samples on a device. What is in pinned memory of the host travels without a wait."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            tokens_BL=self.tokens_BL.to(device, non_blocking=True),
+            labels_BL=self.labels_BL.to(device, non_blocking=True),
+            ids_B=self.ids_B.to(device, non_blocking=True),
+            valid_BL=moved(self.valid_BL),
+            documents_BL=moved(self.documents_BL),
+        )
+
     def cut(self, microbatches: int, seed: int) -> Batch:
         """Cut the batch into microbatches, the larger first; some are empty where samples are fewer."""
         tokens, labels, ids = (

@@ -37,6 +37,7 @@ from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
+from penstock.runtime.transport.legs import HostCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ class StepContext:
     carriage: how residual streams get to where outputs are. segment: makes a compute segment. degrees: the
     numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
     weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
-    marks: [7] float64, to sum with the statistics. relocation: how samples get their homes, where they move.
+    marks: [10] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
+    that ranks hold alike, in steps that compare them. relocation: how samples get their homes, where they
+    move.
     training: whether backward follows. loss_gradient: known when the backward half begins. total,
     marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
     step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
@@ -142,11 +145,12 @@ class StepContext:
     buckets: Buckets
     codec: StatisticsCodec
     marks: Tensor
+    fingerprint: Callable[[], Tensor] | None = None
     relocation: Relocation | None = None
     training: bool = True
     loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
     total: StepStatistics | None = None
-    marks_total: Tensor | None = None
+    marks_total: HostCounts | None = None
     loads_PYE: Tensor | None = None
     plans: Plans | None = None
     sample_loads: LayerLoads = ()

@@ -1,4 +1,4 @@
-"""Lanes, on which tasks really run. The only file with threads, streams and events.
+"""Lanes, on which tasks really run. The only file that starts threads and uses streams and events.
 
 On a CPU every communication lane is a thread and the compute lane is the caller's thread. On a GPU every lane
 is a stream, tasks are issued from one thread, and waiting is done by events on the device; the host's own
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import Call, Span
+from penstock.runtime.transport.legs import Later
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
@@ -238,41 +240,43 @@ class StreamLanes:
 
     def __init__(self, device: torch.device, on_failure: Callable[[], None]) -> None:
         self._device, self._on_failure = device, on_failure
-        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        self._kind = gpu_of(device)
+        self._streams: dict[Lane, Stream] = {}
         self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
-        main = torch.cuda.current_stream(self._device)
-        origin, origin_s = main.record_event(torch.cuda.Event(enable_timing=True)), time.perf_counter()
-        ends: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
-        starts: dict[Lane, list[torch.cuda.Event]] = {lane: [] for lane in span}
-        hosted: list[Future[Ran]] = []
+        main = self._kind.current_stream(self._device)
+        origin, origin_s = self._now(main), time.perf_counter()
+        ends: dict[Lane, list[Event]] = {lane: [] for lane in span}
+        starts: dict[Lane, list[Event]] = {lane: [] for lane in span}
+        hosted: list[Pending[Ran]] = []
         for stream in self._streams.values():
             stream.wait_event(origin)
         for lane, call in in_issue_order(span):
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
             needed = [ends[other][count - 1] for other, count in call.waits if other is not Lane.HOST]
             if lane is Lane.HOST:
-                hosted.append(self._host.submit(run_on_host, call, needed, execute))
+                work = partial(run_on_host, call, needed, execute)
+                hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
             stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
             for event in needed:
                 stream.wait_event(event)
-            starts[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
+            starts[lane].append(self._now(stream))
             self._issue(call, stream, execute)
-            ends[lane].append(stream.record_event(torch.cuda.Event(enable_timing=True)))
+            ends[lane].append(self._now(stream))
         for events in ends.values():
             if events:
                 main.wait_event(events[-1])
         self._wait(hosted)
         found = [future.result() for future in hosted]
-        return lambda: [*_elapsed(origin, origin_s, span, starts, ends), *found]
+        return lambda: [*self._elapsed(origin, origin_s, span, starts, ends), *found]
 
     def close(self) -> None:
         self._streams.clear()
         self._host.shutdown()
 
-    def _wait(self, hosted: Sequence[Future[Ran]]) -> None:
+    def _wait(self, hosted: Sequence[Pending[Ran]]) -> None:
         """Wait until these host tasks have ended. Raises LaneError."""
         for future in hosted:
             try:
@@ -281,22 +285,54 @@ class StreamLanes:
                 _stop_others(self._on_failure, failure)
                 raise
 
-    def _stream(self, lane: Lane, origin: torch.cuda.Event) -> torch.cuda.Stream:
+    def _now(self, stream: Stream) -> Event:
+        return stream.record_event(self._kind.event(timed=True))
+
+    def _stream(self, lane: Lane, origin: Event) -> Stream:
         if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self._device)
+            self._streams[lane] = self._kind.new_stream(self._device, str(lane))
             self._streams[lane].wait_event(origin)
         return self._streams[lane]
 
-    def _issue(self, call: Call, stream: torch.cuda.Stream, execute: Execute) -> None:
+    def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
-            with torch.cuda.stream(stream):
+            with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
-                    tensor.record_stream(stream)
+                    if tensor.device.type == self._device.type:  # numbers of the host belong to no stream
+                        self._kind.record_stream(tensor, stream)
         except BaseException as error:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
             raise failure from error
+
+    def _elapsed(
+        self,
+        origin: Event,
+        origin_s: float,
+        span: Span,
+        starts: Mapping[Lane, Sequence[Event]],
+        ends: Mapping[Lane, Sequence[Event]],
+    ) -> list[Ran]:
+        """Return the times of a run. Waits for the device, so it is for traces and metrics only."""
+        self._kind.synchronize(self._device)
+
+        def since(event: Event) -> float:
+            return origin_s + float(origin.elapsed_time(event)) / 1e3
+
+        return [
+            Ran(call.task, since(start), since(end))
+            for lane, calls in span.items()
+            if lane is not Lane.HOST
+            for call, start, end in zip(calls, starts[lane], ends[lane], strict=True)
+        ]
+
+
+def build_lanes(device: torch.device, on_failure: Callable[[], None]) -> Lanes:
+    """Return the lanes of a device. on_failure: wakes whoever waits in a collective."""
+    if device_of(device).is_gpu:
+        return StreamLanes(device, on_failure)
+    return ThreadLanes(on_failure)
 
 
 class Happened(Protocol):
@@ -318,45 +354,41 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
     return Ran(call.task, start_s, time.perf_counter())
 
 
-def in_issue_order(span: Span) -> Iterator[tuple[Lane, Call]]:
-    """Yield all calls in one order, each after those that it waits for; a function of the span alone."""
-    done = dict.fromkeys(span, 0)
+def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
+    """Return all calls in the order in which one thread issues them; a function of the span alone.
+
+    That is the order in which they start where every task takes one slot, as in the schedule's picture. What
+    starts earlier is issued earlier: when the host waits for the counts of a microbatch, the device has the
+    experts of the one before in its queues, and a combine is issued before the experts that it runs beside.
+    Lane by lane, as far as each can, would issue both too late: the host would wait for counts with empty
+    queues, and combines would stand behind all experts.
+    """
+    starts: list[tuple[int, int, Lane, Call]] = []
+    ends: dict[Lane, list[int]] = {lane: [] for lane in span}
     left = sum(map(len, span.values()))
-    while left:
-        before = left
-        for lane, calls in span.items():
-            while done[lane] < len(calls) and all(done[o] >= n for o, n in calls[done[lane]].waits):
-                yield lane, calls[done[lane]]
-                done[lane] += 1
-                left -= 1
-        assert left < before, "a checked schedule does not deadlock"
-
-
-def _elapsed(
-    origin: torch.cuda.Event,
-    origin_s: float,
-    span: Span,
-    starts: Mapping[Lane, Sequence[torch.cuda.Event]],
-    ends: Mapping[Lane, Sequence[torch.cuda.Event]],
-) -> list[Ran]:
-    """Return the times of a run. Waits for the device, so it is for traces and metrics only."""
-    torch.cuda.synchronize()
-
-    def since(event: torch.cuda.Event) -> float:
-        return origin_s + float(origin.elapsed_time(event)) / 1e3
-
-    return [
-        Ran(call.task, since(start), since(end))
-        for lane, calls in span.items()
-        if lane is not Lane.HOST
-        for call, start, end in zip(calls, starts[lane], ends[lane], strict=True)
-    ]
+    while len(starts) < left:
+        before = len(starts)
+        for place, (lane, calls) in enumerate(span.items()):
+            mine = ends[lane]
+            while len(mine) < len(calls):
+                call = calls[len(mine)]
+                if any(len(ends[other]) < count for other, count in call.waits):
+                    break
+                slots = [ends[other][count - 1] for other, count in call.waits]
+                start = max([0, *mine[-1:], *slots])
+                mine.append(start + 1)
+                starts.append((start, place, lane, call))
+        assert len(starts) > before, "a checked schedule does not deadlock"
+    starts.sort(key=lambda each: each[:2])
+    return [(lane, call) for _, _, lane, call in starts]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor inside a handler's inputs: they must outlive the stream that reads them."""
     if isinstance(value, Tensor):
         yield value
+    elif isinstance(value, Later):
+        yield from tensors_in(value.holds)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)

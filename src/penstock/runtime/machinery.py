@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.partial_state import refuse_pickle
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.transport import Transports
 from penstock.topology import Control, Layout
@@ -25,18 +26,34 @@ class Machinery:
     autocast_dtype: torch.dtype | None = None
 
     def close(self) -> None:
-        """End the machinery's threads and connections, which nothing may use any more."""
-        self.lanes.close()
-        self.transports.close()
+        """End the machinery's threads and connections, which no stack may use any more."""
+        try:
+            self.lanes.close()
+        finally:
+            self.transports.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickle("a model or part of one that Penstock runs")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which tasks compute: this precision, whatever the caller has switched on."""
         device, dtype = self.device.type, self.autocast_dtype
         if dtype is None and not torch.is_autocast_enabled(device):
             return nullcontext()  # entering and leaving a real context takes 4 us, a third of a small segment
-        return torch.autocast(device, dtype=dtype, enabled=dtype is not None)
+        # What is cast without autograd has no history, and must not be found by tasks that need gradients.
+        return torch.autocast(
+            device, dtype=dtype, enabled=dtype is not None, cache_enabled=torch.is_grad_enabled()
+        )
 
-    def without_callers_autocast(self) -> AbstractContextManager[Any]:
-        """Return a context for half a step, so that backward tasks compute as forward ones did."""
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context for half a step.
+
+        The caller's autocast is off, so backward tasks compute as forward ones did. Where tasks compute under
+        autocast, their casts of parameters last for the half: autocast forgets them when its outermost
+        context is left, and with one context per task every microbatch would cast every parameter, and keep
+        the cast for backward.
+        """
         device = self.device.type
-        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+        if self.autocast_dtype is None and not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, enabled=False)

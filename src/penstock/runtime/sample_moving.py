@@ -65,15 +65,8 @@ class NetMoE:
 
 @lru_cache(maxsize=64)
 def _nearness(hosting: Hosting, plane: Plane) -> Nearness:
-    """Return how near devices and nodes are to experts. Cached: it changes with the hosting only. A device's
-    ranks have equal parts of its rows."""
-    device_P, node_D = np.array(plane.device_P), np.array(plane.node_D)
-    inside, near = (Nearness.of(hosting, each).node for each in (device_P, node_D[device_P]))
-    device, node = (
-        np.stack([parts[device_P == device].mean(axis=0) for device in range(len(node_D))]).round()
-        for parts in (inside, near)
-    )
-    return Nearness(device=device, node=node)
+    """Return how near devices and nodes are to experts. Cached: it changes with the hosting only."""
+    return Nearness.of_devices(hosting, np.array(plane.device_P), np.array(plane.node_D))
 
 
 @dataclass(frozen=True)

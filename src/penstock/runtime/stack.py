@@ -19,12 +19,15 @@ from penstock.decision import GradientBytes
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
+from penstock.moe.versions import count_updates
+from penstock.partial_state import refuse_pickle
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.again import repeated
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
     check_layers,
@@ -45,10 +48,10 @@ from penstock.runtime.checks.misuse import (
     check_not_sharded,
     check_updates,
     refuse_data_parallel,
-    refuse_pickle,
     refuse_stale,
     watch_model,
 )
+from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
@@ -67,7 +70,7 @@ from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.step import Step
 from penstock.schedule import StepPlan
-from penstock.sharding import mark_shards
+from penstock.sharding import mark_shards, mark_states_of_shards
 from penstock.step import StepShape
 from penstock.step.shape import Updating
 from penstock.trace import TaskRecord
@@ -101,6 +104,7 @@ class PipelinedStack(nn.Module):
         updating: Updating | None = None,
     ) -> None:
         super().__init__()
+        count_updates()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
         replicas = machinery.layout.edp_size > 1
         self._updating = None if updating is None else replace(updating, replicas=replicas)
@@ -108,14 +112,17 @@ class PipelinedStack(nn.Module):
         self.updates: Updates | None = None
         self.register_state_dict_pre_hook(refuse_stale)
         watch_model(model, self)
+        watch_optimizers()
         # Usually `parts` is `model` itself: registered a second time, every parameter would have two names.
         object.__setattr__(self, "parts", parts)
         check_shards(model, parts, machinery.layout)
+        mark_states_of_shards(model)
         self._shape = self._checked_shape()
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
+        self.consistency = Consistency(self.gradients, machinery)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         # These belong to the step that ran last: a backward pass shows its own step again.
         self.execution: Execution | None = None
@@ -205,9 +212,10 @@ class PipelinedStack(nn.Module):
             check_updates(self._updating, self.updates)
             check_no_checkpoint()
             check_no_data_parallel(self.model)
+        self.consistency.read_late()
         self._take_up_changes()
         samples = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
-        given = with_documents(samples, documents_BL, self.parts)
+        given = with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
         if largest_batch is None:
             check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
@@ -250,6 +258,15 @@ class PipelinedStack(nn.Module):
                 check_carries(self.parts, autocast_dtype)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
+    def compare_values(self) -> None:
+        """Raise ParameterMismatchError, on all ranks, if they hold different values of what they share.
+
+        Parameters, buffers and replicas of experts are compared, as training steps do at times. All ranks
+        call it.
+        """
+        refuse_stale(self)
+        self.consistency.compare()
+
     def records(self, step: int = 0) -> list[TaskRecord]:
         """Return when every task of the last step ran on this rank."""
         return self.execution.records(step) if self.execution else []
@@ -264,13 +281,14 @@ class PipelinedStack(nn.Module):
             self.updates.settle(self.buckets, self.plan.shape)
 
     def close(self) -> None:
-        """End the lanes' threads."""
-        self.machinery.lanes.close()
+        """End the machinery: its threads and connections, also for other stacks and copies that run on it."""
+        self.machinery.close()
 
     def mark_experts(self) -> None:
         """Mark experts and parts of parameters with the ranks that hold them, for `clip_grad_norm_`."""
-        for layer in range(len(self.parts.parts)):
-            mark_experts(self.parts.expert_parameters(layer), self._expert_ranks)
+        for layer, moe in enumerate(self.moe_layers):
+            stacked = moe is not None and moe.experts.stacked
+            mark_experts(self.parts.expert_parameters(layer), self._expert_ranks, stacked=stacked)
         mark_shards(self.model)
         mark_parts(self.model.parameters(), self._expert_ranks)
 
@@ -290,14 +308,15 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates"))
+        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates", "consistency"))
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step, "host": self.host.copy()}, memo))
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
+        copied.consistency = Consistency(copied.gradients, machinery)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return refuse_pickle()
+        return refuse_pickle("a PipelinedStack (its `model` can)")
 
     def _replicate_for_data_parallel(self) -> Any:
         return refuse_data_parallel()

@@ -6,12 +6,13 @@ Shapes: Y MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.moe.balance import Balance
 from penstock.moe.choices import GateSums
 from penstock.moe.config import MoEConfig
@@ -52,6 +53,17 @@ class StepStatistics:
         """The sum of all layers' balance losses."""
         return self.aux_Y.sum()
 
+    def on_host(self, *more: Tensor) -> tuple[StepStatistics, list[float]]:
+        """Return the same on the host, and other numbers of the device, by one copy for which the host
+        waits."""
+        own = [getattr(self, each.name) for each in fields(self)]
+        if not device_of(self.loss).is_gpu:
+            return self, [float(each) for each in more]
+        copied = torch.cat([each.detach().double().flatten() for each in (*own, *more)]).cpu()
+        *parts, last = copied.split([*(each.numel() for each in own), len(more)])
+        shaped = (part.view(each.shape) for part, each in zip(parts, own, strict=True))
+        return StepStatistics(*shaped), last.tolist()
+
 
 HEADER = 4
 
@@ -81,7 +93,7 @@ class StatisticsCodec:
         everything = [sums for layer in routers for sums in layer]
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
-        tokens = torch.as_tensor(sum(head.tokens for head in heads)).to(loss)
+        tokens = torch.zeros_like(loss) + sum(head.tokens for head in heads)
         z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
         header = torch.stack([loss, valid, tokens, z])
         pieces = [sum(map(self._piece, layer)) for layer in routers]

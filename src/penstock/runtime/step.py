@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.device import device_of
+from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.runtime.carriage import Apart, InRows
-from penstock.runtime.checks.marks import agree, mismatch, raise_mismatch
+from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.misuse import raise_replaced
-from penstock.runtime.checks.samples import check_samples, with_samples
-from penstock.runtime.checks.wishes import check_wishes, with_wish
 from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
@@ -34,10 +33,18 @@ class Step:
         self.stack, self.training, self.finished = stack, training, False
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
+        recomputes = training and self.shape.recompute != "none"
+        self.model_state = ForwardState(stack.gradients.snapshot, recomputes=recomputes)
         at_once = self.buckets.at_once
+        # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
+        # memory.
+        copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
         layout = machinery.layout
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
+        self.consistency = stack.consistency.of_step(
+            batch, terms=stack.codec.terms, seed=stack.seed, wish=stack.wish, training=training
+        )
         self.context = StepContext(
             parts=stack.parts,
             batch=batch,
@@ -51,15 +58,16 @@ class Step:
             wire_dtype=machinery.autocast_dtype,
             carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
-            weights=partial(WeightGradients, at_once) if stack.plan.weights_apart else AutogradWeights,
+            weights=partial(WeightGradients, at_once, copies)
+            if stack.plan.weights_apart
+            else partial(AutogradWeights, copies),
             host=stack.host,
             lodging=self.lodging,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=stack.codec,
-            marks=with_wish(
-                with_samples(stack.gradients.to_sum, batch, layout, stack.codec.terms), stack.wish
-            ),
+            marks=self.consistency.marks,
+            fingerprint=self.consistency.fingerprint,
             relocation=stack.relocation,
             training=training,
             updates=stack.updates,
@@ -79,64 +87,40 @@ class Step:
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
-        if self.training or self.stack.wish:
-            self._compare()
-        self.versions = self._parameter_versions()
+        assert self.context.marks_total is not None, "the statistics task has run"
+        self.consistency.judge(self.context.marks_total)
+        if self.training:
+            self.model_state.note()
         # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
         return statistics.loss.clone()
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have seats, for what is recomputed."""
-        with self.stack.machinery.without_callers_autocast(), self.lodging.seated():
+        with self.stack.machinery.computing(), self.lodging.seated():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
         """Show this step on the stack as the one that ran last, in either of its halves."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
 
-    def _compare(self) -> None:
-        """Compare marks of all ranks, before any gradient is reduced."""
-        gradients, machinery = self.stack.gradients, self.stack.machinery
-        total, device = self.context.marks_total, machinery.device.type
-        assert total is not None and gradients.marks is not None, "the statistics task has run"
-        wish = self.stack.wish
-        if device == "cuda" and not (gradients.taken_up or wish):
-            return  # reading the sums makes the host wait, so only ranks with a change do
-        check_wishes(total, wish, machinery.layout, machinery.control)
-        if wish:
-            return  # its marks are those of the last step, for which the plan was good enough
-        check_samples(total, machinery.layout)
-        if not agree(total.tolist(), machinery.layout):
-            if device == "cuda":
-                raise mismatch(gradients.changes(machinery.layout.rank))
-            raise_mismatch(gradients.marks, machinery.layout, machinery.control)
-        gradients.taken_up = ()
-
-    def _parameter_versions(self) -> tuple[tuple[int, int], ...]:
-        """Return the parameters' places and version counters; () where nothing is recomputed, so that none
-        matter. `parameter.data = ...` gives a parameter another place and leaves its counter."""
-        if self.shape.recompute == "none":
-            return ()
-        return tuple((p.data_ptr(), p._version) for p in self.stack.model.parameters())
-
-    def _check_unchanged(self) -> None:
-        if self._parameter_versions() != self.versions:
-            raise RuntimeError(
-                "parameters were changed between forward and backward, in place or by parameter.data = ..., "
-                "and what is recomputed before its backward would not be what it was: update them after "
-                "backward, or compute the loss again"
-            )
-
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = loss_gradient
+        with self.model_state.restored():
+            self._backward()
+
+    def _backward(self) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
         gradients = self.stack.gradients.backward_pass(self.buckets)
-        gradients.check()
-        self._check_unchanged()
+        try:
+            gradients.check()
+            self.model_state.check()
+        except RuntimeError as error:  # ranks that have begun ask why this one does not take part
+            ACTIVITY.fail("backward", error)
+            raise
         try:
             gradients.begin()
             self.finished = True

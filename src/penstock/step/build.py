@@ -90,6 +90,8 @@ def _sample_moves(shape: StepShape) -> SampleMoves:
             "have, too, or sums of them, and a sample's rows are not one rank's to order. Use "
             "expert_form=gather, or let samples stay"
         )
+    if why := shape.sharing.why_samples_stay:
+        raise RefusalError(f"moves_samples: {why}. Use other sizes, or set placement.samples=none")
     return SampleMoves(Group.EXPERT_SHARDS if shape.sharing.esp_size > 1 else Group.EXPERT)
 
 

@@ -49,6 +49,16 @@ class Sharing:
         return self.mp_size == self.esp_size == 1
 
     @property
+    def why_samples_stay(self) -> str:
+        """Why samples cannot move; "" = they may, between devices that begin with the same shard."""
+        if self.mp_size % self.esp_size and self.esp_size % self.mp_size:
+            return (
+                f"of parallel.mp_size={self.mp_size} and parallel.esp_size={self.esp_size} neither divides "
+                "the other, so ranks with the same samples differ in their shards of experts"
+            )
+        return ""
+
+    @property
     def forms(self) -> tuple[ExpertForm, ...]:
         """The forms of experts' shards that differ from each other, "gather" first.
 

@@ -18,6 +18,12 @@ from penstock.topology.rollcall import ACTIVITY, ANSWER_S, MOST_REASON, RollCall
 CULPRITS_KEY: Final = "penstock/culprits"
 """Key under which ranks started by Penstock's launcher leave the numbers of ranks that do not answer."""
 
+OF_DEVICE: Final = (
+    "A check on this rank's GPU has failed, perhaps of an earlier task: what it checked stands above in the "
+    "standard error (a label or token outside of the vocabulary, for example)"
+)
+"""Words about an error that the host learns of late and without a reason."""
+
 
 class _Process:
     """What connects this process with the others; nothing in a program that did not use `join`."""
@@ -84,9 +90,13 @@ def _hear() -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error without Gloo's additions: a source file in front, advice after."""
+    """Return the first line of an error without Gloo's additions: a source file in front, advice after.
+
+    A check that has failed on a device gives its reason elsewhere, which is added.
+    """
     line = (str(error).strip().splitlines() or ["no reason given"])[0]
-    return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+    found = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+    return f"{found}. {OF_DEVICE}" if "device-side assert" in found else found
 
 
 def _tell_launcher(culprits: Sequence[int]) -> None:

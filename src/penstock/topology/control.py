@@ -42,6 +42,25 @@ class Control:
         found: list[float] = votes.tolist()
         return found
 
+    def sum_later(self, mine: Sequence[float], purpose: str) -> Callable[[], list[float]]:
+        """Begin to sum over all ranks; return the function that waits for the sums and returns them.
+
+        The exchange is one of hosts, so that no device has to be waited for. All ranks call this function.
+        """
+        if self._group is None:
+            return lambda: list(mine)
+        sums = torch.tensor(mine, dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            assert work is not None, "this rank belongs to the group"
+            with self.naming(purpose):
+                work.wait()
+            found: list[float] = sums.tolist()
+            return found
+
+        return wait
+
     def gather(self, mine: T, purpose: str) -> list[T]:
         """Return one picklable object of every rank, by rank."""
         if self._group is None:

@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from penstock.config import UNSET, ConfigError
+from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls, reason
@@ -36,6 +37,9 @@ from penstock.topology.rollcall import RollCall, new_token, open_listener
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""
+
+_CHANGES: Final = ExitStack()
+"""Puts back what `join` has changed in this process besides connecting it."""
 
 MOST_DIGITS = 9
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
@@ -110,8 +114,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device_of(device).make_current(device)
     where = "here" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
     _name_loopback(where)
@@ -119,8 +122,9 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     _connect(info, store, timeout_s, device)
     if info.world_size > 1:
         answer_calls(_roll_call(info, where), store)
-    if device.type == "cpu" and info.world_size > 1:
+    if device_of(device).is_cpu and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
+        _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
 
 
@@ -137,13 +141,15 @@ def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
 def leave(*, aborts: bool = False) -> None:
     """Disconnect from the others; does nothing for a process that never joined.
 
-    aborts: exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
+    Afterwards torch has as many threads, and Gloo the interface, as before this process joined. aborts:
+    exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
     """
     answer_calls(None)
     if dist.is_initialized() and aborts:
         _abort_process_group()
     elif dist.is_initialized():
         dist.destroy_process_group()
+    _CHANGES.close()
 
 
 # ---- who this process is -----------------------------------------------------------------------------------
@@ -246,7 +252,7 @@ def _connect(info: ProcessInfo, store: Store, timeout_s: float, device: torch.de
 
     def start() -> None:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend=device_of(device).backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,
@@ -306,6 +312,8 @@ def _name_loopback(where: str) -> None:
     Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
     """
     if where == "here" or _is_loopback(where.rpartition(":")[0]):
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            _CHANGES.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
         names = {name for _, name in socket.if_nameindex()}
         for name in names & {"lo", "lo0"}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

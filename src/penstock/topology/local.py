@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config import ConfigError
+from penstock.device import count_gpus
 from penstock.topology.cgroup import cpu_limit
 from penstock.topology.groups import ParallelConfig
 from penstock.words import counted
@@ -35,8 +36,8 @@ class Places:
         These are the cores to which the process is bound, and no more than its container has processor time
         for.
         """
-        if torch.cuda.is_available():
-            return Places(number=torch.cuda.device_count(), gpus=True)
+        if gpus := count_gpus():
+            return Places(number=gpus, gpus=True)
         bound = len(os.sched_getaffinity(0))
         limit = cpu_limit()
         if limit is None or limit >= bound:
@@ -46,8 +47,9 @@ class Places:
     def describe(self, processes: int) -> str:
         """Return how `processes` share the places, in words."""
         if self.gpus:
-            share = "one each" if processes <= self.number else "shared"
-            return f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}, {share}"
+            where = f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}"
+            alone = "nothing is sent, so a schedule has nothing to hide and all take the same time"
+            return f"{where}: {alone}" if processes == 1 else f"{where}, one each"
         on = counted(self.number, "processor core")
         if self.cores:
             on = f"{on} (there are {self.cores}, and a limit of the container or job allows no more time)"
@@ -72,13 +74,26 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
 
     More processes than places only wait for each other, fewer leave places idle: the answer is the largest
     number from two up to that of the places (at least two) that `check` accepts, or else the smallest above.
+    A GPU takes one process, so there the answer is at most their number, and on one GPU it is one.
     check: raises ConfigError for a number of processes that cannot share something. Where it refuses them
     all, the answer is the number of places, and building the run raises the error.
+
+    Raises:
+        ConfigError: for more processes than GPUs.
     """
     if parallel.processes is not None:
+        if places.gpus and parallel.processes > places.number:
+            raise ConfigError(
+                "parallel.processes",
+                parallel.processes,
+                f"this machine has {counted(places.number, 'GPU')}, and NCCL takes one process for each",
+                f"Use {places.number} at most, or hide GPUs (CUDA_VISIBLE_DEVICES=) and compute on cores.",
+            )
         return parallel.processes
-    best = max(LEAST, places.number)
-    wanted = (*range(best, LEAST - 1, -1), *range(best + 1, 4 * best + 1))
+    least = 1 if places.gpus else LEAST
+    best = max(least, places.number)
+    above = range(0) if places.gpus else range(best + 1, 4 * best + 1)
+    wanted = (*range(best, least - 1, -1), *above)
     return next((number for number in wanted if _is_possible(number, check)), best)
 
 

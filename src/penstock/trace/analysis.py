@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from penstock.graph import Lane, Task
 from penstock.mesh import Axes
 from penstock.trace.records import TaskRecord
+from penstock.writing import write_whole
 
 Span = tuple[float, float]
 RUNS = ("predicted", "measured")
@@ -92,12 +94,13 @@ def compare(predicted: Sequence[TaskRecord], measured: Sequence[TaskRecord]) -> 
 
 def write_comparison(path: Path, rows: Iterable[TaskDifference]) -> None:
     """Write a CSV table of `compare`, times in seconds from the start of the step."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file)
-        table.writerow(["task", "lane", *(f"{run}_{end}_s" for run in RUNS for end in ("start", "end"))])
-        for row in rows:
-            times = (row.predicted.start_s, row.predicted.end_s, row.measured.start_s, row.measured.end_s)
-            table.writerow([row.task, row.task.lane, *(f"{time:.6f}" for time in times)])
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(["task", "lane", *(f"{run}_{end}_s" for run in RUNS for end in ("start", "end"))])
+    for row in rows:
+        times = (row.predicted.start_s, row.predicted.end_s, row.measured.start_s, row.measured.end_s)
+        table.writerow([row.task, row.task.lane, *(f"{time:.6f}" for time in times)])
+    write_whole(path, text.getvalue())
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

@@ -15,6 +15,7 @@ from penstock.graph import Lane
 from penstock.ops import spec_of
 from penstock.ops.journeys import journeys
 from penstock.trace.records import TaskRecord
+from penstock.writing import write_whole
 
 LANES = list(Lane)
 MICROSECONDS = 1e6
@@ -27,9 +28,7 @@ def write_chrome_trace(path: Path, runs: Mapping[str, Sequence[TaskRecord]]) -> 
     for number, (title, records) in enumerate(runs.items()):
         events += _run_events(title, number, records, numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None), encoding="utf-8"
-    )
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _run_events(

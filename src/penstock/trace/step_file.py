@@ -20,6 +20,7 @@ from penstock.config import (
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Name, ScheduleError
 from penstock.trace.stragglers import Straggler
+from penstock.writing import write_whole
 
 STEP_FILE: Final = "step.json"
 VERSION: Final = 1
@@ -138,6 +139,4 @@ class StepFile:
 
 def write_json(path: Path, plain: object) -> None:
     """Write JSON on one line, since it is long and meant for programs."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(plain, separators=(",", ":")) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(plain, separators=(",", ":")) + "\n")

@@ -6,9 +6,11 @@ from functools import partial
 
 import torch
 
+from penstock.config import ConfigError
 from penstock.cost import StepCost, Workload
 from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
+from penstock.device import device_of
 from penstock.dispatch import DISPATCHES
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import MakeLayer, TensorShard
@@ -21,7 +23,7 @@ from penstock.plan.slack import guest_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
-from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
+from penstock.runtime.lanes import build_lanes
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.runtime.transport import build_transports
@@ -38,23 +40,35 @@ def build_machinery(
 ) -> Machinery:
     """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
-    Raises CommunicationError if another rank does not.
+    Raises CommunicationError if another rank does not, ConfigError if two ranks have one GPU.
     """
     control = Control(layout.rank, layout.world_size)
+    check_devices(device, control)
     with control.naming("connecting the ranks of every group"):
         transports = build_transports(layout, device, parallel)
-    lanes: Lanes = (
-        StreamLanes(device, transports.abort) if device.type == "cuda" else ThreadLanes(transports.abort)
-    )
     rounds = _meant(precision, device) == "bfloat16"
     return Machinery(
-        lanes=lanes,
+        lanes=build_lanes(device, transports.abort),
         transports=transports,
         layout=layout,
         control=control,
         device=device,
         autocast_dtype=torch.bfloat16 if rounds else None,
     )
+
+
+def check_devices(device: torch.device, control: Control) -> None:
+    """Raise ConfigError, on all ranks, if two of them compute on one GPU, which NCCL refuses without a
+    reason."""
+    ranks: dict[str, int] = {}
+    for rank, identity in enumerate(control.gather(device_of(device).identity(device), "comparing GPUs")):
+        if identity and ranks.setdefault(identity, rank) != rank:
+            raise ConfigError(
+                "parallel.processes",
+                control.world_size,
+                f"ranks {ranks[identity]} and {rank} would share a GPU, and NCCL takes one process for each",
+                "Start one for each GPU, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+            )
 
 
 def build_stack(
@@ -246,15 +260,6 @@ def gradient_bytes(
     return sizes_bytes(parts, parts, shape, replicas=sharded or layout.edp_size > 1)
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """Return the GPU of this rank, or the CPU where there is no GPU, and make it the current device."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def on_device(config: RunConfig, device: torch.device) -> RunConfig:
     """Return the run with the precision that `auto` means on `device`, for planning and computing alike."""
     return config.computing_in(_meant("auto", device))
@@ -264,5 +269,4 @@ def _meant(precision: Precision, device: torch.device) -> Precision:
     """Return the precision that a setting means on a device."""
     if precision != "auto":
         return precision
-    rounds = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return "bfloat16" if rounds else "float32"
+    return "bfloat16" if device_of(device).computes_in_bfloat16() else "float32"

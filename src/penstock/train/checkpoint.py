@@ -9,7 +9,6 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +23,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.config import ConfigError
+from penstock.device import device_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import CommunicationError, Control
 from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
-from penstock.train.storage.files import DamagedError, make_durable
+from penstock.train.storage.files import DamagedError
 from penstock.train.storage.finished import PREFIX, complete_checkpoints, step_of
 from penstock.train.storage.held import Held
 from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
@@ -42,9 +42,10 @@ from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
 from penstock.train.storage.stored import Entry, Stored, StoredReader
 from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
+from penstock.writing import UNFINISHED, make_durable, remove_tree
 
 STEP = "train.step"
-UNFINISHED, DAMAGED = ".unfinished-", "damaged-"
+DAMAGED = "damaged-"
 
 T = TypeVar("T")
 
@@ -121,7 +122,7 @@ class Checkpoints:
         except (CheckpointError, CommunicationError):
             if self._control.rank == 0:
                 with suppress(OSError):  # the save's failure matters more; the next start tries again
-                    _remove(work)
+                    remove_tree(work)
             raise
         return final
 
@@ -130,10 +131,10 @@ class Checkpoints:
         if self._control.rank == 0:
             with suppress(OSError):  # what stays costs room and does no other harm
                 for work in self.folder.glob(f"{UNFINISHED}[0-9]*"):
-                    _remove(work)
+                    remove_tree(work)
 
     def _clear(self, work: Path) -> None:
-        _remove(work)
+        remove_tree(work)
         work.mkdir(parents=True)
 
     def _write(self, work: Path, state: Mapping[str, AnyHeld], purpose: str) -> dict[str, str]:
@@ -161,21 +162,43 @@ class Checkpoints:
         others = {path.name: digest_of(path) for path in work.iterdir() if path.name not in digests}
         write_sums(work, {**digests, **others})
         make_durable(work)
-        if os.path.lexists(final):  # moved aside first: at every moment the old one or the new one exists
-            final.rename(self.folder / f"{UNFINISHED}{final.name}")
+        self._name(work, final)
+        found = complete_checkpoints(self.folder)
+        for old in found:
+            superseded = old in found[: -self.keep] or step_of(old) == record.step
+            if superseded and old != final:  # the only one that is known to be whole
+                self._hide(old)
+        for broken in self.folder.glob(f"{UNFINISHED}*"):
+            remove_tree(broken)
+
+    def _name(self, work: Path, final: Path) -> None:
+        """Give a complete checkpoint its name; whatever happens, it or one that it replaces has such a name.
+
+        One of the same step is replaced by way of a name with more zeros, which counts as well: no step is
+        without any name, on every file system.
+        """
+        if os.path.lexists(final):
+            longer = final
+            while os.path.lexists(longer):
+                longer = longer.with_name(f"{PREFIX}0{longer.name.removeprefix(PREFIX)}")
+            work.rename(longer)
+            make_durable(self.folder)
+            self._hide(final)
+            work = longer
         work.rename(final)
         make_durable(self.folder)
-        for old in complete_checkpoints(self.folder)[: -self.keep]:
-            if old != final:  # the only one that is known to be whole
-                _remove(old)
-        for broken in self.folder.glob(f"{UNFINISHED}*"):
-            _remove(broken)
+
+    def _hide(self, path: Path) -> None:
+        """Take a checkpoint's name away before it is removed, so that no half of it is taken for a whole."""
+        hidden = self.folder / f"{UNFINISHED}{path.name}"
+        remove_tree(hidden)
+        path.rename(hidden)
 
     # ---- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there is none."""
-        return max(complete_checkpoints(self.folder), default=None, key=step_of)
+        return next(reversed(complete_checkpoints(self.folder)), None)
 
     def load(self, path: Path, *, verified: bool = False) -> int:
         """Read a checkpoint into model and optimiser; return its number of finished steps.
@@ -215,12 +238,16 @@ class Checkpoints:
             raise DamagedError(f"it holds step {step}")
         if broken is not None:
             raise DamagedError(f"{broken} in it is not finite")
-        generator = generator_name(self._control.rank)
-        if generator in state:
-            try:
+        generator, device = generator_name(self._control.rank), self.stack.machinery.device
+        on_device = generator_name(self._control.rank, on_device=True)
+        try:
+            if generator in state:
                 torch.set_rng_state(state[generator].tensor)
-            except (RuntimeError, TypeError) as error:
-                raise DamagedError(f"its {generator} is no state of a generator") from error
+            if on_device in state:
+                generator = on_device
+                device_of(device).set_random_state(state[on_device].tensor, device)
+        except (RuntimeError, TypeError) as error:
+            raise DamagedError(f"its {generator} is no state of a generator") from error
 
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""
@@ -231,7 +258,11 @@ class Checkpoints:
     def _state(self) -> dict[str, AnyHeld]:
         """Return everything that belongs to the run, as views: loading writes through them."""
         self._moments.settle()
-        state: dict[str, AnyHeld] = {generator_name(self._control.rank): Held(torch.get_rng_state())}
+        generator, device = generator_name(self._control.rank), self.stack.machinery.device
+        state: dict[str, AnyHeld] = {generator: Held(torch.get_rng_state())}
+        there = device_of(device).random_state(device)
+        if there is not None:
+            state[generator_name(self._control.rank, on_device=True)] = Held(there)
         state |= learnt(self.stack)
         model, shardings = self.stack.model, shardings_of(self.stack.model)
         kept = model.state_dict().keys()
@@ -342,17 +373,9 @@ def _check_files(path: Path, record: Record) -> None:
         raise DamagedError(f"{SUMS} does not name the files that belong to it")
 
 
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; if it is a link, for example to another disk, remove only the link."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
 def _rename_damaged(path: Path) -> None:
     number, target = 1, path.with_name(f"{DAMAGED}{path.name}")
-    while target.exists():
+    while os.path.lexists(target):
         target = path.with_name(f"{DAMAGED}{path.name}.{number}")
         number += 1
     path.rename(target)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from scipy.special import stdtrit
 
 from penstock.config import UNSET, ConfigError
+from penstock.device import device_of
 from penstock.runtime import PipelinedStack
 from penstock.train.batches import Batch
 
@@ -20,10 +22,14 @@ CONFIDENCE = 0.95
 def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
     """Run one batch of this rank through the stack and return its loss."""
     device = stack.machinery.device
-    tokens_BL, labels_BL = batch.tokens_BL.to(device), batch.labels_BL.to(device)
-    ids_B, largest = batch.sample_ids_B.to(device), batch.largest_batch
-    documents_BL = None if batch.documents_BL is None else batch.documents_BL.to(device)
-    loss: torch.Tensor = stack(tokens_BL, labels_BL, ids_B, largest_batch=largest, documents_BL=documents_BL)
+    move = partial(device_of(device).from_host, device=device)
+    loss: torch.Tensor = stack(
+        move(batch.tokens_BL),
+        move(batch.labels_BL),
+        move(batch.sample_ids_B),
+        largest_batch=batch.largest_batch,
+        documents_BL=None if batch.documents_BL is None else move(batch.documents_BL),
+    )
     return loss
 
 
@@ -48,8 +54,9 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
         for batch in batches:
             batch_loss(stack, batch)
             assert stack.statistics is not None
-            totals.append(float(stack.statistics.cross_entropy * stack.statistics.valid))
-            counts.append(float(stack.statistics.labels))
+            statistics, _ = stack.statistics.on_host()
+            totals.append(float(statistics.cross_entropy * statistics.valid))
+            counts.append(float(statistics.labels))
     stack.train()
     if not sum(counts):
         why = f"no token is to be predicted in {len(counts)} batches of held-out text: no label counts"

@@ -10,6 +10,7 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.cost import split_sizes
+from penstock.device import device_of
 from penstock.models import ModelConfig
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
@@ -206,9 +207,8 @@ def host_bytes() -> int:
 
 def device_bytes(device: torch.device) -> int:
     """Return the memory of the device on which a rank computes, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return host_bytes()
+    own_bytes = device_of(device).memory_bytes(device)
+    return host_bytes() if own_bytes is None else own_bytes
 
 
 def _gib(size_bytes: int) -> str:

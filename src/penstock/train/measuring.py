@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.cost.model_flops import ModelFlops
+from penstock.device import device_of
 from penstock.moe.config import BalanceGroup, MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
@@ -32,8 +33,8 @@ def measured(
     all_reduce_chunk_bytes: int | None,
 ) -> StepMetrics:
     """Return the record of a stack's last step. loss: what was minimised; records: of this rank."""
-    statistics = stack.statistics
-    assert statistics is not None, "a step has ended"
+    assert stack.statistics is not None, "a step has ended"
+    statistics, _ = stack.statistics.on_host()
     used = occupation(records, stack.machinery.layout.mesh.silent)
     losses = router_losses(statistics, stack.balance.group)
     tokens_per_s = float(statistics.tokens) / iteration_s
@@ -72,8 +73,9 @@ def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held so far: on a GPU in tensors, else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    held_bytes = device_of(device).peak_memory_bytes(device)
+    if held_bytes is not None:
+        return held_bytes
     return KIBIBYTE * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

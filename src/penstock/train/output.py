@@ -14,9 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import IO, Any
+from typing import BinaryIO
 
-from penstock.config import ConfigError, asked, try_to_write
+from penstock.config import ConfigError, asked, is_missing, read_text
+from penstock.config.files import MOST_TOML_BYTES
+from penstock.writing import open_lock, remove_drafts, try_to_write, write_whole
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -24,6 +26,9 @@ MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
 
 CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
 """The cluster that a run's plans are made for, and the plan in use: in its folder and in every checkpoint."""
+
+FOLDERS = ("checkpoints", "tensorboard", "wandb")
+"""Folders in the folder of a run into which the run writes."""
 
 CONFIG = "config.toml"
 """A run leaves this file, too, but a project may also have one; a run's stands beside a lock."""
@@ -71,16 +76,23 @@ class OutputFolder:
     def __init__(self, path: Path, *, keep: bool) -> None:
         self.path, self._keep = path.resolve(), keep
         self.moved_to: Path | None = None
-        self._lock: IO[str] | None = None
+        self._lock: BinaryIO | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what entering it now would refuse; another run may still come first."""
         self._check_project()
-        with suppress(OSError), (self.path / LOCK).open("rb") as lock:  # without a lock file no run holds it
-            if not _is_shared(lock):
-                raise self._held()
+        try:
+            with open_lock(self.path / LOCK, makes=False) as lock:
+                if not _is_shared(lock):
+                    raise self._held()
+        except FileNotFoundError:
+            pass  # without a lock file no run holds it
+        except OSError as error:
+            raise self._unwritable(error) from None
         if self._has_earlier():
             self._check_movable()
+        else:
+            self._check_links()
 
     def __enter__(self) -> OutputFolder:
         self._check_project()
@@ -89,6 +101,13 @@ class OutputFolder:
             with self._lock:  # the lock moves with the folder, so no other run can take it before the move
                 self._move_aside()
                 self._lock = self._acquired()
+        try:
+            self._check_links()
+        except ConfigError:
+            self._lock.close()
+            raise
+        with suppress(OSError):  # what stays costs room and does no other harm
+            remove_drafts(self.path)
         return self
 
     def __exit__(
@@ -104,6 +123,13 @@ class OutputFolder:
         if not self._keep and self._holds(CONFIG) and not any(map(self._holds, (LOCK, *MARKS))):
             why = f"contains a {CONFIG} that was not written by a run, and a run would overwrite it"
             raise self._refused(why, "Choose a folder that contains only runs, such as a subfolder.")
+
+    def _check_links(self) -> None:
+        """Raise ConfigError for a link in the place of one of the run's folders."""
+        for name in FOLDERS:
+            if asked((self.path / name).is_symlink):
+                why = f"{name} in it is a link, and a run writes inside its own folder alone"
+                raise self._refused(why, "Remove the link, or choose a folder where there is room for all.")
 
     def _has_earlier(self) -> bool:
         """Return whether there is an earlier run to move aside."""
@@ -137,7 +163,7 @@ class OutputFolder:
         why = f"holds an earlier run that cannot be moved aside: {error.strerror}"
         return self._refused(why, "Choose another folder, or continue it with train.resume=true.")
 
-    def _acquired(self) -> IO[str]:
+    def _acquired(self) -> BinaryIO:
         """Return the lock of the folder that has this name now: another start may move one aside."""
         while True:
             lock = self._locked()
@@ -146,13 +172,12 @@ class OutputFolder:
                     return lock
             lock.close()
 
-    def _locked(self) -> IO[str]:
+    def _locked(self) -> BinaryIO:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("w", encoding="utf-8")
+            lock = open_lock(self.path / LOCK)
         except OSError as error:
-            why = f"cannot be written to: {error.strerror}"
-            raise self._refused(why, CHOOSE) from None
+            raise self._unwritable(error) from None
         while not _is_taken(lock, fcntl.LOCK_EX):
             if not _is_shared(lock):
                 lock.close()
@@ -164,11 +189,14 @@ class OutputFolder:
         hint = "Wait until it has ended, or choose another folder."
         return self._refused("another run is writing there", hint)
 
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return self._refused(f"cannot be written to: {error.strerror}", CHOOSE)
+
     def _refused(self, why: str, hint: str) -> ConfigError:
         return ConfigError("output.dir", str(self.path), why, hint)
 
 
-def _is_shared(lock: IO[Any]) -> bool:
+def _is_shared(lock: BinaryIO) -> bool:
     """Tell whether no run holds the lock, which is tried in common with others that try it."""
     if not _is_taken(lock, fcntl.LOCK_SH):
         return False
@@ -176,7 +204,7 @@ def _is_shared(lock: IO[Any]) -> bool:
     return True
 
 
-def _is_taken(lock: IO[Any], kind: int) -> bool:
+def _is_taken(lock: BinaryIO, kind: int) -> bool:
     """Take the lock unless another process has it, and tell whether that went well."""
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
@@ -188,12 +216,12 @@ def _is_taken(lock: IO[Any], kind: int) -> bool:
 def keep_config(folder: Path, text: str, done: int) -> None:
     """Write `config.toml`; keep the previous one, of the first `done` steps, if its settings differ."""
     path = folder / CONFIG
-    if path.exists() and _settings(path.read_text(encoding="utf-8")) != _settings(text):
-        kept = folder / f"config-until-step-{done:08d}.toml"
-        path.rename(_free_name(kept) if kept.exists() else kept)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    if not is_missing(path):
+        earlier = read_text(path, str(path), "Move it away.", MOST_TOML_BYTES)
+        if _settings(earlier) != _settings(text):
+            kept = folder / f"config-until-step-{done:08d}.toml"
+            write_whole(_free_name(kept) if os.path.lexists(kept) else kept, earlier)
+    write_whole(path, text)
 
 
 def _settings(text: str) -> list[str]:
@@ -203,6 +231,6 @@ def _settings(text: str) -> list[str]:
 
 def _free_name(path: Path) -> Path:
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
         number += 1
     return aside

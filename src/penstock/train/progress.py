@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from penstock.stops import mute
 from penstock.train.metrics import StepMetrics
 from penstock.words import folded, percent, terminal_width
 
@@ -44,6 +46,8 @@ class Progress:
 
     Elsewhere, such as in a log file, it is a line every `every` steps (0 = never), at every evaluation and at
     the end. `quiet` shows nothing. `total_steps` counts from the very first step, also in a run that resumes.
+    Where nothing more can be shown (a terminal is closed, a pipe has no reader, a disk is full), the run goes
+    on and nothing is shown.
     """
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
@@ -55,20 +59,33 @@ class Progress:
         """Show a step that has ended: its loss, and speed and overlap over the last ten steps."""
         self._recent.append(metrics)
         shown = _averaged(self._recent)
-        self._display.show(shown, (self._total_steps - metrics.step) * shown.iteration_s)
+        with self._unless_lost():
+            self._display.show(shown, (self._total_steps - metrics.step) * shown.iteration_s)
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""
-        self._display.say(message)
+        with self._unless_lost():
+            self._display.say(message)
 
     def __enter__(self) -> Self:
-        self._display.start()
+        with self._unless_lost():
+            self._display.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.stop()
+        with self._unless_lost():
+            self._display.stop()
+
+    @contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._display = _Silence()
+            with suppress(OSError, ValueError):  # what Python still holds back would be an error at the end
+                mute(sys.stderr.fileno())
 
 
 def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:

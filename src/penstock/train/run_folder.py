@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from penstock.config import UNSET, ConfigError, asked
+from penstock.config import UNSET, ConfigError, asked, check_no_link
 from penstock.cost import ClusterFile
 from penstock.plan import PlanFile
 from penstock.report.loads import NUMBERS, LoadCourse
@@ -44,6 +44,7 @@ def read_run(folder: Path) -> FinishedRun:
     missing: list[str] = []
 
     def found(name: str, read: Callable[[Path], T]) -> T | None:
+        check_no_link(folder / name, REMOVE)
         if (folder / name).exists():
             return read(folder / name)
         missing.append(f"{name} is not there: {WHY_MISSING[name]}.")
@@ -91,6 +92,7 @@ def course_of(steps: Sequence[StepMetrics]) -> Course:
 
 def _steps(folder: Path) -> list[StepMetrics]:
     path = folder / METRICS_FILE
+    check_no_link(path, REMOVE)
     if not path.exists():
         why = f"holds no run: there is no {METRICS_FILE} in it"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
@@ -118,11 +120,12 @@ def _check_layers(steps: Sequence[StepMetrics], name: str, path: Path) -> None:
 def _failures(folder: Path) -> tuple[str, ...]:
     """Return the first lines of failures that ranks left; older ones than the last metrics do not count."""
     since_s = (folder / METRICS_FILE).stat().st_mtime - LATER_S
-    left = [path for path in sorted(folder.glob(FAILURES)) if path.stat().st_mtime >= since_s]
+    left = [path for path in sorted(folder.glob(FAILURES)) if path.lstat().st_mtime >= since_s]
     return tuple(f"{path.name}: {_text(path).partition(chr(10))[0]}" for path in left)
 
 
 def _text(path: Path) -> str:
+    check_no_link(path, REMOVE)
     return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else ""
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from penstock.stops import SAME_REQUEST_S
+from penstock.stops import SAME_REQUEST_S, heeded, leave_lost_terminal
 
 
 @contextmanager
 def recorded_signals() -> Iterator[list[signal.Signals]]:
-    """Record SIGINT and SIGTERM in the list instead of ending this process, unless they were ignored before.
+    """Record requests to stop in the list instead of ending this process, unless they were ignored before.
 
     One request can arrive twice, as from timeout(1), which signals its child and then the whole group, so a
     later signal is listed only `SAME_REQUEST_S` after the first. Python lets only the main thread handle
@@ -27,6 +27,7 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal first_s
         del frame
+        leave_lost_terminal()
         now_s = time.monotonic()
         if not received:
             first_s = now_s
@@ -37,8 +38,7 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    watched = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-    before = {each: signal.signal(each, note) for each in watched}
+    before = {each: signal.signal(each, note) for each in heeded()}
     try:
         yield received
     finally:

@@ -1,4 +1,4 @@
-"""Stops a run cleanly: Ctrl-C and SIGTERM are noted, and all ranks stop after the same step."""
+"""Stops a run cleanly: requests to stop are noted, and all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-from penstock.stops import SAME_REQUEST_S
+from penstock.stops import SAME_REQUEST_S, heeded, leave_lost_terminal
 from penstock.topology import Control
 
 
@@ -21,10 +21,10 @@ class Vote:
 
 
 class StopRequests:
-    """Notes, while entered, SIGINT and SIGTERM as requests to stop; a second one acts as it did before.
+    """Notes, while entered, the signals of `penstock.stops`; a second one acts as it did before.
 
-    One Ctrl-C can arrive twice, from the terminal and from a launcher that passes it on, so a second signal
-    counts as a second one only `SAME_REQUEST_S` after the first.
+    Signals that are ignored stay so. One Ctrl-C can arrive twice, from the terminal and from a launcher that
+    passes it on, so a second signal counts as a second one only `SAME_REQUEST_S` after the first.
     """
 
     def __init__(self, control: Control) -> None:
@@ -32,7 +32,7 @@ class StopRequests:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heeded():
             self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -57,6 +57,7 @@ class StopRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
+        leave_lost_terminal()
         now_s = time.monotonic()
         if self._asked and now_s - self._asked_s > SAME_REQUEST_S:
             self._restore()

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 from penstock.config import to_dict, to_toml
+from penstock.device import device_of
 from penstock.extras import install, is_there, needs
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
@@ -186,13 +187,16 @@ class Trainer:
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
         norm = self.update.backward(loss, step + 1)
-        norm_value, loss_value = float(norm), float(loss.detach())  # on a GPU the host waits here
+        assert self.stack.statistics is not None, "half a step has run"
+        # On a GPU the host waits here, once, and once more before the clock is read.
+        self.stack.statistics, (norm_value, loss_value) = self.stack.statistics.on_host(norm, loss)
         accepted = self.guard.accepts(step + 1, loss_value, norm_value)
         self.update.apply(accepted=accepted)
         if accepted:
             update_expert_biases(self.stack)
         else:
             self._skip(step + 1, loss_value, norm_value)
+        device_of(self.stack.machinery.device).synchronize(self.stack.machinery.device)
         iteration_s = time.perf_counter() - start_s
         records = self.stack.records(step + 1)
         self.recent.append(records)

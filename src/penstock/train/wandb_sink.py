@@ -9,11 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, check_no_link, is_missing, read_text
 from penstock.train.curves import WeightsAndBiases
+from penstock.writing import write_whole
 
 Mode = Literal[True, False, "offline"]
 ID_FILE: Final = "wandb-id.txt"
+MOST_ID_BYTES: Final = 1 << 10
+HINT: Final = "Move it away: the run then begins another one at Weights & Biases."
 INSTALL: Final = "Install it: pip install 'penstock[wandb]'. Or leave metrics.wandb out."
 
 
@@ -73,8 +76,9 @@ def open_wandb(
 def _id_in(folder: Path, *, resumes: bool) -> str:
     """Return the run's own id, kept in its folder."""
     path = folder / ID_FILE
-    if resumes and path.exists():
-        return path.read_text(encoding="utf-8").strip()
+    if resumes and not is_missing(path):
+        check_no_link(path, HINT)
+        return read_text(path, str(path), HINT, MOST_ID_BYTES).strip()
     found = secrets.token_hex(4)
-    path.write_text(found + "\n", encoding="utf-8")
+    write_whole(path, found + "\n")
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload
 from penstock.decision import GradientBytes, PlacementConfig
+from penstock.device import device_of
 from penstock.dispatch import of_hops
 from penstock.ops import Op
 from penstock.placing import Slack
@@ -57,7 +58,7 @@ class VirtualStack:
         make_plan: Callable[[StepShape, GradientBytes], StepPlan],
         placement: PlacementConfig,
     ) -> None:
-        assert machinery.device.type == "cpu", "a sleep of the host holds up no stream of a GPU"
+        assert device_of(machinery.device).is_cpu, "a sleep of the host holds up no stream of a GPU"
         self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
         self.routing, self.machinery = routing, machinery
         self.execution: Execution | None = None
@@ -66,9 +67,9 @@ class VirtualStack:
         self._buffers = Buffers(workload, sum(base_shape.moe_layers))
         self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
         self._movements: dict[tuple[StepShape, PlacementConfig, Slacks], Movement] = {}
-        self._slacks: dict[str, Slacks] = {}
+        self._slacks: dict[tuple[StepShape, str], Slacks] = {}
         self._host_s: dict[Movement, Mapping[str, float]] = {}
-        self.links = cluster
+        self._links = cluster
         self.placement = placement
         self.plan = self.adopt(make_plan(base_shape, self.bucket_sizes))
 
@@ -100,13 +101,24 @@ class VirtualStack:
         self.plan, self.placement = plan, placement
 
     @property
+    def links(self) -> ClusterConfig:
+        """The cost of links and experts by which guests are planned: the given cluster's until set."""
+        return self._links
+
+    @links.setter
+    def links(self, links: ClusterConfig) -> None:
+        self._links = links
+        self._movements.clear()
+        self._slacks.clear()
+
+    @property
     def movement(self) -> Movement:
         """The movement under the present plan."""
         shape, slack = self.plan.shape, self._slack()
         key = shape, self.placement, slack
         if key not in self._movements:
             self._movements[key] = Movement(
-                shape, self.workload, self.routing, self.placement, self.links, slack
+                shape, self._workload, self.routing, self.placement, self.links, slack
             )
         return self._movements[key]
 
@@ -114,10 +126,11 @@ class VirtualStack:
         """Return how much of guests' transfers the present plan's order hides; () without room for guests."""
         if not self.plan.shape.guest_slots:
             return ()
-        if self.plan.digest not in self._slacks:
+        key = self.plan.shape, self.plan.digest
+        if key not in self._slacks:
             even = StepCost(self.plan.shape, self._workload, self.links)
-            self._slacks[self.plan.digest] = guest_slack(self.plan, even, self.machinery.layout.mesh)
-        return self._slacks[self.plan.digest]
+            self._slacks[key] = guest_slack(self.plan, even, self.machinery.layout.mesh)
+        return self._slacks[key]
 
     @property
     def _workload(self) -> Workload:
@@ -166,8 +179,8 @@ class VirtualStack:
         return self.execution.records(step) if self.execution else []
 
     def close(self) -> None:
-        """End the lanes' threads."""
-        self.machinery.lanes.close()
+        """End the machinery: its threads and connections, also for other stacks that run on it."""
+        self.machinery.close()
 
     def _ready(self, number: int) -> _Prepared:
         found = self._prepared

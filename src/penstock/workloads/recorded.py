@@ -14,7 +14,6 @@ says `"experts_choose": true`.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from penstock.config.bounds import MOST_STEPS
 from penstock.config.error import shown
 from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.routing import RoutingSizes
+from penstock.writing import Draft
 
 FORMAT, VERSION, READ = "penstock routing", 2, (1, 2)
 MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
@@ -90,15 +90,15 @@ class RoutingRecorder:
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
         self._model = model
-        scratch = path.with_suffix(".tmp")
-        with scratch.open("wb") as file:
-            file.write(_line({"format": FORMAT, "version": VERSION, **_described(model)}))
+        draft = Draft(path)
+        try:
+            draft.file.write(_line({"format": FORMAT, "version": VERSION, **_described(model)}))
             if resume_step and path.exists():
-                file.writelines(_until(path, resume_step))
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-        self._file = path.open("ab")
+                draft.file.writelines(_until(path, resume_step))
+            self._file = draft.settle(durable=True)
+        except BaseException:
+            draft.discard()
+            raise
 
     def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
         """Record one step. tokens_per_expert: whole numbers of any type; samples: these of each sample.

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 
 from penstock.moe.experts.product import grouped_product
-from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
+from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from tests.moe.experts.plain import SIZES, TOLERANCE, WAYS, check_close, numbers, take
+from tests.support.casts import Casts
 
 Store = AutogradWeights | WeightGradients
 
-both = pytest.mark.parametrize("make", [AutogradWeights, WeightGradients])
+
+def autograd_with_copies() -> Store:
+    return AutogradWeights(ComputeCopies())
+
+
+def deferred_with_copies() -> Store:
+    return WeightGradients(copies=ComputeCopies())
+
+
+both = pytest.mark.parametrize(
+    "make", [AutogradWeights, WeightGradients, autograd_with_copies, deferred_with_copies]
+)
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -134,3 +146,35 @@ def test_hooks_put_on_after_forward_see_the_gradient(make: Callable[[], Store], 
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], wanted * 3)
     torch.testing.assert_close(gradient(parameter), wanted * 3)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_slices_of_a_step_share_one_copy_of_a_weight(turned: bool) -> None:
+    """Forward and backward of all slices cast a weight once; a changed weight is cast again."""
+    copies, sizes = ComputeCopies(), (4, 1, 2)
+    rows, weight = variables(sizes, torch.bfloat16, torch.float32)
+    parameter = weight.detach().transpose(1, 2).contiguous().requires_grad_() if turned else weight
+    seen = parameter.transpose(1, 2) if turned else parameter
+    with Casts(parameter) as casts:
+        for _ in range(3):
+            AutogradWeights(copies).product(rows, seen, sizes).sum().backward()
+            deferred = WeightGradients(copies=copies)
+            deferred.product(rows, seen, sizes).sum().backward()
+            deferred.compute()
+    assert casts.count == 1
+    with torch.no_grad():
+        parameter.mul_(2)
+    with Casts(parameter) as casts:
+        AutogradWeights(copies).product(rows, seen, sizes)
+    assert casts.count == 1
+
+
+def test_a_frozen_weight_is_copied_once_too() -> None:
+    copies, sizes = ComputeCopies(), (4, 1, 2)
+    rows, weight = variables(sizes, torch.bfloat16, torch.float32)
+    weight.requires_grad_(False)
+    with Casts(weight) as casts:
+        for _ in range(2):
+            AutogradWeights(copies).product(rows, weight, sizes).sum().backward()
+    assert casts.count == 1
+    assert weight.grad is None

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.runtime import PipelinedStack, TaskError
+from penstock.runtime import PipelinedStack
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
@@ -35,16 +35,6 @@ def case(name: str = "flowmoe", world_size: int = 1) -> Case:
 
 def experts_of(stack: PipelinedStack) -> list[nn.Parameter]:
     return [p for layer in range(2) for p in stack.parts.expert_parameters(layer)]
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_experts_changed_between_forward_and_backward_are_noticed(name: str) -> None:
-    stack = stack_of(0, case(name))
-    loss = stack(*batch_of(case(name)))
-    with torch.no_grad():
-        experts_of(stack)[0].mul_(2)
-    with pytest.raises(TaskError, match=r"were changed in place between forward and\s+backward"):
-        loss.backward()
 
 
 @pytest.mark.parametrize("name", ["sequential", "penstock"])
@@ -173,4 +163,4 @@ def wrapped(rank: int, wrapper: str) -> str:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_around_a_module_with_a_stack_is_refused(ranks: Pools, wrapper: str) -> None:
     for text in ranks(2).run(wrapped, wrapper):
-        assert "a PipelinedStack" in text, text
+        assert text.startswith("TypeError: a scheduled model"), text

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from penstock.models import GPT
+from penstock.models import GPT, ModelConfig
+from penstock.models.gpt import TensorShard, VocabularyShard
 from penstock.runtime import PipelinedStack
+from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport.silent import silent
 from penstock.topology import ParallelConfig
+from penstock.topology.blame import reason
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from tests.runtime.test_layout_call_orders import case_of
 from tests.support.parity import Case, machinery_of, stack_of
@@ -85,9 +90,9 @@ def test_batches_of_other_sizes_are_refused_on_all_ranks(ranks: Pools) -> None:
 @pytest.mark.parametrize(
     ("token", "label", "said"),
     [
-        (32, 0, "a token is out of bounds: the vocabulary is 0 to 31"),
-        (-1, 0, "a token is out of bounds"),
-        (0, 32, "label 32 is out of bounds: labels are tokens of the vocabulary, 0 to 31, or -100"),
+        (32, 0, "token 32 is out of bounds: the vocabulary is 0 to 31"),
+        (-1, 0, "token -1 is out of bounds"),
+        (0, 32, "label 32 is out of bounds: the vocabulary is 0 to 31, or -100"),
         (0, -1, "label -1 is out of bounds"),
     ],
 )
@@ -95,6 +100,32 @@ def test_what_is_no_token_is_refused(token: int, label: int, said: str, ranks: P
     """The rank that is second may hear of it from the first."""
     found = ranks(2).run(unknown, CASE, token, label)
     assert all(found) and any(said in words for words in found), found
+
+
+class OnGpu(Tensor):
+    """Says that it is on one, and is on the CPU, where a check of the device raises at once."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("label", "known"), [(-100, True), (0, True), (31, True), (32, False), (-1, False)])
+def test_on_a_gpu_the_device_compares_labels(label: int, known: bool) -> None:
+    labels = torch.tensor([[3, label]]).as_subclass(OnGpu)
+    with nullcontext() if known else pytest.raises(RuntimeError, match="label is out of bounds"):
+        check_vocabulary("label", labels, 32, besides=-100)
+
+
+@pytest.mark.parametrize(("token", "known"), [(0, True), (31, True), (32, False), (-100, False)])
+def test_on_a_gpu_the_device_compares_tokens(token: int, known: bool) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=32)
+    embedding = VocabularyShard(model, TensorShard(1, 2))
+    with nullcontext() if known else pytest.raises(RuntimeError, match="token is out of bounds"):
+        embedding(torch.tensor([[token]]).as_subclass(OnGpu))
+
+
+def test_what_has_failed_on_a_device_is_explained_where_it_is_noticed() -> None:
+    said = reason(RuntimeError("CUDA error: device-side assert triggered\nSearch for more"))
+    assert said.startswith("CUDA error: device-side assert triggered") and "standard error" in said
 
 
 def test_a_step_that_sends_nothing_compares_nothing(ranks: Pools) -> None:

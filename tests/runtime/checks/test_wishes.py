@@ -1,46 +1,35 @@
-"""A wish for another plan that not all ranks have, as a rank on a GPU finds it, which can ask no other."""
+"""A wish for another plan that not all ranks have."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
 
-from penstock.runtime.checks.marks import WISH
-from penstock.runtime.checks.wishes import check_wishes, with_wish
+from penstock.runtime.checks.marks import FACTS, WISH
+from penstock.runtime.checks.wishes import check_wishes
 from penstock.runtime.errors import ScheduleMismatchError
 from penstock.topology import Control, Layout
-
-LAYOUT = Layout(world_size=2, ep_size=2, rank=0)
-
-
-class OnGpu(Tensor):
-    """Says that it is on one, where reading it makes the host wait."""
-
-    is_cuda = True
+from tests.support.ranks import Pools
 
 
-def sums_of(*wishes: str) -> Tensor:
-    marks = (with_wish(torch.zeros(WISH + 1, dtype=torch.float64), wish) for wish in wishes)
-    return sum(marks, torch.zeros(WISH + 1, dtype=torch.float64)).as_subclass(OnGpu)
+def facts_of(*wishes: str) -> list[float]:
+    sums = [0.0] * FACTS
+    sums[WISH] = float(sum(map(bool, wishes)))
+    return sums
 
 
-@pytest.mark.parametrize(
-    ("mine", "others", "told"),
-    [
-        ("experts were frozen", "", "rank 0 needs another plan, since experts were frozen, and not all"),
-        (
-            "",
-            "experts were frozen",
-            "another rank, whose own error says why, needs another plan, and",
-        ),
-    ],
-)
-def test_a_rank_on_a_gpu_says_what_it_knows(mine: str, others: str, told: str) -> None:
-    with pytest.raises(ScheduleMismatchError, match=told):
-        check_wishes(sums_of(mine, others), mine, LAYOUT, Control(0, 2))
+def told(rank: int, wishes: list[str]) -> str:
+    layout = Layout(world_size=2, ep_size=2, rank=rank)
+    with pytest.raises(ScheduleMismatchError) as caught:
+        check_wishes(facts_of(*wishes), wishes[rank], layout, Control(rank, 2))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_wish_of_one_rank_is_told_on_all(ranks: Pools) -> None:
+    first, second = ranks(2).run(told, ["", "experts were frozen"])
+    assert first == second and first.startswith("rank 1 needs another plan, since experts were frozen")
 
 
 @pytest.mark.parametrize("wish", ["", "experts were frozen"])
 def test_ranks_that_wish_alike_go_on(wish: str) -> None:
-    check_wishes(sums_of(wish, wish), wish, LAYOUT, Control(0, 2))
+    check_wishes(facts_of(wish, wish), wish, Layout(world_size=2, ep_size=2, rank=0), Control(0, 1))

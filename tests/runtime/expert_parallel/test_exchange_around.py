@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.moe.held import KEY
+from penstock.partial_state import without_marks
 from penstock.runtime.expert_parallel.exchange import ignore_experts
 from tests.support.exchange import (
     AUX,
@@ -39,7 +39,7 @@ def replicas_after(rank: int, ep_size: int) -> Tensors:
         expert.register_buffer("on", torch.tensor(rank % 2 == 1))
     wrapped = DistributedDataParallel(ignore_experts(model))
     rank_loss(wrapped, batch(case, 0, rank)).backward()  # a forward hands out buffers
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if KEY not in name}
+    state = {name: each.detach().clone() for name, each in without_marks(model.state_dict()).items()}
     return logical(model, state)
 
 

@@ -20,10 +20,12 @@ from torch.nn.utils import parametrize
 
 from penstock import ExpertParallel, clip_grad_norm_, expert_parameters, ignore_experts
 from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
+from penstock.runtime import ParameterMismatchError
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks
 from penstock.runtime.transport import LocalTransport
-from penstock.topology import Layout
+from penstock.runtime.transport.legs import HostCounts
+from penstock.topology import Control, Layout
 from tests.support.exchange import (
     CHOICES,
     EXPERTS,
@@ -240,11 +242,18 @@ CHANGES: dict[str, Callable[[Model], object]] = {
 }
 
 
-def changed_alone(rank: int, what: str, ep_size: int | None) -> tuple[str, str, bool]:
+def changed_alone(rank: int, what: str, ep_size: int | None, late: bool) -> tuple[str, str, bool]:
     """Rank 1 changes its layer after a pass: what both are told, twice, and if alike again they go on."""
-    case = Case(world=2, ep_size=ep_size)
-    model = model_of(case, exchange_of(ep_size, None))
+    case, exchange = Case(world=2, ep_size=ep_size), exchange_of(ep_size, None)
+    model = model_of(case, exchange)
     data = batch(case, 0, rank)
+    with patch.object(exchange, "_device", torch.device("cuda" if late else "cpu")):
+        return told_twice(rank, what, model, data)
+
+
+def told_twice(
+    rank: int, what: str, model: Model, data: tuple[Tensor, Tensor, Tensor]
+) -> tuple[str, str, bool]:
     rank_loss(model, data).backward()
     before = model.layer.experts
     if rank == 1:
@@ -263,6 +272,7 @@ def changed_alone(rank: int, what: str, ep_size: int | None) -> tuple[str, str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
     ("what", "ep_size", "told"),
     [
@@ -275,9 +285,10 @@ def changed_alone(rank: int, what: str, ep_size: int | None) -> tuple[str, str, 
     ],
 )
 def test_a_rank_that_changes_its_layer_alone(
-    ranks: Pools, what: str, ep_size: int | None, told: tuple[str, str]
+    ranks: Pools, what: str, ep_size: int | None, told: tuple[str, str], late: bool
 ) -> None:
-    for *messages, goes_on in ranks(2).run(changed_alone, what, ep_size):
+    """late: as on a GPU, where the host reads what was summed with the counts of rows."""
+    for *messages, goes_on in ranks(2).run(changed_alone, what, ep_size, late):
         for message in messages:
             first, second = message.split("; rank 1 has ")
             assert "rank 0 has" in first and told[0] in first and told[1] in second
@@ -305,43 +316,78 @@ def test_what_all_ranks_change_is_taken_up(ranks: Pools) -> None:
         assert found == [pytest.approx(found[0])] * 6
 
 
-def test_what_a_rank_on_a_gpu_says_that_finds_a_change_of_its_own_alone() -> None:
-    """It is the only one that waits for the sums, so no other can be asked."""
+def test_a_rank_that_waits_for_no_counts_looks_for_a_change_of_its_own_alone() -> None:
+    """Others read the sum in their next forward."""
     layout = Layout(world_size=2, ep_size=2, rank=1)
-    guard = ExpertGuard(ExpertRanks(layout, LocalTransport(), CPU))
     experts, x = GeluExperts(HIDDEN, 5, 4), torch.zeros(3, HIDDEN)
+    guard = ExpertGuard(experts, ExpertRanks(layout, LocalTransport(), CPU), Control(1, 1))
+
+    def with_theirs(theirs: Tensor | None) -> Tensor:
+        mine = guard.marks(experts, {}, seldom=True)
+        guard.unread = HostCounts(mine * torch.tensor([2, 0, 0]) if theirs is None else mine + theirs)
+        guard.judge_change()
+        return mine * torch.tensor([1, -1, 0])  # another rank's, whose layer is the same
+
     guard.check(experts, x, "SortOrder", first=False)
-    theirs = guard.marks.clone()
-    guard.judge(2 * theirs, waits=True)
+    theirs = with_theirs(None)
     guard.check(experts.double(), x, "SortOrder", first=False)
     with pytest.raises(ValueError, match=r"rank 1 has w_up torch\.float64 .* since its last forward"):
-        guard.judge(theirs + guard.marks, waits=True)
+        with_theirs(theirs)
+    guard.unread = None
     guard.check(experts.float(), x, "SortOrder", first=False)
-    guard.judge(theirs + 1, waits=True)  # another rank has changed, and says so itself
+    with_theirs(theirs + torch.tensor([0, 1, 0]))  # another rank has changed, and says so itself
 
 
-def compared_numbers(rank: int) -> list[int]:
-    """How many numbers a forward compares: where the host need not wait for them, and where it would."""
-    case, found = Case(world=2), []
-    exchange = exchange_of(None, None)
+def train_replicas_apart(rank: int, what: str, late: bool) -> tuple[int, str]:
+    """The pass in which a rank hears that it has updated something otherwise, and what it hears."""
+    case, exchange = Case(world=2, ep_size=1), exchange_of(1, None)
     model = model_of(case, exchange)
-    model(batch(case, 0, rank)[0])
-    own, layer = torch.zeros(3, dtype=torch.float64), model.layer
-    for device in ("cpu", "cuda"):
-        with (
-            patch.object(exchange, "_device", torch.device(device)),
-            patch.object(exchange, "sum_over_ranks", wraps=exchange.sum_over_ranks) as summed,
-        ):
-            exchange.sum_of_alike(own, layer.experts, layer.gate.parameters(), torch.zeros(0, HIDDEN))
-        (told,) = summed.call_args.args
-        found.append(len(told) - len(own))
-    return found
+    parts = {"replicas": model.layer.experts, "gate": model.layer.gate}
+    own = set(parts[what].parameters())
+    rest = [p for p in model.parameters() if p not in own]
+    groups: list[dict[str, Any]] = [{"params": list(own), "lr": 0.1 * (1 + rank)}, {"params": rest}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    wrapped = DistributedDataParallel(ignore_experts(model))
+    with patch.object(exchange, "_device", torch.device("cuda" if late else "cpu")):
+        for turn in range(6):
+            try:
+                rank_loss(wrapped, batch(case, turn, rank)).backward()
+            except ParameterMismatchError as error:
+                return turn, str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+    return -1, ""
 
 
 @pytest.mark.slow
-def test_on_a_gpu_nothing_rides_on_the_sum_but_what_is_made_there(ranks: Pools) -> None:
-    """Anything made on the host would have to be copied there in every forward, for which the host waits."""
-    assert ranks(2).run(compared_numbers) == [[5, 3]] * 2
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("what", "name"), [("replicas", "experts.w_up"), ("gate", "gate.weight")])
+def test_values_that_ranks_of_a_layer_share_are_compared(
+    ranks: Pools, what: str, name: str, late: bool
+) -> None:
+    first, second = ranks(2).run(train_replicas_apart, what, late)
+    assert first == second and first[0] == 1 and first[1].startswith(name)
+
+
+def late_for_slots(rank: int) -> tuple[int, str]:
+    """The same for a capacity, with which a GPU makes the host wait for nothing."""
+    case, exchange = Case(world=2, order="index"), exchange_of(None, None)
+    model = model_of(case, exchange)
+    with patch.object(exchange, "_device", torch.device("cuda")):
+        for turn in range(4):
+            try:
+                rank_loss(model, batch(case, 0, rank)).backward()
+            except ParameterMismatchError as error:
+                return turn, str(error)
+            with torch.no_grad():
+                model.layer.gate.get_parameter("weight").add_(rank * 0.1)
+    return -1, ""
+
+
+@pytest.mark.slow
+def test_what_could_not_be_read_is_read_in_the_next_forward(ranks: Pools) -> None:
+    first, second = ranks(2).run(late_for_slots)
+    assert first == second and first[0] == 2
 
 
 def other_place(rank: int, what: str) -> str:

@@ -22,6 +22,7 @@ from tests.support.parity import (
     CLIP,
     Case,
     batch_of,
+    check_equal_values,
     executed_as_planned,
     logical,
     machinery_of,
@@ -133,6 +134,7 @@ def go_on(
             stack.train()
     if isinstance(optimizer, ShardedAdamW):
         optimizer.flush()
+    check_equal_values(stack)
     parameters = {n: p.detach().clone() for n, p in stack.model.named_parameters()}
     return Trained(losses, norms, logical(stack, parameters))
 

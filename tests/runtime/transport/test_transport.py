@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -58,6 +60,50 @@ def test_every_connection_of_a_transport_gets_the_limit(ranks: Pools) -> None:
 def test_without_a_limit_the_system_decides(ranks: Pools) -> None:
     for sizes in ranks(2).run(buffers_of_new_connections, 2, 0):
         assert sizes and 2 * 65536 not in sizes
+
+
+def pair_of_connections() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return socket.create_connection(server.getsockname()), server.accept()[0]
+
+
+def connections_of_others(rank: int, world_size: int) -> tuple[str, bool]:
+    """What a connection carries that another thread has opened while a transport did, after the transport's
+    abort; and whether its buffer has become smaller."""
+    others: list[tuple[socket.socket, socket.socket]] = []
+
+    def open_another() -> None:
+        thread = threading.Thread(target=lambda: others.append(pair_of_connections()))
+        thread.start()
+        thread.join()
+        others[-1][1].set_inheritable(True)
+        selector.register(others[-1][1], selectors.EVENT_READ)
+
+    def make_groups() -> dict[Axes, dist.ProcessGroup]:
+        open_another()
+        groups = lane_groups(layout_of(rank, world_size, world_size), NEVER_S)
+        open_another()
+        return groups
+
+    with selectors.DefaultSelector() as selector:
+        transport = GlooTransport(make_groups, 32768)
+        dist.barrier()
+        transport.abort()
+        found = b""
+        for ours, theirs in others:
+            ours.sendall(b"x")
+            theirs.settimeout(60)
+            found += theirs.recv(1)
+        limited = any(ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 65536 for ours, _ in others)
+    dist.barrier()
+    transport.close()
+    for connection in chain(*others):
+        connection.close()
+    return found.decode(), limited
+
+
+def test_connections_that_other_threads_open_meanwhile_are_left_alone(ranks: Pools) -> None:
+    assert ranks(2).run(connections_of_others, 2) == [("xx", False)] * 2
 
 
 # ---- threads -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.graph import Graph, Lane, ScheduleError
+from penstock.graph import Graph, Lane, RefusalError, ScheduleError
 from penstock.mesh import Group
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.passes import SampleMoves
@@ -89,6 +89,13 @@ def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
     assert reads(graph, "L0.RO.m0.c0.F")["rows"] == "L0.XS.m0.c0.F"
     for op in ("HV", "HL"):
         assert reads(graph, f"L0.{op}.m0.F")["passengers"] == "L0.SM.m0.F"
+
+
+@pytest.mark.parametrize(("mp_size", "esp_size"), [(3, 2), (2, 3), (4, 6)])
+def test_shards_in_which_ranks_with_the_same_samples_differ_are_refused(mp_size: int, esp_size: int) -> None:
+    sharing = Sharing(mp_size=mp_size, esp_size=esp_size)
+    with pytest.raises(RefusalError, match=f"parallel.esp_size={esp_size} neither divides"):
+        build_graph(StepShape(moe_layers=(True,), sharing=sharing, moves_samples=True))
 
 
 def test_a_fixed_number_of_slots_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from penstock import __version__
 from penstock.cost.cluster_file import Machine
+from penstock.device import device_of
 from penstock.topology import Control
 from penstock.train.fits import device_bytes
 
@@ -22,7 +23,7 @@ def here(device: torch.device) -> Machine:
         host=platform.node(),
         date=datetime.now(UTC).date().isoformat(),
         processor=_field(CPU_INFO, "model name") or platform.machine(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=device_of(device).name(device),
         python=platform.python_version(),
         torch=torch.__version__,
         penstock=__version__,
@@ -35,7 +36,7 @@ def memory_bytes(control: Control, device: torch.device) -> int:
     A rank has the memory of its GPU, or its part of what its machine, container or job may use.
     """
     hosts = control.gather(platform.node(), "counting ranks per host")
-    sharing = 1 if device.type == "cuda" else hosts.count(platform.node())
+    sharing = 1 if device_of(device).is_gpu else hosts.count(platform.node())
     return min(control.gather(device_bytes(device) // sharing, "comparing memory of ranks"))
 
 

@@ -13,6 +13,7 @@ from statistics import NormalDist, median
 
 import torch
 
+from penstock.device import device_of
 from penstock.topology import Control
 
 CONFIDENCE = 0.95
@@ -118,8 +119,7 @@ class Budget:
 
 def settle(device: torch.device) -> None:
     """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_of(device).synchronize(device)
 
 
 @dataclass

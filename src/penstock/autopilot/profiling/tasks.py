@@ -25,6 +25,7 @@ from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
+from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
@@ -170,6 +171,7 @@ class _Runs:
         stack(*self.batch).backward()
         for parameter in stack.model.parameters():
             parameter.grad = None
+        wait_for_gpu()  # or the clock would tell how long launching took
         return time.perf_counter() - start_s, stack.records()
 
     def measure(self, rounds: int, budget: Budget, say: Callable[[str], None]) -> list[Seconds]:
@@ -202,7 +204,7 @@ class _Runs:
 
     def _real_steps(self, choices: Sequence[Decision]) -> RealSteps | None:
         """Return steps over the network; None if nothing is sent, or on GPUs: their lanes share no cores."""
-        if self.machinery.layout.world_size == 1 or self.machinery.device.type != "cpu":
+        if self.machinery.layout.world_size == 1 or not device_of(self.machinery.device).is_cpu:
             return None
         stack = build_stack(self.config, self.machinery)
         named = [(choice.schedule, plan) for choice, plan in zip(choices, self.plans, strict=True)]

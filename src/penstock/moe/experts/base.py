@@ -44,6 +44,13 @@ class Experts(nn.Module, ABC):
         Checkpoints and initial weights know an expert by its number in the whole model.
         """
 
+    @property
+    def stacked(self) -> bool:
+        """Whether a parameter has a dimension that counts experts, as far as the first parameter tells."""
+        for name, parameter in self.named_parameters():
+            return any(part.shape != parameter.shape for _, _, part in self.split(name, parameter.detach()))
+        return True
+
     def guests(self, slots: int) -> Experts:
         """Return experts of this kind for `slots` of other ranks' experts, whose parameters will be brought.
 

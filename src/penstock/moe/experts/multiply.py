@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
+
 LARGE = 1 << 26
 """Number of multiplications from which oneDNN takes less time than MKL although it generates code first: it
 does so for every new number of rows, hence in every step of dropless routing."""
@@ -41,7 +43,7 @@ def put(made: Tensor, out: Tensor, *, add: bool) -> None:
 def is_for_onednn(rows: int, right_KH: Tensor) -> bool:
     """Return whether oneDNN is the faster library for a product of this number of rows with a matrix."""
     large = rows * right_KH.shape[-2] * right_KH.shape[-1] >= LARGE
-    return large and right_KH.dtype == torch.float32 and right_KH.device.type == "cpu" and onednn_is_faster()
+    return large and right_KH.dtype == torch.float32 and device_of(right_KH).is_cpu and onednn_is_faster()
 
 
 @cache

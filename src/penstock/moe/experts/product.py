@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.device import device_of
 from penstock.moe.experts.multiply import is_for_onednn, multiply, put
+from penstock.moe.sizes import ends_of
 
 Product = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 """Multiplies rows [R, M] by weights [E, M, H], given the rows per expert; returns [R, H]."""
@@ -27,11 +29,13 @@ CACHED = 1 << 24
 def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
     """Multiply the rows of every expert by its weight matrix. sizes: rows per expert. Returns [R, H].
 
-    Equal sizes become one batched product, uneven ones PyTorch's grouped product; what the grouped product
-    does not take (float64, rows that are not a multiple of 16 bytes) is multiplied expert by expert. On a CPU
-    large products go expert by expert, too: each by the fastest library, and with a weight cast while in the
-    cache. The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole
-    product is one operator, for any number of rows.
+    Equal sizes become one batched product, uneven ones PyTorch's grouped product, which reads on the device
+    where experts' rows end. What the grouped product does not take (float64, rows that are not a multiple of
+    16 bytes) is multiplied expert by expert, and so is everything on GPUs for which PyTorch has no grouped
+    kernel: its substitute copies the ends to the host and waits, while sizes are known here. On a CPU large
+    products go expert by expert, too: each by the fastest library, and with a weight cast while in the cache.
+    The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole product is
+    one operator, for any number of rows.
     """
     rows_RM = autocast(rows_RM)
     if torch.compiler.is_compiling():
@@ -48,8 +52,7 @@ def _multiplied(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Te
     if len(set(sizes)) == 1:
         return torch.bmm(rows_RM.unflatten(0, (len(sizes), sizes[0])), weight_EMH).flatten(0, 1)
     if rows_RM.dtype in GROUPED_TYPES and _aligned(weight_EMH):
-        ends = torch.tensor(sizes, device=rows_RM.device).cumsum(0).to(torch.int32)
-        product_RH = F.grouped_mm(rows_RM, weight_EMH, offs=ends)
+        product_RH = F.grouped_mm(rows_RM, weight_EMH, offs=ends_of(sizes, rows_RM.device))
         if product_RH.requires_grad:
             product_RH.register_hook(Tensor.contiguous)  # its backward refuses a broadcast gradient
         return product_RH
@@ -68,7 +71,18 @@ def autocast(rows_RM: Tensor) -> Tensor:
 def weight_gradient(
     rows_RM: Tensor, grad_RH: Tensor, sizes: Sequence[int], total_EMH: Tensor, *, add: bool
 ) -> None:
-    """Write rows_e^T grad_e of every expert into `total`, or add it in place."""
+    """Write rows_e^T grad_e of every expert into `total`, or add it in place.
+
+    Where there is a grouped kernel, uneven sizes are one launch too: the rows are the dimension that is
+    summed over.
+    """
+    if has_grouped_kernel(rows_RM) and len(set(sizes)) > 1 and _aligned(rows_RM) and _aligned(grad_RH):
+        made_EMH = F.grouped_mm(rows_RM.t(), grad_RH, offs=ends_of(sizes, rows_RM.device))
+        for expert, size in enumerate(sizes):
+            if size == 0:  # a sum over no rows: whether the kernel writes it is not documented
+                made_EMH[expert].zero_()
+        put(made_EMH, total_EMH, add=add)
+        return
     if len(set(sizes)) == 1 and not _expert_by_expert(rows_RM, total_EMH, sizes):
         shape = (len(sizes), sizes[0])
         rows_EMR, grad_ERH = rows_RM.unflatten(0, shape).transpose(1, 2), grad_RH.unflatten(0, shape)
@@ -169,13 +183,18 @@ def _gradients(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, Tensor | None,
 _as_operator.register_autograd(_gradients, setup_context=_save)
 
 
+def has_grouped_kernel(rows_RM: Tensor) -> bool:
+    """Return whether PyTorch multiplies such rows with a grouped kernel on their device."""
+    return device_of(rows_RM).has_grouped_kernel(rows_RM.device, rows_RM.dtype)
+
+
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:
-    if rows_RM.device.type != "cpu":
-        return False
+    if not device_of(rows_RM).is_cpu:
+        return len(set(sizes)) > 1 and not has_grouped_kernel(rows_RM)
     if rows_RM.dtype != weight_EMH.dtype:
         return weight_EMH.numel() > CACHED
     return is_for_onednn(max(sizes), weight_EMH)
 
 
-def _aligned(weight_EMH: Tensor) -> bool:
-    return all(size * weight_EMH.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in weight_EMH.shape[1:])
+def _aligned(factor: Tensor) -> bool:
+    return all(size * factor.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in factor.shape[1:])

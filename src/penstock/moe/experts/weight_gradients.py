@@ -19,11 +19,36 @@ from torch.autograd.function import once_differentiable
 from penstock.moe.experts.product import CACHED, autocast, grouped_product, weight_gradient
 
 
+class ComputeCopies:
+    """Weights in the type in which a step computes: one copy of each, for all its products.
+
+    Without it every slice of every microbatch casts all local experts, and autograd keeps each cast for
+    backward: with 4 microbatches of 2 slices eight copies of two bytes per weight. One costs two bytes per
+    weight until the step ends, and one pass over the weights.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[int, Tensor]] = {}
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight in this type, without its history; made again if the weight has changed."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        version, copy = self._copies.get(id(weight), (-1, None))
+        if copy is None or version != weight._version or copy.dtype != dtype:
+            copy = weight.detach().to(dtype)
+            self._copies[id(weight)] = weight._version, copy
+        return copy
+
+
 class AutogradWeights:
-    """Weight gradients that come with the input gradients."""
+    """Weight gradients that come with the input gradients. copies: of weights, where a step keeps them."""
+
+    def __init__(self, copies: ComputeCopies | None = None) -> None:
+        self.copies = copies
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-        if autograd_is_faster(rows_RM, weight_EMH):
+        if self.copies is None and autograd_is_faster(rows_RM, weight_EMH):
             return grouped_product(rows_RM, weight_EMH, sizes)
         return _product(rows_RM, weight_EMH, sizes, self)
 
@@ -38,11 +63,12 @@ class AutogradWeights:
 class WeightGradients:
     """Weight gradients that are deferred: their factors are kept until `compute` is called.
 
-    at_once: ids of weights that cannot wait, since their gradients are reduced before this layer's.
+    at_once: ids of weights that cannot wait, since their gradients are reduced before this layer's. copies:
+    of weights, where a step keeps them.
     """
 
-    def __init__(self, at_once: frozenset[int] = frozenset()) -> None:
-        self._at_once = at_once
+    def __init__(self, at_once: frozenset[int] = frozenset(), copies: ComputeCopies | None = None) -> None:
+        self._at_once, self.copies = at_once, copies
         self._pending: list[tuple[Tensor, Tensor, Tensor, Sequence[int]]] = []
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -78,9 +104,10 @@ class _WeightApart(torch.autograd.Function):
         turned: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows_RM)
-        ctx.weight_EMH, ctx.sizes, ctx.store = weight_EMH.detach(), sizes, store
+        ctx.weight_EMH = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
+        ctx.sizes, ctx.store = sizes, store
         ctx.parameter, ctx.turned, ctx.version = parameter, turned, parameter._version
-        return grouped_product(rows_RM, weight_EMH, sizes)
+        return grouped_product(rows_RM, ctx.weight_EMH, sizes)
 
     @staticmethod
     @once_differentiable
@@ -94,7 +121,7 @@ class _WeightApart(torch.autograd.Function):
             )
         grad_EMH = None
         if _has_hooks(ctx.parameter):
-            grad_EMH = torch.empty_like(ctx.weight_EMH, memory_format=torch.contiguous_format)
+            grad_EMH = ctx.parameter.new_empty(ctx.weight_EMH.shape)
             weight_gradient(rows_RM, grad_RH, ctx.sizes, grad_EMH, add=False)
         else:
             factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
@@ -104,24 +131,36 @@ class _WeightApart(torch.autograd.Function):
 
 
 def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
-    """Return whether autograd is faster: on a GPU (not measured), on a CPU for small weights that are cast.
-
-    Where a small weight is cast, autograd keeps the copy for backward.
-    """
+    """Return whether autograd is faster, which keeps the copy of a weight that it casts: for small ones that
+    are."""
     is_cast = autocast(rows_RM).dtype != weight_EMH.dtype
-    return rows_RM.device.type != "cpu" or (is_cast and weight_EMH.numel() <= CACHED)
+    return is_cast and weight_EMH.numel() <= CACHED
 
 
 def _product(
     rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int], store: AutogradWeights | WeightGradients
 ) -> Tensor:
     parameter = _parameter_of(weight_EMH)
-    if not parameter.is_leaf or not parameter.requires_grad or _has_hooks(parameter):
+    if parameter.is_leaf and not parameter.requires_grad:  # frozen: a copy without its history serves as well
+        kept = _to_compute_with(weight_EMH, parameter, autocast(rows_RM).dtype, store.copies)
+        return grouped_product(rows_RM, kept, sizes)
+    if not parameter.is_leaf or _has_hooks(parameter):
         return grouped_product(rows_RM, weight_EMH, sizes)
     out_RH: Tensor = _WeightApart.apply(
         autocast(rows_RM), weight_EMH, sizes, store, parameter, parameter is not weight_EMH
     )
     return out_RH
+
+
+def _to_compute_with(
+    weight_EMH: Tensor, parameter: Tensor, dtype: torch.dtype, copies: ComputeCopies | None
+) -> Tensor:
+    """Return the weight that products read, without history. parameter: the weight, or its matrices
+    transposed."""
+    if copies is None:
+        return weight_EMH.detach()
+    copy = copies.of(parameter, dtype)
+    return copy if parameter is weight_EMH else copy.transpose(1, 2)
 
 
 def _has_hooks(parameter: Tensor) -> bool:

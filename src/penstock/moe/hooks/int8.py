@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.moe.config import int8_row_bytes
 
 STEPS = 127
@@ -64,7 +65,7 @@ def _scales(rows_RM: Tensor) -> Tensor:
 
 def _round(rows_RM: Tensor, inverse_R1: Tensor, out_RM: Tensor) -> None:
     """Write rows / scale, rounded to the nearest whole number, as bytes."""
-    rows = max(1, BLOCK // rows_RM.shape[1]) if rows_RM.device.type == "cpu" else max(1, len(rows_RM))
+    rows = max(1, BLOCK // rows_RM.shape[1] if device_of(rows_RM).is_cpu else len(rows_RM))
     scratch = rows_RM.new_empty(min(rows, len(rows_RM)), rows_RM.shape[1])
     parts = zip(rows_RM.split(rows), inverse_R1.split(rows), out_RM.split(rows), strict=True)
     for part, inverse, out in parts:

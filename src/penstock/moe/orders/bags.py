@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device import device_of
+
 
 @dataclass(frozen=True)
 class Bags:
@@ -52,7 +54,7 @@ def fill_bags(bag_N: Tensor, index_N: Tensor, bags: int, kept: int | None) -> tu
 
 def stable_argsort(values: Tensor, largest: int) -> Tensor:
     """Return `values.argsort(stable=True)` for integers from 0 to `largest`."""
-    if values.device.type == "cpu" and largest <= torch.iinfo(torch.int16).max:
+    if device_of(values).is_cpu and largest <= torch.iinfo(torch.int16).max:
         # For 16 bits NumPy sorts by counting, which is four times as fast as by comparison.
         return torch.from_numpy(values.to(torch.int16).numpy().argsort(kind="stable"))
     return values.argsort(stable=True)

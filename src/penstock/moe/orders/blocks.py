@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from penstock.moe.sizes import reordered
 
 
 def by_expert(rows_RM: Tensor, received: Sequence[Sequence[int]]) -> Tensor:
@@ -22,5 +23,5 @@ def _transpose_blocks(rows_RM: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor
     outer, inner = len(sizes), len(sizes[0])
     if outer == 1 or inner == 1:  # already in the wanted order: no copy
         return rows_RM
-    blocks = rows_RM.split([size for row in sizes for size in row])
-    return torch.cat([blocks[o * inner + i] for i in range(inner) for o in range(outer)])
+    flat = [size for row in sizes for size in row]
+    return reordered(rows_RM, flat, [o * inner + i for i in range(inner) for o in range(outer)])

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.moe.orders.bags import Bags, fill_bags
 
 
@@ -144,7 +145,7 @@ class _Give(torch.autograd.Function):
 
 
 def _is_for_pairs(rows_RM: Tensor) -> bool:
-    return rows_RM.device.type == "cpu" and rows_RM.dtype in (torch.float32, torch.float64)
+    return device_of(rows_RM).is_cpu and rows_RM.dtype in (torch.float32, torch.float64)
 
 
 def _products(rows_RM: Tensor, grad_TM: Tensor, plan: RowPlan) -> Tensor:

@@ -1,4 +1,7 @@
-"""Refusals of what cannot be done with a stack, with what to do instead."""
+"""Refusals of what cannot be done with a stack, with what to do instead.
+
+Messages say "a scheduled model": who has called `penstock.parallelize` has never seen the stack inside.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
 def refuse_data_parallel() -> NoReturn:
     """Raise TypeError: DistributedDataParallel around a stack would average gradients a second time."""
     raise TypeError(
-        "a PipelinedStack needs no DistributedDataParallel or DataParallel: when loss.backward() returns, "
-        "every gradient is synchronised already. Use the stack as it is."
+        "a scheduled model needs no DistributedDataParallel or DataParallel: when loss.backward() returns, "
+        "every gradient is synchronised already. Use the model as it is."
     )
 
 
@@ -39,17 +42,9 @@ def check_not_sharded(model: nn.Module) -> None:
     taken = any(getattr(module, "_is_fsdp_managed_module", False) for module in model.modules())
     if taken or any(id(parameter) in gathered for parameter in model.parameters()):
         raise TypeError(
-            "a PipelinedStack places and reduces its parameters itself: FSDP or replicate around it would "
+            "a scheduled model's steps place and reduce its parameters: FSDP or replicate around it would "
             "reduce gradients a second time. Wrap the other modules only, each by itself."
         )
-
-
-def refuse_pickle() -> NoReturn:
-    """Raise TypeError: the threads and process groups of a stack belong to this process."""
-    raise TypeError(
-        "a PipelinedStack cannot be pickled: it runs on threads and process groups of this process. Save "
-        "stack.state_dict() (or pickle stack.model) and build a new stack; copy.deepcopy(stack) works."
-    )
 
 
 def raise_replaced(name: str) -> NoReturn:
@@ -70,8 +65,8 @@ def check_no_checkpoint() -> None:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if recomputes or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"):
         raise RuntimeError(
-            "torch.utils.checkpoint around a whole PipelinedStack would run its transfers again in the "
-            "middle of backward. Put it around modules inside the blocks, such as block.attention."
+            "torch.utils.checkpoint around a whole scheduled model would run its transfers again in the "
+            "middle of backward. Put it around modules inside the layers, such as their attention."
         )
 
 
@@ -82,9 +77,9 @@ def check_no_second_derivative() -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True) of a PipelinedStack's loss: a step sums finished gradients over "
+            "backward(create_graph=True) of a scheduled model's loss: a step sums finished gradients over "
             "ranks, which have no graph, so they cannot be differentiated again. Call backward() without "
-            "create_graph, and take second derivatives of the model alone, outside of the stack"
+            "create_graph, and take second derivatives of the model outside of its steps"
         )
 
 

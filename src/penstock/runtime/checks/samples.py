@@ -1,21 +1,24 @@
-"""The check that ranks sharing attention work on the same samples, and that, where none share it, all ranks
-minimise the same loss, without an exchange of its own.
+"""The check that ranks sharing attention work on the same samples, and that all ranks minimise the same loss,
+without an exchange of its own.
 
-The marks of samples stand beside those of parameters (`checks.marks`) in the sums of the statistics task,
-weighted so that they cancel where the ranks of every group agree.
+The mark of samples stands beside those of values (`checks.marks`) in the sums of the statistics task,
+weighted so that it cancels where the ranks of every group agree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
-from penstock.runtime.checks.marks import weight_among
+from penstock.runtime.checks.marks import LOSS, SAMPLES, TRAINING
+from penstock.runtime.checks.values import weight_among
 from penstock.runtime.handlers import Batch
 from penstock.runtime.parts import ModelParts
 from penstock.topology import Control, Layout
@@ -23,27 +26,38 @@ from penstock.topology import Control, Layout
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
-def with_samples(marks: Tensor, batch: Batch, layout: Layout, terms: int) -> Tensor:
-    """Return `marks` with this rank's samples as the last mark; where no ranks share attention, with `terms`,
-    a whole number of the terms of its loss."""
-    if layout.mp_size == 1:
-        of_terms = float(weight_among(Group.WORLD, layout) * terms)
-        return torch.cat([marks[:-1], marks.new_full((1,), of_terms)])
-    of_samples = weight_among(Group.TENSOR, layout) * _mark(batch).to(marks)
-    return torch.cat([marks[:-1], of_samples.view(1)])
+def fact_of_loss(terms: int, seed: int, layout: Layout) -> float:
+    """Return what this rank adds to the sum of LOSS. terms: a number of the terms of its loss.
 
-
-def check_samples(total: Tensor, layout: Layout) -> None:
-    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples or losses differ.
-
-    Never raises where a transport sums nothing.
+    seed: of dropout, which ranks that share attention must draw alike; others may have seeds of their own.
     """
-    if float(total[0]) == layout.world_size and float(total[-1]) != 0:
-        if layout.mp_size == 1:
-            raise ValueError(
-                "ranks were asked for different losses: coefficients of the balance and z terms, and the "
-                "number by which token losses are divided (num_items_in_batch), must be alike on all"
-            )
+    known = crc32(f"{terms} {seed if layout.mp_size > 1 else None}".encode())
+    return float(weight_among(Group.WORLD, layout) * known)
+
+
+def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
+    """Return what this rank adds to the sum of SAMPLES, where ranks share attention."""
+    return weight_among(Group.TENSOR, layout) * _mark(batch).double()
+
+
+def check_losses(facts: Sequence[float]) -> None:
+    """Raise ValueError, the same on all ranks, if these sums of facts say that passes or losses differ."""
+    if facts[TRAINING]:
+        raise ValueError(
+            "some ranks train on a batch that others only evaluate, and would wait for them in backward: "
+            "call train() or eval() of the model on all ranks alike, and use torch.no_grad() on all or none"
+        )
+    if facts[LOSS]:
+        raise ValueError(
+            "ranks were asked for different losses: coefficients of the balance and z terms, the number by "
+            "which token losses are divided (num_items_in_batch) and, where ranks share attention, the seed "
+            "of dropout must be alike on all"
+        )
+
+
+def check_samples(sums: Sequence[float], layout: Layout) -> None:
+    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ."""
+    if sums[SAMPLES]:
         raise ValueError(
             f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
             "ranks of a group the same tokens, labels, sample_ids_B, valid_BL and documents_BL: those of "
@@ -67,6 +81,26 @@ def check_tensors(
     if ids_B is not None and (ids_B.shape != tokens_BL.shape[:1] or ids_B.dtype != torch.int64):
         given = f"{ids_B.dtype} {list(ids_B.shape)}"
         raise ValueError(f"sample_ids_B must be int64 [{len(tokens_BL)}], one for each sample, not {given}")
+
+
+def check_vocabulary(what: str, numbers: Tensor, vocabulary: int, besides: int | None = None) -> None:
+    """Raise IndexError unless all numbers are of the vocabulary, or `besides`.
+
+    what: the numbers, in words. On a GPU the host would have to wait, so the device itself compares them. It
+    prints the message to standard error and stops, as in an embedding of PyTorch. The host learns of it when
+    it waits for the device next (`CUDA error: device-side assert triggered`). By then nothing on the device
+    has gone on, so no update uses the step.
+    """
+    known = (numbers >= 0) & (numbers < vocabulary)
+    if besides is not None:
+        known |= numbers == besides
+    where = f"0 to {vocabulary - 1}" + ("" if besides is None else f", or {besides} for none")
+    if device_of(numbers).is_gpu:
+        # The device keeps messages of less than 255 characters.
+        torch._assert_async(known.all(), f"{what} is out of bounds: the vocabulary is {where}")
+    elif not known.all():
+        found = int(numbers[~known][0])
+        raise IndexError(f"{what} {found} is out of bounds: the vocabulary is {where}")
 
 
 def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
@@ -102,20 +136,21 @@ def with_documents(samples: Samples, documents_BL: Tensor | None, parts: ModelPa
             f"documents_BL must be int64 and as large as tokens_BL, {list(tokens_BL.shape)}, not "
             f"{documents_BL.dtype} {list(documents_BL.shape)}: where the document of every token begins"
         )
-    if documents_BL is not None and not _are_beginnings(documents_BL):
-        raise ValueError(
+    if documents_BL is not None:
+        device_of(documents_BL).check(
+            _are_beginnings(documents_BL),
             "documents_BL must hold, for every token, the place in its sample where its document begins: "
-            "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else"
+            "0, 0, 0, 3, 3 for documents of three and two tokens. Numbers of documents are something else",
         )
     return replace(samples, documents_BL=documents_BL)
 
 
-def _are_beginnings(documents_BL: Tensor) -> bool:
+def _are_beginnings(documents_BL: Tensor) -> Tensor:
     """Return whether every place says its own number or that of the place before, and the first says 0."""
     places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     begins_BL = documents_BL == places_L
     goes_on_BL = documents_BL[:, 1:] == documents_BL[:, :-1]
-    return bool(begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all())
+    return begins_BL[:, :1].all() & (begins_BL[:, 1:] | goes_on_BL).all()
 
 
 def _mark(batch: Batch) -> Tensor:

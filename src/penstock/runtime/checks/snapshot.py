@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+T = TypeVar("T")
 Kind = tuple[bool, torch.dtype, torch.Size, torch.device]
 
 
@@ -22,12 +23,34 @@ class Snapshot:
         self._models = models
         self._tree = _tree(models)
         self._kinds = _kinds(self._tree)
+        self.modules = _each_once(self._tree, nn.Module)
+        self.parameters = _each_once(self._tree, nn.Parameter)
 
     def holds(self) -> bool:
         """Return whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
         tree = _tree(self._models)
-        same = len(tree) == len(self._tree) and all(map(is_, tree, self._tree))
-        return same and _kinds(tree) == self._kinds
+        return _are_same(tree, self._tree) and _kinds(tree) == self._kinds
+
+    def has_same_modules(self) -> bool:
+        """Return whether no module or parameter was added, removed or replaced since."""
+        return _are_same(_tree(self._models), self._tree)
+
+    def buffers(self) -> list[Tensor]:
+        """Return the present buffers of all modules."""
+        return [b for module in self.modules for b in module._buffers.values() if b is not None]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return a parameter's first name in the models."""
+        named = (pair for model in self._models for pair in model.named_parameters())
+        return next((name for name, each in named if each is parameter), "a parameter that was replaced")
+
+
+def _are_same(tree: list[Any], other: list[Any]) -> bool:
+    return len(tree) == len(other) and all(map(is_, tree, other))
+
+
+def _each_once(tree: list[Any], kind: type[T]) -> list[T]:
+    return list({id(each): each for each in tree if isinstance(each, kind)}.values())
 
 
 def _tree(models: Sequence[nn.Module]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,19 +12,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.device import device_of, device_of_backend
 from penstock.dispatch import Dispatch
 from penstock.mesh import Group
 from penstock.moe.layer import MoELayer
 from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
-from penstock.runtime.expert_parallel.alike import fingerprint, require_alike
+from penstock.partial_state import refuse_pickle
+from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
 from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
-from penstock.runtime.transport.legs import exchange_counts, send_home, send_out
-from penstock.topology import INTER_GROUPS, Layout, ParallelConfig
+from penstock.runtime.transport.legs import HostCounts, Later, exchange_counts, send_home, send_out
+from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig
 
 
 class ExpertParallel:
@@ -62,13 +64,22 @@ class ExpertParallel:
             )
         parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
         self.layout = Layout.build(parallel, dist.get_world_size(), dist.get_rank(), num_experts)
-        self._device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+        self._device = device_of_backend(dist.get_backend_config())
         inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
         self._transport: Transport = build_transport(
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)
         )
         self._ranks = ExpertRanks(self.layout, self._transport, self._device)
+        watch_optimizers()
+        self._control = Control(self.layout.rank, self.layout.world_size)
         self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
+
+    def close(self) -> None:
+        """End the connections to the other ranks and the threads that wait for these.
+
+        Its layers cannot run afterwards. The process group with which it was built goes on.
+        """
+        self._transport.close()
 
     @property
     def ep_size(self) -> int:
@@ -87,12 +98,18 @@ class ExpertParallel:
             self.layout.require_nodes("dispatch", dispatch.name)
         return route_maker(dispatch, self.layout.place, order)
 
-    def routes(self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker) -> Routes:
+    def routes(
+        self, plan: OrderPlan, num_local_experts: int, maker: RouteMaker, experts: nn.Module
+    ) -> Routes:
+        guard = self._guard_of(experts)
         if plan.slots is not None:
             self._require_equal_slots(plan.slots[0])
+            guard.judge_change()
             return maker.even(plan.slots, num_local_experts)
         assert plan.counts_CN is not None
-        return exchange_counts(plan.counts_CN, maker, self._transport).value
+        routes = Later.of(exchange_counts(plan.counts_CN, maker, self._transport))
+        guard.judge()  # what was summed before the counts has arrived with them
+        return routes
 
     def to_experts(self, rows: Tensor, route: ChunkRoute) -> Tensor:
         moved: Tensor = _Travel.apply(rows, route, self._transport, True)
@@ -123,25 +140,23 @@ class ExpertParallel:
         return total
 
     def sum_of_alike(
-        self, tensor: Tensor, experts: nn.Module, parameters: Iterable[Tensor], rows: Tensor
+        self, tensor: Tensor, experts: nn.Module, parameters: Mapping[str, Tensor], rows: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the sum of `tensor` over ranks, and the rows to send; compare layers and parameters in the
-        same exchange.
+        """Return the sum of `tensor` over ranks, and the rows to send; compare layers and values in the same
+        exchange.
 
-        Parameters are compared where no device has to be waited for: on a GPU `clip_grad_norm_` finds most
-        differences. Whether other ranks need gradients is read only by a rank that needs none itself.
+        On a GPU what is compared is read later, with the counts of rows, or in the next forward. Whether
+        other ranks need gradients is read at once, by a rank that needs none itself.
         """
-        guard, size, waits = self._guard_of(experts), len(tensor), self._device.type == "cuda"
+        guard, size, late = self._guard_of(experts), len(tensor), device_of(self._device).is_gpu
         needs = rows.requires_grad or any(parameter.requires_grad for parameter in experts.parameters())
-        compared = [guard.marks, tensor.new_full((1,), needs)]
-        if not waits:  # a copy of the host's zeros would wait, too
-            compared.append(fingerprint(parameters if torch.is_grad_enabled() else ()))
-        total = self.sum_over_ranks(torch.cat([tensor, *(each.to(tensor) for each in compared)]))
-        guard.judge(total[size : size + 2], waits=waits)
-        if not waits:
-            require_alike(total[size + 3 :], self.layout.world_size)
+        marks = guard.marks(experts, parameters, seldom=late)
+        total = self.sum_over_ranks(torch.cat([tensor, tensor.new_full((1,), needs), marks.to(tensor)]))
+        guard.unread = HostCounts(total[size + 1 :])
+        if not late:
+            guard.judge()
         if not rows.requires_grad and self.ep_size > 1 and torch.is_grad_enabled():
-            rows = rows.detach().requires_grad_(needs or bool(total[size + 2]))
+            rows = rows.detach().requires_grad_(needs or bool(total[size]))
         return total[:size], rows
 
     def finish_gradient(self, gradient: Tensor) -> Tensor:
@@ -166,7 +181,7 @@ class ExpertParallel:
 
     def _guard_of(self, experts: nn.Module) -> ExpertGuard:
         if experts not in self._guards:
-            self._guards[experts] = ExpertGuard(self._ranks)
+            self._guards[experts] = ExpertGuard(experts, self._ranks, self._control)
         return self._guards[experts]
 
     def _require_equal_slots(self, slots: int) -> None:
@@ -174,7 +189,7 @@ class ExpertParallel:
 
         Gloo does not always notice if sizes differ. Checked where no device has to be waited for.
         """
-        if self._device.type == "cuda":
+        if device_of(self._device).is_gpu:
             return
         sums = torch.tensor([slots, slots**2])
         self._transport.all_reduce(sums, Group.EXPERT)
@@ -190,6 +205,9 @@ class ExpertParallel:
         """Return this very object: a copied layer talks to the same ranks through the same groups."""
         del memo
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return refuse_pickle("an MoELayer with ExpertParallel")
 
 
 def ignore_experts(model: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.runtime.expert_parallel.alike import MODULUS, are_alike
+from penstock.mesh import Group
+from penstock.moe.experts.base import Experts
+from penstock.runtime.checks.values import MODULUS, Replicated, compare, fingerprint, is_due, weight_among
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
+from penstock.runtime.transport.legs import HostCounts
+from penstock.topology import CommunicationError, Control
 
 DESCRIBED_BYTES = 4096
 MOST_KNOWN = 16
@@ -48,6 +52,14 @@ TENSOR_PARALLEL = (
     f"{_ANEW}, and leave experts out: ignored_params=penstock.expert_parameters(model) of fully_shard, no "
     "entry in the plan of parallelize_module"
 )
+NOT_AVERAGED = (
+    "Gradients were not averaged over the ranks that train together, or were scaled differently. Average "
+    "those of what all ranks share (DistributedDataParallel(penstock.ignore_experts(model)), and call what "
+    "it returns; or fully_shard), and clip with penstock.clip_grad_norm_(model, ...): "
+    "torch.nn.utils.clip_grad_norm_ finds another norm on every rank. Trainer of Hugging Face calls that by "
+    "default: set max_grad_norm=0 and clip in a callback, as docs/integrations.md shows. Scale losses by "
+    "ShardedGradScaler: with torch.amp.GradScaler some ranks leave out steps that others take"
+)
 DATA_PARALLEL = (
     "torch.nn.DataParallel runs copies of the layer in threads of one process, and experts on several ranks "
     "need a process per device: use DistributedDataParallel(penstock.ignore_experts(model))"
@@ -56,31 +68,52 @@ DATA_PARALLEL = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """The facts that ranks must have alike, in words, and as numbers for a sum."""
+    """The facts that ranks must have alike, in words, and as a number [1] that cancels in a sum over them."""
 
     words: tuple[str, ...]
-    marks: Tensor
+    mark: Tensor
 
 
 class ExpertGuard:
-    """Watches the experts of one layer. `adopt` them first and whenever they may have been replaced."""
+    """Watches the experts of one layer. `adopt` them first and whenever they may have been replaced.
 
-    def __init__(self, ranks: ExpertRanks) -> None:
-        self._ranks = ranks
+    unread: the sum of all ranks' `marks` of the last forward, until it is judged.
+    """
+
+    def __init__(self, experts: nn.Module, ranks: ExpertRanks, control: Control) -> None:
+        self._ranks, self._control = ranks, control
+        self.unread: HostCounts | None = None
+        self._replicated: list[Replicated] = []
+        self._steps = 0
         self._names: set[str] = set()
+        plain = isinstance(experts, Experts) and not any(map(is_dtensor, experts.parameters()))
+        self._stacked = not plain or bool(experts.stacked)
         self._cleared: weakref.ref[DistributedDataParallel] | None = None
         self._known: dict[object, _Layer] = {}
-        self._now = self._agreed = _Layer((), torch.zeros(2, dtype=torch.float64))
+        self._now = self._agreed = _Layer((), torch.zeros(1, dtype=torch.float64))
 
     def adopt(self, experts: nn.Module) -> None:
         """Take these parameters, of these names, as this rank's experts."""
         self._names = {name for name, _ in experts.named_parameters()}
-        mark_experts((p for p in experts.parameters() if not is_dtensor(p)), self._ranks)
+        self._mark(p for p in experts.parameters() if not is_dtensor(p))
 
-    @property
-    def marks(self) -> Tensor:
-        """The layer as it was checked last: a number below `MODULUS` and its square, float64 [2]."""
-        return self._now.marks
+    def marks(self, experts: nn.Module, parameters: Mapping[str, Tensor], *, seldom: bool) -> Tensor:
+        """Return what this rank adds to a sum: a one, the layer as it was checked last, values, float64 [3].
+
+        The values are those of `parameters`, and at times those of experts that have replicas. seldom: of
+        both at times only, since it takes time to launch what reads them.
+        """
+        layout, device = self._ranks.layout, self._ranks.device
+        values = torch.zeros((), dtype=torch.float64, device=device)
+        named = {f"experts.{name}": parameter for name, parameter in experts.named_parameters()}
+        gate, replicas = Replicated(Group.WORLD, parameters), Replicated(Group.EXPERT_REPLICAS, named)
+        self._replicated = [gate, replicas] if layout.edp_size > 1 else [gate]
+        if torch.is_grad_enabled():
+            due = is_due(self._steps)
+            self._steps += 1
+            if due or not seldom:
+                values = fingerprint(self._replicated if due else [gate], layout, device)
+        return torch.cat([torch.ones_like(self._now.mark), self._now.mark, values.view(1)])
 
     def check(self, experts: nn.Module, x: Tensor, parts: str, *, first: bool) -> None:
         """Check the layer before a forward. x: the tokens. parts: the layer's parts, in words separated by
@@ -88,30 +121,55 @@ class ExpertGuard:
 
         Raises ValueError if something else manages the experts. The first time ranks also compare their
         layers, in an exchange of 8 bytes per rank: nothing else is sure to be of one size. Later a rank's
-        layer may have changed alone, so no exchange may depend on what this rank sees: `judge` compares.
+        layer may have changed alone, so no exchange may depend on what this rank sees: `judge` compares. It
+        is called here for a forward that could not read its sums.
         """
+        self.judge()
         self._refuse_owner(experts)
         _refuse_place(experts, x, self._ranks)
-        mark_experts(experts.parameters(), self._ranks)  # a copy and what replaced a parameter have no mark
+        self._mark(experts.parameters())  # a copy of a parameter, and what replaced one, have no mark
         self._now = self._look(experts, x, parts)
         if first:
             _require_equal(self._now.words, self._ranks)
             self._agreed = self._now
 
-    def judge(self, total: Tensor, *, waits: bool) -> None:
-        """Raise ValueError, on every rank, unless all have the same layer. total: the sum of all `marks`.
+    def judge(self) -> None:
+        """Judge the sum of all marks, once; every rank does, at the same point.
 
-        waits: whether reading the sum makes the host wait; then only a rank whose layer has changed reads it,
-        alone. A change is one against the forward before, so ranks that go back and forth (with and without
-        gradients, as reentrant checkpointing does) wait in every forward: remembering all that was ever
-        agreed on would miss a rank that goes back alone.
+        Raises ValueError unless all have the same layer, ParameterMismatchError unless they hold the same
+        values, CommunicationError if the sum is not of all ranks.
         """
-        changed = self._now.words != self._agreed.words
-        if (changed or not waits) and not are_alike(total, self._ranks.layout.world_size):
-            if waits:
-                raise ValueError(_changed(self._now.words, self._agreed.words, self._ranks.layout.rank))
+        if self.unread is None:
+            return
+        (ranks, layer, values), self.unread = self.unread.numbers.tolist(), None
+        if ranks != self._ranks.layout.world_size:
+            raise CommunicationError(
+                f"a sum over {self._ranks.layout.world_size} ranks counts {ranks:g}: what a rank sent was "
+                "lost or counted twice. Look for a fault of the transport; begin again from a checkpoint"
+            )
+        if layer:
             _require_equal(self._now.words, self._ranks)
         self._agreed = self._now
+        if values:
+            compare(self._replicated, self._ranks.layout, self._control, self._steps, NOT_AVERAGED)
+
+    def judge_change(self) -> None:
+        """Raise ValueError if this rank's layer has changed since its last forward, and not all others'.
+
+        For a forward in which the host waits for nothing, so that others read the sum in the next one. Only a
+        rank whose layer has changed reads it now, alone, since its rows would be misread. A change is one
+        against the forward before, so ranks that go back and forth (with and without gradients, as reentrant
+        checkpointing does) wait in every forward: remembering all that was ever agreed on would miss a rank
+        that goes back alone.
+        """
+        if self.unread is None or self._now.words == self._agreed.words:
+            return
+        if self.unread.numbers.tolist()[1]:
+            raise ValueError(_changed(self._now.words, self._agreed.words, self._ranks.layout.rank))
+        self._agreed = self._now
+
+    def _mark(self, parameters: Iterable[Tensor]) -> None:
+        mark_experts(parameters, self._ranks, stacked=self._stacked)
 
     def _refuse_owner(self, experts: nn.Module) -> None:
         if getattr(experts, "_is_replica", False):
@@ -170,7 +228,7 @@ class ExpertGuard:
             ]
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = _Layer(tuple(words), _marks(words, self._ranks.device))
+            self._known[key] = _Layer(tuple(words), _mark(words, self._ranks))
         return self._known[key]
 
 
@@ -236,10 +294,10 @@ def _changed(now: Sequence[str], before: Sequence[str], rank: int) -> str:
     )
 
 
-def _marks(words: Sequence[str], device: torch.device) -> Tensor:
-    """Return the hash of the words and its square, made once on the device where the sum is made."""
-    mark = _digest(", ".join(words)) % MODULUS
-    return torch.tensor([mark, mark**2], dtype=torch.float64, device=device)
+def _mark(words: Sequence[str], ranks: ExpertRanks) -> Tensor:
+    """Return the weighted hash of the words, [1], made once on the device where the sum is made."""
+    mark = weight_among(Group.WORLD, ranks.layout) * (_digest(", ".join(words)) % MODULUS)
+    return torch.tensor([mark], dtype=torch.float64, device=ranks.device)
 
 
 def _digest(text: str) -> int:

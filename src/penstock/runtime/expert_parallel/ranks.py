@@ -10,7 +10,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from penstock.runtime.transport import Transport
 from penstock.sharding import sharding_of
 from penstock.topology import Layout
 
-MARK, PARTS_MARK = "penstock_ranks", "penstock_ranks_of_parts"
+MARK, PARTS_MARK, STACKED_MARK = "penstock_ranks", "penstock_ranks_of_parts", "penstock_stacked"
 _numbers = itertools.count()
 
 
@@ -59,11 +59,15 @@ class ExpertRanks:
         return OrderedDict, ()
 
 
-def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks) -> None:
-    """Mark these parameters with their experts' ranks, and with the tag that Megatron and DeepSpeed use."""
+def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks, *, stacked: bool = True) -> None:
+    """Mark these parameters with their experts' ranks, and with the tag that Megatron and DeepSpeed use.
+
+    stacked: whether one parameter has the weights of several experts.
+    """
     for parameter in parameters:
         parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         setattr(parameter, MARK, ranks)
+        setattr(parameter, STACKED_MARK, stacked)
 
 
 def ranks_of(parameter: Tensor) -> ExpertRanks | None:
@@ -104,6 +108,24 @@ def ranks_of_parts(parameter: Tensor) -> ExpertRanks | None:
             "the others is not known: pass the stack that it belongs to"
         )
     return ranks
+
+
+Whole = Literal["tensor", "model"]
+
+
+def share_of(parameter: Tensor, *, whole: Whole) -> str:
+    """Return of what this parameter is only a share, in words; "" where this rank has all of it.
+
+    whole: what must be there: the tensor that the parameter is on one process, or the model.
+    """
+    if (sharding := sharding_of(parameter)) is not None:
+        return f"one of {sharding.count} parts of a tensor"
+    ranks = getattr(parameter, MARK, None)
+    if not isinstance(ranks, ExpertRanks) or ranks.layout.ep_size == 1:
+        return ""
+    if whole == "tensor" and not getattr(parameter, STACKED_MARK, True):
+        return ""
+    return f"the experts of one of {ranks.layout.ep_size} ranks"
 
 
 def is_marked(parameter: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.cost.workload import part_sizes
 from penstock.ops import Op
+from penstock.runtime.sharded.stand_in import InShares, give_up_stand_ins, has_gradient
 
 
 class FlatGradients:
@@ -160,17 +161,21 @@ class _Values:
 class ScatteredGradients(FlatGradients):
     """Gradients of which every rank keeps the sum of its share alone, for an optimiser that owns the shares.
 
-    No parameter has a gradient after a backward pass: some parts of the buffer hold the sum, others what this
-    rank has added.
+    No parameter has a gradient after a backward pass, but a stand-in that refuses to be used: some parts of
+    the buffer hold the sum, others what this rank has added.
     """
 
     _compares_values = False  # the optimiser itself may update parameters while backward runs
+
+    def __init__(self, parameters: Sequence[nn.Parameter], share: float = 1.0) -> None:
+        super().__init__(parameters, share)
+        self._stand_ins = [InShares.of(parameter) for parameter in self.parameters]
 
     def check(self) -> None:
         """Raise RuntimeError also for a parameter that has a gradient, or was frozen since forward."""
         super().check()
         for parameter in self.parameters:
-            if parameter.grad is not None or not parameter.requires_grad:
+            if has_gradient(parameter) or not parameter.requires_grad:
                 problem = "has a gradient" if parameter.requires_grad else "was frozen after the forward pass"
                 raise RuntimeError(
                     f"a parameter of shape {list(parameter.shape)} {problem}, and its gradients are summed "
@@ -182,10 +187,13 @@ class ScatteredGradients(FlatGradients):
         """Take the gradients away; return parameters that something else has used in the pass."""
         replaced = self._changed()
         replaced += [p for p, view in zip(self.parameters, self._views, strict=True) if p.grad is not view]
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._stand_in()
         self._views, self._before = [], []
         return replaced
+
+    def _stand_in(self) -> None:
+        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+            parameter.grad = stand_in if parameter.requires_grad else None
 
 
 class ReleasedGradients(ScatteredGradients):
@@ -207,17 +215,18 @@ class ReleasedGradients(ScatteredGradients):
                 )
 
     def begin(self) -> None:
-        """Do nothing: autograd makes every gradient."""
+        """Leave the parameters without gradients: autograd makes every one."""
+        give_up_stand_ins(self.parameters)
 
     def finish(self) -> list[nn.Parameter]:
         """Free gradients that no sum has freed."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        self._stand_in()
         return []
 
     def abandon(self) -> None:
-        """Free gradients as `finish` does: before a pass there were none, or `check` would have raised."""
-        self.finish()
+        """Free gradients: before a pass there were none, or `check` would have raised."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class GradientBucket:

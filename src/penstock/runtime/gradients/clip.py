@@ -11,17 +11,20 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.moe import MoELayer
+from penstock.runtime.checks.optimizers import is_sharded
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
-from penstock.runtime.sharded.adamw import SHARDED
 from penstock.runtime.stack import PipelinedStack
+from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import Layout
 
 TINY = 1e-6
@@ -91,7 +94,7 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
                 stacklevel=4,
             )
     unique = list({id(parameter): parameter for parameter in found}.values())
-    if any(getattr(parameter, SHARDED, False) for parameter in unique):
+    if any(is_sharded(parameter) for parameter in unique if isinstance(parameter, Tensor)):
         raise RuntimeError(
             "a sharded optimizer has these gradients in shares, and clips them itself: give it max_norm "
             "(optimizer.clip_grad_norm), and read its `norm` after a step"
@@ -127,14 +130,16 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
         [p for p, home in dense if home is None],
     )
     device = parameters[0].device if parameters else torch.device("cpu")
-    row = torch.stack([_norm(_gradients(kind), order, foreach).to(device) for kind in kinds])
+    row = torch.stack([_norm(_gradients(kind), order, foreach, device) for kind in kinds])
     # Ranks may list their parameters in different orders, and must still choose the same transport.
     homes = (home for _, home in (*experts, *dense) if home is not None)
     spread = [home for home in homes if home.layout.world_size > 1]
     if not spread:
         return _p_norm(row, order)
     ranks = min(spread, key=lambda home: home.number)
-    return _p_norm(_counted_once(_meet(row, ranks), ranks.layout), order).to(device)
+    table = _meet(row, ranks)
+    _compare(table, ranks)
+    return _p_norm(_counted_once(table, ranks.layout), order).to(device)
 
 
 def _meet(row: Tensor, ranks: ExpertRanks) -> Tensor:
@@ -155,18 +160,34 @@ def _counted_once(table: Tensor, layout: Layout) -> Tensor:
     is not finite, all must learn of it.
     """
     experts, parts, whole = table.unbind(1)
-    _check_equal(whole, "parameters that all ranks hold")
     found = [experts, whole.amax(0, keepdim=True)]
     for same in layout.mesh.groups(Group.DATA):
-        part = parts[list(same)]
-        _check_equal(part, f"the part of parameters that ranks {', '.join(map(str, same))} hold")
-        found.append(part.amax(0, keepdim=True))
+        found.append(torch.stack([parts[rank] for rank in same]).amax(0, keepdim=True))
     return torch.cat(found)
 
 
-def _check_equal(norms: Tensor, of: str) -> None:
+UNREAD: WeakKeyDictionary[ExpertRanks, HostCounts] = WeakKeyDictionary()
+"""Norms of all ranks in the last call, where reading them at once would make the host wait for a GPU."""
+
+
+def _compare(table: Tensor, ranks: ExpertRanks) -> None:
+    """Raise RuntimeError if norms of the same gradients differ between ranks; on GPUs those of the last
+    call."""
+    unread = HostCounts(table)
+    if device_of(table).is_gpu:
+        last, UNREAD[ranks] = UNREAD.get(ranks), unread
+        if last is None:
+            return
+        unread = last
+    _, parts, whole = unread.numbers.T
+    _check_equal(whole.tolist(), "parameters that all ranks hold")
+    for same in ranks.layout.mesh.groups(Group.DATA):
+        of = f"the part of parameters that ranks {', '.join(map(str, same))} hold"
+        _check_equal(parts[list(same)].tolist(), of)
+
+
+def _check_equal(found: Sequence[float], of: str) -> None:
     """Raise RuntimeError if norms of the same gradients differ between ranks."""
-    found = norms.tolist()
     if all(map(math.isfinite, found)) and max(found) - min(found) > EQUAL * max(found):
         shown = ", ".join(f"{norm:.6g}" for norm in found)
         raise RuntimeError(
@@ -175,9 +196,9 @@ def _check_equal(norms: Tensor, of: str) -> None:
         )
 
 
-def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
-    """Return the norm of gradients of this rank, and of all shards of DTensors; float64 scalar."""
-    device = gradients[0].device if gradients else torch.device("cpu")
+def _norm(gradients: Sequence[Tensor], order: float, foreach: bool | None, device: torch.device) -> Tensor:
+    """Return the norm of gradients of this rank, and of all shards of DTensors; float64 scalar on
+    `device`."""
     plain = [_values(g) for g in gradients if not is_dtensor(g)]
     norms = [norm.to(device) for norm in _each_norm(plain, order, foreach)]
     norms += [norm.to(device) for norm in _sharded_norms(gradients, order, foreach)]

@@ -11,9 +11,11 @@ from torch import nn
 
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
+from penstock.mesh import Group
 from penstock.ops.sums import REDUCTIONS
-from penstock.runtime.checks.marks import Entry, Marks, value_marks
+from penstock.runtime.checks.marks import Entry, Marks
 from penstock.runtime.checks.snapshot import Snapshot
+from penstock.runtime.checks.values import Replicated, buffers_of
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
 from penstock.runtime.gradients.buckets import (
     Buckets,
@@ -29,18 +31,15 @@ from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
 
-MOST_NAMES = 3
-
 
 @dataclass(frozen=True)
 class _Known:
-    """A parameter as it was taken up; value: see `value_marks`."""
+    """A parameter as it was taken up."""
 
     parameter: nn.Parameter
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    value: float
 
     def is_still(self, parameter: nn.Parameter, name: str) -> bool:
         same = self.parameter is parameter and self.name == name
@@ -51,8 +50,9 @@ class Gradients:
     """The gradients of a model, and the layer with which each is reduced. `holds` is asked before every step;
     `renew` follows where it says no.
 
-    buckets: trained parameters only; frozen ones keep whatever gradient they have. marks: what ranks compare;
-    to_sum: the marks as numbers [7], for the statistics task.
+    buckets: trained parameters only; frozen ones keep whatever gradient they have. snapshot: the model that
+    they were made for. marks: what ranks compare;
+    to_sum: the marks as numbers, see `Marks.numbers`. taken_up: names of parameters that are new in a step.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Gradients:
     def holds(self, shape: StepShape) -> bool:
         """Return whether model and buckets still belong together, under a plan of this shape."""
         as_made = self._splits(shape) == self._splits(self._shape)
-        return self.marks is not None and as_made and _covers(shape, self.buckets) and self._snapshot.holds()
+        return self.marks is not None and as_made and _covers(shape, self.buckets) and self.snapshot.holds()
 
     @staticmethod
     def _splits(shape: StepShape) -> tuple[object, ...]:
@@ -99,9 +99,7 @@ class Gradients:
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         self._take_up([p for layer in (*everywhere, *marked) for p in layer])
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
-        # The marks are copied to the device here, since the copy makes the host wait.
-        numbers = self.marks.numbers(self._layout)
-        self.to_sum = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self.to_sum = self.marks.numbers(self._layout)
         self._fill(replicated, experts, partial, moved | assigned.several)
 
     @property
@@ -132,11 +130,27 @@ class Gradients:
         """Return the parameter's first name in the model."""
         return self._names[id(parameter)]
 
-    def changes(self, rank: int) -> str:
-        """Return what this rank took up last, in words."""
-        few = ", ".join(self.taken_up[:MOST_NAMES])
-        more = len(self.taken_up) - MOST_NAMES
-        return f"rank {rank} took up {few}{f' and {more} more' if more > 0 else ''}, and others did not"
+    def replicated(self) -> list[Replicated]:
+        """Return what ranks hold alike: parameters, also frozen ones, buffers, and replicas of experts."""
+        assigned = assign(self._parts, self.model, self._shape)
+        everywhere = [p for each in (assigned.replicated, assigned.partial) for layer in each for p in layer]
+        names = names_of(self.model, everywhere)
+        moes = [part.moe for part in self._parts.parts if part.moe is not None]
+        buffers = buffers_of(self.model, [moe.experts for moe in moes], self._device)
+        found = [
+            Replicated(Group.WORLD, {names[id(p)]: p for p in everywhere if sharding_of(p) is None}, buffers),
+            Replicated(Group.DATA, {names[id(p)]: p for p in everywhere if sharding_of(p) is not None}),
+        ]
+        if self._has_replicas:
+            names = names_of(self.model, experts := [p for layer in assigned.experts for p in layer])
+            found.append(Replicated(Group.EXPERT_REPLICAS, {names[id(p)]: p for p in experts}))
+        return found
+
+    @property
+    def versions(self) -> int:
+        """How often the parameters that ranks compare were changed in place, as far as tensors count it."""
+        known = (each.parameter for each in self._known.values())
+        return sum(p._version for p in known if not p.is_inference())
 
     def experts(self) -> list[nn.Parameter]:
         """Return the trained parameters of this rank's experts, each once."""
@@ -166,7 +180,7 @@ class Gradients:
         for layer in assigned.experts:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
-        self._snapshot, self._names, self._experts = snapshot, names, assigned.experts
+        self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
         self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.mp_size)
         return assigned
 
@@ -191,10 +205,7 @@ class Gradients:
     def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:
         names, known = self._names, self._known
         new = [p for p in parameters if id(p) not in known or not known[id(p)].is_still(p, names[id(p)])]
-        found = {
-            id(p): _Known(p, names[id(p)], p.dtype, p.shape, value)
-            for p, value in zip(new, value_marks(new), strict=True)
-        }
+        found = {id(p): _Known(p, names[id(p)], p.dtype, p.shape) for p in new}
         self._known = {id(p): found.get(id(p)) or known[id(p)] for p in parameters}
         self.taken_up = tuple(names[id(p)] for p in new)
 
@@ -204,8 +215,7 @@ class Gradients:
             for p in parameters:
                 known = self._known[id(p)]
                 kind = str(p.dtype).removeprefix("torch.")
-                shape, part = tuple(p.shape), sharding_of(p) is not None
-                found.append(Entry(known.name, layer, p.requires_grad, kind, shape, known.value, part))
+                found.append(Entry(known.name, layer, p.requires_grad, kind, tuple(p.shape)))
         return tuple(found)
 
 
@@ -251,16 +261,16 @@ def _check_places(parameters: Sequence[nn.Parameter], names: dict[int, str], dev
         name = names[id(p)]
         if hasattr(p, "placements"):
             raise ValueError(
-                f"{name} is a DTensor: a stack places and reduces parameters itself. Do not shard the model "
-                "around it (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
+                f"{name} is a DTensor: steps place and reduce parameters themselves. Do not shard the model "
+                "around them (fully_shard); for sharded layers use MoELayer with ExpertParallel instead."
             )
         if not p.is_leaf:
             raise ValueError(
-                f"{name} is computed from other tensors (functional_call does that): a stack reduces "
+                f"{name} is computed from other tensors (functional_call does that): steps reduce "
                 "gradients of parameters. Give it parameters, or use torch.nn.utils.parametrize."
             )
         if p.device.type != device.type or device.index not in (None, p.device.index):
             raise ValueError(
-                f"{name} is on {p.device}, and the stack runs on {device}: move the model back, or build a "
-                "new stack with machinery for the other device."
+                f"{name} is on {p.device}, and the model's steps run on {device}: move the model back, or "
+                "schedule another one that is on the other device from the beginning."
             )

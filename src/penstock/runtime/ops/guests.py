@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.device import on_device
 from penstock.graph import Phase, Task
 from penstock.ops import Op
 from penstock.placement import PlacementError
@@ -41,7 +42,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     numbers: Numbers = inputs.one("hostings")
     transport, device = context.transports.of(task.lane, task.axes), context.marks.device
     size, premise = transport.size(task.axes), context.host.premise
-    mine = torch.tensor([[premise, len(numbers)]], device=device)
+    mine = on_device([[premise, len(numbers)]], device)
     premises, lengths = zip(*transport.all_gather(mine, [1] * size, task.axes).tolist(), strict=True)
     if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
         raise PlacementError(
@@ -49,7 +50,8 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
             f"{different} host others than it does, or plan in another way, so versions or settings differ "
             "between ranks. Start all ranks with the same ones"
         )
-    everyone = transport.all_gather(torch.from_numpy(numbers).to(device), lengths, task.axes).cpu()
+    here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
+    everyone = transport.all_gather(here, lengths, task.axes).cpu()
     context.plans = context.host.joined([told.numpy() for told in everyone.split(lengths)])
     return NOTHING
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.device import device_of, on_device
 from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import Tokens
@@ -25,7 +26,7 @@ from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
 from penstock.runtime.passengers import passengers_of, travellers
 from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import HostCounts, Later
+from penstock.runtime.transport.legs import Later, to_host
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -63,17 +64,17 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         chunks=task.cut.slices,
     )
     transport = context.transports.of(task.lane, task.axes)
-    everyone = HostCounts(transport.all_gather(counts, samples_P, task.axes))
+    everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
     company = context.placing.company
-    loads = Later(lambda: SampleTable.of(everyone.numbers, samples_P, company, size))
-    route = Later(lambda: maker.from_table(loads.value.sent(loads.value.device_I), context.degrees))
+    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, company, size))
+    route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
 
 
 @handles(Op.SAMPLE_PLACES, F)
 def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return homes: those of all samples, and what follows from them here. Numbers on the host only."""
-    loads: Later[SampleTable] = inputs.one("loads")
+    loads: SampleTable = Later.of(inputs.one("loads"))
     placing, following = context.placing, context.following(task.layer)
     visit = Visit(
         layer=task.layer,
@@ -83,9 +84,9 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
-    device_I = placing.homes(loads.value, visit, round(length * context.row_weight(task.layer)))
+    device_I = placing.homes(loads, visit, round(length * context.row_weight(task.layer)))
     maker = context.maker(task.layer)
-    return {"homes": settle(loads.value, device_I, placing.member, maker, context.degrees)}
+    return {"homes": settle(loads, device_I, placing.member, maker, context.degrees)}
 
 
 @handles(Op.SAMPLE_HOMES, F)
@@ -93,9 +94,15 @@ def sample_homes(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return homes, and their routes for combine. Raises PlacementError unless all members found the same."""
     homes: SampleHomes = inputs.one("homes")
     transport = context.transports.of(task.lane, task.axes)
-    mine = torch.tensor([homes.digest], device=context.batch.tokens[0].device)
+    mine = on_device([homes.digest], context.batch.tokens[0].device)
     once = [1] * transport.size(task.axes)
-    everyone: list[int] = transport.all_gather(mine, once, task.axes).tolist()
+    gathered = transport.all_gather(mine, once, task.axes)
+    if device_of(gathered).is_gpu:  # the device stops before combine reads them, and no host waits for it
+        device_of(gathered).check(
+            (gathered == mine).all(), f"homes of samples of layer {task.layer} differ by rank"
+        )
+        return {"homes": homes, "route": homes.routes}
+    everyone: list[int] = gathered.tolist()
     if differing := [member for member, digest in enumerate(everyone) if digest != everyone[0]]:
         raise PlacementError(
             f"members {', '.join(map(str, differing))} of the group along {' x '.join(task.axes)} found "
@@ -128,8 +135,7 @@ class Ferry:
             return list(cargo)
         device = cargo[0].device
         leaving, arriving, stayed, staying = (
-            torch.from_numpy(numbers).to(device)
-            for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
+            on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
         )
         packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in cargo], dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
@@ -178,7 +184,8 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     moved = _by_token(by_token, taken)
     moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")
-    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices))
+    # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
+    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices), (positions_Tk, came))
     return {**moved, "order": order, "passengers": came}
 
 
@@ -235,5 +242,4 @@ def row_order_back(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def _taken(rows_RM: Tensor, order: RowOrder | None, *, back: bool) -> Tensor:
     if order is None:
         return rows_RM
-    index = torch.from_numpy(order.back if back else order.forward)
-    return rows_RM.index_select(0, index.to(rows_RM.device))
+    return rows_RM.index_select(0, on_device(order.back if back else order.forward, rows_RM.device))

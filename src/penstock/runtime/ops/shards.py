@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device import on_device
 from penstock.graph import Phase, Task
 from penstock.moe.routes import Shares
 from penstock.moe.shard_routes import ShardPlace, ShardRouteMaker
@@ -150,7 +151,7 @@ def _turn(counts: tuple[int, ...], turn: int, dealt: int, device: torch.device) 
     ends = np.cumsum(counts)
     starts = ends - np.asarray(counts)
     found = np.concatenate([np.arange(s + turn, e, dealt) for s, e in zip(starts, ends, strict=True)])
-    return torch.as_tensor(found, dtype=torch.int64, device=device)
+    return on_device(found, device)
 
 
 # ---- helpers -----------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import torch
 from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
+from penstock.runtime.checks.marks import VALUES
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.transport.legs import HostCounts
 
 
 @handles(Op.STATISTICS, Phase.FORWARD)
@@ -24,10 +26,12 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         known = replace(sums, judged_BE=judged.get(_piece(name)))
         layers.setdefault(name.layer, []).append(known)
     packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
+    if context.fingerprint is not None:  # here, since by now parameters that were updated are gathered
+        context.marks[VALUES] = context.fingerprint()
     everything = torch.cat([packed, context.marks])
     context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
-    context.marks_total = everything[len(packed) :]
+    context.marks_total = HostCounts(everything[len(packed) :])
     return dict.fromkeys(("loss", "routers", "statistics"), context.total)
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from penstock.graph import Phase, Task
 from penstock.ops import Op, tensor
 from penstock.runtime.batch import NO_LABEL
+from penstock.runtime.checks.samples import check_vocabulary
+from penstock.runtime.cross_entropy import in_pieces
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.passengers import passengers_of
@@ -273,7 +275,10 @@ def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         (logits_TV,) = segment.leave(parts.logits(h_BLM))
     mine_T = _mine(context, passengers_of(context, task, inputs).labels_BL.flatten(), logits_TV.shape[1])
     found = ShardLogits(logits_TV, mine_T)
-    return {"logits": found, "peaks": _peaks(_precise(logits_TV), mine_T), "saved": segment}
+    peaks_T3 = torch.cat(
+        [_peaks(_precise(part_TV), part_T) for part_TV, part_T in in_pieces(logits_TV, mine_T)]
+    )
+    return {"logits": found, "peaks": peaks_T3, "saved": segment}
 
 
 @handles(Op.LOGITS, B)
@@ -315,11 +320,14 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     saved: SavedLoss = inputs.one("saved")
     logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
     slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
-    grad_TV = (_precise(logits_TV) - saved.total_T.unsqueeze(1)).exp_()
-    here_T1 = (mine_T >= 0).to(grad_TV).unsqueeze(1)  # without asking the device which these are
-    grad_TV.scatter_add_(1, mine_T.clamp(min=0).unsqueeze(1), -here_T1)
-    grad_TV *= (saved.counts_T * slope).unsqueeze(1)
-    return {"logits": grad_TV.to(logits_TV.dtype)}
+    grad_TV = torch.empty_like(logits_TV)
+    parts = in_pieces(logits_TV, mine_T, saved.total_T, saved.counts_T * slope, grad_TV)
+    for part_TV, place_T, total_T, slope_T, out_TV in parts:
+        slope_TV = (_precise(part_TV) - total_T.unsqueeze(1)).exp_()
+        here_T1 = (place_T >= 0).to(slope_TV).unsqueeze(1)  # without asking the device which these are
+        slope_TV.scatter_add_(1, place_T.clamp(min=0).unsqueeze(1), -here_T1)
+        out_TV.copy_(slope_TV.mul_(slope_T.unsqueeze(1)))
+    return {"logits": grad_TV}
 
 
 def _precise(logits_TV: Tensor) -> Tensor:
@@ -328,21 +336,9 @@ def _precise(logits_TV: Tensor) -> Tensor:
 
 def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
     """Return the places of labels in this rank's vocabulary, [T]; -1 for labels outside it."""
-    _check_known(labels_T, width * context.tensor.size)
+    check_vocabulary("label", labels_T, width * context.tensor.size, besides=NO_LABEL)
     place_T = labels_T - context.tensor.rank * width
     return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
-
-
-def _check_known(labels_T: Tensor, vocabulary: int) -> None:
-    """Raise IndexError for a label outside the vocabulary; not on a GPU, where it would wait."""
-    if labels_T.is_cuda:
-        return
-    unknown = (labels_T != NO_LABEL) & ((labels_T < 0) | (labels_T >= vocabulary))
-    if unknown.any():
-        raise IndexError(
-            f"label {int(labels_T[unknown][0])} is out of bounds: labels are tokens of the vocabulary, 0 to "
-            f"{vocabulary - 1}, or {NO_LABEL} for none"
-        )
 
 
 def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.checks.optimizers import mark_sharded
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
+from penstock.runtime.sharded.stand_in import give_up_stand_ins
 from penstock.runtime.sharded.strays import Groups, refuse_strays
 from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.stack import PipelinedStack
-
-SHARDED = "penstock_sharded"
-"""Tag of a parameter whose gradients are never whole on a rank."""
 
 
 class ShardedAdamW(torch.optim.Optimizer):
@@ -60,11 +60,13 @@ class ShardedAdamW(torch.optim.Optimizer):
         check_norm(max_norm)
         self._stack = stack
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
+        watch_optimizer(self)
         machinery = stack.machinery
         if stack.updates is not None:
             stack.updates.flush(stack.plan.graph)
         self.updates = Updates(machinery.layout, machinery.transports, self.param_groups, max_norm)
         stack.updates = self.updates
+        mark_sharded(self._trained(), self.updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Update these parameters, too. Raises ValueError for parameters that cannot be updated in shares."""
@@ -74,8 +76,8 @@ class ShardedAdamW(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        for parameter in self.param_groups[-1]["params"]:
-            setattr(parameter, SHARDED, True)
+        if hasattr(self, "updates"):  # not while the groups of the beginning are added
+            mark_sharded(param_group["params"], self.updates)
 
     @property
     def norm(self) -> Tensor:
@@ -109,6 +111,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         self._check_current()
         refuse_strays(self.param_groups, self._stack.model)
         self.updates.run()
+        give_up_stand_ins(self._trained())
 
     def flush(self) -> None:
         """Gather all parameters that wait for the next forward pass; all ranks must call it.
@@ -120,6 +123,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard sums that no update has used."""
+        give_up_stand_ins(self._trained())
         super().zero_grad(set_to_none)
         self.updates.forget()
 

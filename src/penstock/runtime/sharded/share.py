@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost.workload import part_sizes, split_sizes
+from penstock.device import Gpu, device_of
 from penstock.runtime.gradients.buckets import FlatGradients
 
 MASTER = "master"
@@ -208,6 +209,7 @@ def _added(run: Run) -> Tensor:
 
 
 def _give_up(parameter: nn.Parameter) -> None:
-    if parameter.grad is not None and parameter.grad.is_cuda:  # this stream may still read it
-        parameter.grad.record_stream(torch.cuda.current_stream(parameter.device))
+    here = device_of(parameter)
+    if parameter.grad is not None and isinstance(here, Gpu):  # this stream may still read it
+        here.record_stream(parameter.grad, here.current_stream(parameter.device))
     parameter.grad = None

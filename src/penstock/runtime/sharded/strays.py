@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.runtime.gradients.buckets import Buckets
+from penstock.runtime.sharded.stand_in import has_gradient
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups as in `torch.optim`."""
@@ -27,7 +28,7 @@ def refuse_strays(groups: Groups, model: nn.Module) -> None:
     """
     for group in groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
+            if has_gradient(parameter):
                 raise RuntimeError(
                     f"{_name_in(model, parameter)} has a gradient that no step of the stack has summed (of a "
                     "term added to the stack's loss, or of another backward pass), and a sharded optimizer "

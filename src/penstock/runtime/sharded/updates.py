@@ -108,7 +108,7 @@ class Updates:
             saved = self.waiting.pop(parameter, {"step": 0})
             if parameter not in self.steps:
                 step = float(saved["step"])
-                self.steps[parameter] = torch.tensor(step, dtype=torch.float32, device=parameter.device)
+                self.steps[parameter] = torch.full((), step, dtype=torch.float32, device=parameter.device)
 
     def _follow(self, buckets: Buckets) -> bool:
         """Use other buffers of the very same parameters; return False if they are of other parameters.

@@ -5,17 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
 from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
+
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""The collective that PyTorch calls by another name from 2.13 on."""
 
 
 class GroupTransport(ABC):
@@ -27,16 +32,16 @@ class GroupTransport(ABC):
         self.traffic: Counter[int] = Counter()
 
     def size(self, group: Axes) -> int:
-        return self._groups[group].size()
+        return self._group(group).size()
 
     def place(self, group: Axes) -> int:
-        return self._groups[group].rank()
+        return self._group(group).rank()
 
     def has(self, group: Axes) -> bool:
         return group in self._groups
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
-        size = self._groups[group].size()
+        size = self._group(group).size()
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
         members = self._members[group]
@@ -51,33 +56,51 @@ class GroupTransport(ABC):
         output_splits: Sequence[int],
         group: Axes = Group.EXPERT,
     ) -> Tensor:
+        groups = self._group(group)
         self._count(rows, input_splits, group)
         received = rows.new_empty(sum(output_splits), *rows.shape[1:])
-        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), self._groups[group])
+        self._fill(received, list(output_splits), rows.contiguous(), list(input_splits), groups)
         return received
 
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
-        members = self._groups[group].size()
+        members = self._group(group).size()
         if members == 1:
             return rows
         self._count(rows, [len(rows)] * members, group)
-        received = rows.new_empty(sum(sizes), *rows.shape[1:])
-        self._spread(received.split(list(sizes)), rows.contiguous(), self._groups[group])
-        return received
+        return self._gather(rows.contiguous(), list(sizes), self._groups[group])
 
     @abstractmethod
     def abort(self) -> None:
         """Wake the ranks that wait for this one; the groups cannot be used afterwards."""
 
     def close(self) -> None:
-        """Destroy its groups, and with them their connections."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups = {}
+        """Destroy its groups, and with them their connections and the threads that wait for these."""
+        while self._groups:
+            with suppress(ValueError):  # it was destroyed with the default group
+                dist.destroy_process_group(self._groups.popitem()[1])
 
-    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
-        """Send `rows` to all ranks, and put what rank s sends into `inbox[s]`."""
-        dist.all_gather(list(inbox), rows, group)
+    def _group(self, kind: Axes) -> dist.ProcessGroup:
+        if not self._groups:
+            raise RuntimeError(
+                "the connections to the other ranks were closed, by close() of a stack or at the end of its "
+                "session: build what is to run now on machinery of its own"
+            )
+        return self._groups[kind]
+
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
+
+        For tensors of several sizes `dist.all_gather` broadcasts once per rank. To fill up copies the rows
+        once more here, and the result once.
+        """
+        most = max(sizes)
+        if len(rows) < most:
+            rows = torch.cat([rows, rows.new_empty(most - len(rows), *rows.shape[1:])])
+        found = rows.new_empty(len(sizes) * most, *rows.shape[1:])
+        ALL_GATHER(found, rows, group)
+        if min(sizes) == most:
+            return found
+        return torch.cat([part[:size] for part, size in zip(found.split(most), sizes, strict=True)])
 
     def _fill(
         self,
@@ -113,7 +136,7 @@ class GlooTransport(GroupTransport):
         sockets, loops = Sockets.now(), Loops.now()
         super().__init__(make_groups())
         Loops.now().since(loops).wait_their_turn()
-        self._sockets = Sockets.now().since(sockets)
+        self._sockets = Sockets.now().since(sockets).of_gloo()
         self._sockets.limit_send_buffers(send_buffer_bytes)
 
     def _fill(
@@ -126,8 +149,10 @@ class GlooTransport(GroupTransport):
     ) -> None:
         exchange(received.split(output_splits), rows.split(input_splits), group)
 
-    def _spread(self, inbox: Sequence[Tensor], rows: Tensor, group: dist.ProcessGroup) -> None:
-        exchange(inbox, [rows] * group.size(), group)
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        found = rows.new_empty(sum(sizes), *rows.shape[1:])
+        exchange(found.split(list(sizes)), [rows] * group.size(), group)
+        return found
 
     def abort(self) -> None:
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
@@ -156,9 +181,13 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
+    def __init__(self, groups: dict[Axes, dist.ProcessGroup], device: torch.device) -> None:
+        super().__init__(groups)
+        self._device = gpu_of(device)
+
     def abort(self) -> None:
         for group in self._groups.values():
-            group._get_backend(torch.device("cuda")).abort()
+            self._device.abort(group)
 
 
 def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:
@@ -179,6 +208,6 @@ def build_transport(
     if layout.world_size == 1:
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
-    if device.type == "cuda":
-        return NcclTransport(make_groups())
+    if device_of(device).is_gpu:
+        return NcclTransport(make_groups(), device)
     return GlooTransport(make_groups, parallel.send_buffer_bytes)

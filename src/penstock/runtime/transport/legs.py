@@ -3,61 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from functools import partial
+from threading import Lock
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from penstock.device import device_of
 from penstock.dispatch import Leg
 from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.transport import Transport
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """A value that is made when it is first read, by whoever reads it."""
+    """A value that is made when it is first read, once, by the lane that reads it first.
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._made = make, False
-        self._value: T
+    holds: the tensors that `make` reads, or values with tensors inside. Their memory must outlive the stream
+    that reads the value (`lanes.tensors_in`).
+    """
+
+    def __init__(self, make: Callable[[], T], holds: tuple[Any, ...] = ()) -> None:
+        self._make, self.holds = make, holds
+        self._made: list[T] = []
+        self._making = Lock()
 
     @property
     def value(self) -> T:
-        if not self._made:
-            self._value = self._make()
-            self._made = True
-        return self._value
+        """The value. A thread that reads it while another one makes it waits."""
+        with self._making:
+            if not self._made:
+                self._made.append(self._make())
+        return self._made[0]
 
     @staticmethod
     def of(found: Later[T] | T) -> T:
         """Return `found`, or its value if that is made later."""
         return found.value if isinstance(found, Later) else found
 
+    @staticmethod
+    def after(found: Later[S] | S, make: Callable[[S], T]) -> Later[T] | T:
+        """Return what is made of a value: at once, in the task that has it, unless that is made later."""
+        return Later(lambda: make(found.value)) if isinstance(found, Later) else make(found)
+
 
 class HostCounts:
     """Exchanged counts in transit to the host. Reading them waits for the copy, not for the device.
 
-    The only point where a dropless step on a GPU makes the host wait: NCCL needs split sizes as numbers.
+    A dropless step on a GPU makes the host wait here, since NCCL needs split sizes as numbers.
     """
 
     def __init__(self, counts: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if counts.is_cuda:
-            host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            host.copy_(counts, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
-            counts = host
-        self._counts = counts
+        self._counts, self._there = device_of(counts).to_host(counts)
 
     @property
     def numbers(self) -> Counts:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._there is not None:
+            self._there.synchronize()
+            self._there = None
         numbers: Counts = self._counts.numpy()
         return numbers
+
+
+def to_host(counts: Tensor) -> Later[Counts] | Counts:
+    """Return exchanged counts as numbers; from a GPU later, when they are needed."""
+    host = HostCounts(counts)
+    return Later(lambda: host.numbers) if device_of(counts).is_gpu else host.numbers
 
 
 def exchange_counts(
@@ -66,7 +82,7 @@ def exchange_counts(
     transport: Transport,
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
-) -> Later[Routes]:
+) -> Later[Routes] | Routes:
     """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
 
     maker: `SplitRoutes` takes counts by expert, others by position. degrees: the numbers of chunks in which
@@ -74,13 +90,13 @@ def exchange_counts(
     """
     once = [1] * transport.size(group)
     if isinstance(maker, SplitRoutes) or maker.needs_table:  # every rank learns all counts
-        everyone = HostCounts(transport.all_gather(counts_CN.unsqueeze(0), once, group))
-        return Later(lambda: maker.from_everyone(everyone.numbers, degrees))
+        everyone = to_host(transport.all_gather(counts_CN.unsqueeze(0), once, group))
+        return Later.after(everyone, partial(maker.from_everyone, degrees=degrees))
     # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.
     sent_PCN = counts_CN.view(len(counts_CN), maker.place.ep_size, -1).transpose(0, 1).contiguous()
     received_PCN = transport.all_to_all(sent_PCN, once, once, group)
-    both = HostCounts(torch.stack([sent_PCN, received_PCN]))
-    return Later(lambda: maker.from_pair(both.numbers[0], both.numbers[1], degrees))
+    both = to_host(torch.stack([sent_PCN, received_PCN]))
+    return Later.after(both, lambda numbers: maker.from_pair(numbers[0], numbers[1], degrees))
 
 
 def send_out(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from penstock.mesh import Axes, Group, Mesh
-from penstock.runtime.lanes import Lanes, StreamLanes, ThreadLanes
+from penstock.runtime.lanes import build_lanes
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.transport import Transports, Unconnected
 
@@ -55,7 +55,5 @@ def _of_length(rows: Tensor, length: int) -> Tensor:
 def silent(machinery: Machinery) -> Machinery:
     """Return the same machinery with a transport that sends nothing, and lanes of its own."""
     transport = SilentTransport(machinery.layout.mesh, machinery.layout.rank)
-    lanes: Lanes = ThreadLanes(transport.abort)
-    if machinery.device.type == "cuda":
-        lanes = StreamLanes(machinery.device, transport.abort)
+    lanes = build_lanes(machinery.device, transport.abort)
     return replace(machinery, transports=Transports(transport, transport, sends=False), lanes=lanes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.graph import Graph, Lane, Name, Phase, Task
@@ -45,13 +45,7 @@ class ShardedOptimizer:
             return graph
         first = [_gather_at_once(task) for task in scatters if _begins(task)]
         gathers = [_gather(task) for task in scatters if self._gathered(task) and not _begins(task)]
-        norm = Task(
-            Name(0, Op.NORM, Phase.BACKWARD),
-            Lane.INTER,
-            Group.WORLD,
-            {"gradients": tuple(task.name for task in scatters)},
-            reads=tuple(dict.fromkeys(state for task in scatters for state in task.writes)),
-        )
+        norm = norm_of(scatters)
         scatters.sort(key=lambda task: not _begins(task))  # what others wait for is updated first
         updates = [self._update(task, norm) for task in scatters]
         return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *first])
@@ -68,6 +62,26 @@ class ShardedOptimizer:
         written = (parameters, moments)
         name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
         return Task(name, Lane.COMPUTE, (), inputs, scatter.cut, (), (*scatter.writes, *written), written)
+
+
+def norm_of(scatters: Sequence[Task]) -> Task:
+    """Return the task that finds the norm of the gradients that these tasks sum."""
+    return Task(
+        Name(FIRST_LAYER, Op.NORM, Phase.BACKWARD),
+        Lane.INTER,
+        Group.WORLD,
+        {"gradients": tuple(task.name for task in scatters)},
+        reads=tuple(dict.fromkeys(state for task in scatters for state in task.writes)),
+    )
+
+
+def updates_of(scatter: Task, *, replicas: bool) -> tuple[Task, ...]:
+    """Return the update of a piece, and its gather if there is one, without inputs, only to be priced."""
+    name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
+    update = Task(name, Lane.COMPUTE, cut=scatter.cut)
+    if scatter.op == Op.EXPERT_SCATTER and not replicas:
+        return (update,)
+    return update, _gather_at_once(scatter) if _begins(scatter) else _gather(scatter)
 
 
 def _begins(scatter: Task) -> bool:

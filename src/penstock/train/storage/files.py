@@ -57,23 +57,6 @@ def read_table(path: Path, most_bytes: int) -> dict[str, Any]:
     return table
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file so that it is on the disk, and not only in a cache, when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def make_durable(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk: without this a power cut may undo a rename."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def to_json(table: Mapping[str, Any]) -> str:
     """Return readable JSON; raise ValueError for numbers that JSON cannot express."""
     return json.dumps(table, indent=1, allow_nan=False) + "\n"

@@ -15,6 +15,8 @@ PREFIX: Final = "step-"
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return all finished checkpoints in `folder`, oldest first, without looking at their contents.
 
+    A save that was killed may leave two of one step; the one with the longer name is usually the newer one.
+
     Raises OSError for a folder that exists and cannot be read, since it may hold checkpoints.
     """
     try:
@@ -23,7 +25,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
         return []
     found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
     whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
-    return sorted(whole, key=step_of)
+    return sorted(whole, key=lambda path: (step_of(path), len(path.name)))
 
 
 def step_of(path: Path) -> int:

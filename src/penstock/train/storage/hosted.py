@@ -16,7 +16,8 @@ from penstock.placement import Hosting
 from penstock.placing.told import hosting_of, plain_of
 from penstock.runtime import PipelinedStack
 from penstock.runtime.moving import Plans
-from penstock.train.storage.files import DamagedError, read_table, write_durably
+from penstock.train.storage.files import DamagedError, read_table
+from penstock.writing import write_whole
 
 HOSTED = "guests.json"
 MOST_BYTES = 1 << 26
@@ -36,7 +37,7 @@ def write_hosted(folder: Path, by_group: Sequence[Mapping[str, Any]]) -> None:
     """Write the groups' plans into a checkpoint's folder, unless they are too large to be read again."""
     text = json.dumps({"groups": list(by_group)}, separators=(",", ":"), default=int, allow_nan=False)
     if by_group and len(text) < MOST_BYTES:
-        write_durably(folder / HOSTED, text)
+        write_whole(folder / HOSTED, text, durable=True)
 
 
 def host_again(stack: PipelinedStack, plans: Plans | None) -> bool:

@@ -32,9 +32,9 @@ def learnt(stack: PipelinedStack) -> dict[str, Held]:
     return {f"{FOLLOWING}{group}.L{n}": Held(torch.from_numpy(seen)) for n, seen in tables.items()}
 
 
-def generator_name(rank: int) -> str:
-    """Return the name of a rank's random generator."""
-    return f"{GENERATOR}{rank}"
+def generator_name(rank: int, *, on_device: bool = False) -> str:
+    """Return the name of a rank's random generator: the host's, or that of its GPU."""
+    return f"{GENERATOR}{rank}.device" if on_device else f"{GENERATOR}{rank}"
 
 
 def dispensable(name: str, saved: Container[str]) -> bool:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config import ConfigError
-from penstock.train.storage.files import DamagedError, read_table, to_json, write_durably
+from penstock.train.storage.files import DamagedError, read_table, to_json
+from penstock.writing import write_whole
 
 RECORD, OLD_RECORD = "checkpoint.json", "data.json"
 FORMAT, EARLIER_FORMAT = 2, 1
@@ -40,7 +41,7 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Write the record into a checkpoint's folder."""
-        write_durably(folder / RECORD, to_json({"format": FORMAT, **asdict(self)}))
+        write_whole(folder / RECORD, to_json({"format": FORMAT, **asdict(self)}), durable=True)
 
     @staticmethod
     def read(folder: Path) -> Record:

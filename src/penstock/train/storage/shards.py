@@ -26,6 +26,7 @@ from torch.futures import Future
 from penstock.train.storage.files import DamagedError, open_regular
 from penstock.train.storage.joining import Joining
 from penstock.train.storage.stored import Entry, Stored, writing_order
+from penstock.writing import replacing
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -72,13 +73,11 @@ def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     """
     ordered = sorted(tensors, key=lambda each: writing_order(each.name, each.entry.dtype))
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with replacing(path, durable=True) as file:
         for piece in (_header(ordered), *map(_raw, ordered)):
             data = piece()
             digest.update(data)
             file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from penstock.train.storage.files import DamagedError, open_regular, read_regular, write_durably
+from penstock.train.storage.files import DamagedError, open_regular, read_regular
+from penstock.writing import write_whole
 
 SUMS = "SHA256SUMS"
 MOST_BYTES = 1 << 24
@@ -23,7 +24,8 @@ def digest_of(path: Path) -> str:
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
     """Write the digests of the files in `folder`, sorted by name."""
-    write_durably(folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
+    text = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    write_whole(folder / SUMS, text, durable=True)
 
 
 def read_sums(folder: Path) -> dict[str, str]:

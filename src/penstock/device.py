@@ -1,0 +1,381 @@
+"""Devices on which tensors are computed: the only module that asks torch what a GPU is and does.
+
+`device_of` returns the device of a tensor. Everything else asks it: whether work is queued, for streams and
+events, for memory that copies can reach, for random numbers. `using` puts another implementation in the place
+of one: tests run the code for GPUs on tensors of the CPU, with streams and events that are recorded
+(`penstock.runtime.recorded`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.random import fork_rng
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Numbers = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
+
+
+class Pending(Protocol[T_co]):
+    """The result of work on another thread."""
+
+    def result(self) -> T_co:
+        """Wait for the work, and return its result or raise its error."""
+        ...
+
+
+class Event(Protocol):
+    """A point in the work of a stream. It has happened when all work before it is done."""
+
+    def synchronize(self) -> None:
+        """Make the host wait until it has happened."""
+        ...
+
+    def elapsed_time(self, end_event: Event, /) -> float:
+        """Return the milliseconds from this event to another, on the device's clock; both are timed."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on a device. Work in one stream runs in order, work in several at the same time."""
+
+    def wait_event(self, event: Event, /) -> None:
+        """Let all later work of this stream wait for the event, and not the host."""
+        ...
+
+    def record_event(self, event: Event, /) -> Event:
+        """Put the event after all work so far, and return it."""
+        ...
+
+
+class Device(ABC):
+    """A kind of device.
+
+    kind: its name in torch. is_cpu: whether kernels for processors are the fast ones. is_gpu: whether work is
+    queued, so that an operation returns before it has run and reading a number makes the host wait. backend:
+    how process groups of such devices communicate; those of GPUs can also send tensors of the CPU.
+    """
+
+    kind: ClassVar[str]
+    is_cpu: ClassVar[bool] = False
+    is_gpu: ClassVar[bool] = False
+    backend: ClassVar[str]
+
+    @abstractmethod
+    def synchronize(self, device: torch.device) -> None:
+        """Make the host wait until the device has done everything."""
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Raise ValueError with the message unless a truth on the device holds; a GPU does so later."""
+        if not holds:
+            raise ValueError(message)
+
+    # ---- memory ----
+
+    @abstractmethod
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host, not filled, which copies reach without making the host wait."""
+
+    @abstractmethod
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
+        """Return the tensor's numbers in memory of the host, and the event after which they are there."""
+
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """Return numbers of the host on the device. The host does not wait for the copy."""
+        return numbers.to(device)
+
+    @abstractmethod
+    def memory_bytes(self, device: torch.device) -> int | None:
+        """Return the size of the device's own memory; None if it computes in that of the host."""
+
+    @abstractmethod
+    def peak_memory_bytes(self, device: torch.device) -> int | None:
+        """Return the most memory that tensors have had there; None if it computes in that of the host."""
+
+    # ---- random numbers ----
+
+    @abstractmethod
+    def random_state(self, device: torch.device) -> Tensor | None:
+        """Return the state of the device's own generator; None if it draws from that of the host."""
+
+    @abstractmethod
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        """Set the state of the device's own generator."""
+
+    @abstractmethod
+    def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context after which the generators of host and device are as they were."""
+
+    # ---- the device itself ----
+
+    @abstractmethod
+    def make_current(self, device: torch.device) -> None:
+        """Make it the device that this process uses where none is named."""
+
+    def identity(self, device: torch.device) -> str:
+        """Return what tells this device from all others in the world, where two processes must not share
+        one."""
+        del device
+        return ""
+
+    @abstractmethod
+    def name(self, device: torch.device) -> str:
+        """Return what the device is called by its maker."""
+
+    @abstractmethod
+    def computes_in_bfloat16(self) -> bool:
+        """Return whether products in bfloat16 are the faster ones."""
+
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether `grouped_mm` of this type is one kernel, which reads on the device where groups
+        end."""
+        del device, dtype
+        return False
+
+
+class Gpu(Device):
+    """A kind of device on which work is queued, in streams."""
+
+    is_gpu = True
+
+    def check(self, holds: Tensor, message: str) -> None:
+        """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
+
+        The error comes with whatever reads the device next, and the process cannot go on with this device.
+        """
+        torch._assert_async(holds, message)
+
+    @abstractmethod
+    def current_stream(self, device: torch.device) -> Stream:
+        """Return the stream into which this thread's operations go."""
+
+    @abstractmethod
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        """Return another stream. name: for people."""
+
+    @abstractmethod
+    def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
+        """Return a context in which this thread's operations, part of a task, go into `stream`."""
+
+    @abstractmethod
+    def event(self, *, timed: bool) -> Event:
+        """Return an event that has not been recorded. timed: whether it can be asked for times."""
+
+    @abstractmethod
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the tensor's memory, when it is freed, until `stream` has done what is in it by then."""
+
+    def submit(self, threads: Executor, task: object, work: Callable[[], T]) -> Pending[T]:
+        """Run a task's work on a thread of the host, beside the one that issues operations."""
+        del task
+        return threads.submit(work)
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
+        host = self.pinned(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
+
+    @abstractmethod
+    def abort(self, group: ProcessGroup) -> None:
+        """End exchanges of a process group that have begun; it cannot be used afterwards."""
+
+
+class Cpu(Device):
+    """The processors of this machine. Every operation has run when it returns."""
+
+    kind, is_cpu, backend = "cpu", True, "gloo"
+
+    def synchronize(self, device: torch.device) -> None:
+        """Do nothing: every operation has run when it returns."""
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
+        return tensor, None
+
+    def memory_bytes(self, device: torch.device) -> int | None:
+        del device
+        return None
+
+    def peak_memory_bytes(self, device: torch.device) -> int | None:
+        del device
+        return None
+
+    def random_state(self, device: torch.device) -> Tensor | None:
+        del device
+        return None
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        raise NotImplementedError("a CPU has no generator beside that of the host")
+
+    def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
+        del device
+        return fork_rng([])
+
+    def make_current(self, device: torch.device) -> None:
+        """Do nothing: there is one."""
+
+    def name(self, device: torch.device) -> str:
+        del device
+        return "cpu"
+
+    def computes_in_bfloat16(self) -> bool:
+        return False
+
+
+GROUPED_KERNELS = (9, 10)
+"""Major compute capabilities for which PyTorch 2.13 has a grouped kernel: Hopper, and Blackwell of data
+centres.
+
+On other GPUs `grouped_mm` copies the ends to the host, waits, and loops over the groups.
+"""
+
+
+class Cuda(Gpu):
+    """GPUs of NVIDIA, and those of AMD under the same names."""
+
+    kind, backend = "cuda", "cpu:gloo,cuda:nccl"
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return cast(Stream, torch.cuda.current_stream(device))
+
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        del name
+        return cast(Stream, torch.cuda.Stream(device))
+
+    def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
+        del task
+        return torch.cuda.stream(cast(torch.cuda.Stream, stream))
+
+    def event(self, *, timed: bool) -> Event:
+        return cast(Event, torch.cuda.Event(enable_timing=timed))
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        tensor.record_stream(cast(torch.cuda.Stream, stream))
+
+    def abort(self, group: ProcessGroup) -> None:
+        group._get_backend(torch.device("cuda")).abort()
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        # From pageable memory the host would wait until the stream has done all that was issued before.
+        pinned = self.pinned(numbers.shape, numbers.dtype).copy_(numbers)
+        return pinned.to(device, non_blocking=True)
+
+    def memory_bytes(self, device: torch.device) -> int | None:
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def peak_memory_bytes(self, device: torch.device) -> int | None:
+        return torch.cuda.max_memory_allocated(device)
+
+    def random_state(self, device: torch.device) -> Tensor | None:
+        return torch.cuda.get_rng_state(device)
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        torch.cuda.set_rng_state(state, device)
+
+    def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
+        return fork_rng([device])
+
+    def make_current(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def identity(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def computes_in_bfloat16(self) -> bool:
+        # PyTorch counts GPUs that emulate bfloat16, for which it is several times slower than float32.
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        capability = torch.cuda.get_device_capability(device)[0]
+        return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
+
+
+class Other(Cpu):
+    """Tensors without numbers (`meta`), and devices for which nothing here is made."""
+
+    kind, is_cpu = "meta", False
+
+
+_OTHER = Other()
+_BY_KIND: dict[str, Device] = {"cpu": Cpu(), "cuda": Cuda()}
+
+
+def device_of(where: Tensor | torch.device) -> Device:
+    """Return what a tensor's device, or the device of this name, is and does."""
+    device = where.device if isinstance(where, Tensor) else where
+    return _BY_KIND.get(device.type, _OTHER)
+
+
+def gpu_of(where: Tensor | torch.device) -> Gpu:
+    """Return the same where work is known to be queued."""
+    device = device_of(where)
+    assert isinstance(device, Gpu), f"{device.kind} has no streams"
+    return device
+
+
+def on_device(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers of the host on a device, without a wait.
+
+    `torch.tensor(numbers, device="cuda")` copies from pageable memory, for which the host waits until the
+    stream has done all that was issued before. From pinned memory the copy is one more entry in the stream.
+    """
+    return device_of(device).from_host(torch.as_tensor(numbers, dtype=dtype), device)
+
+
+@contextmanager
+def using(device: Device) -> Iterator[None]:
+    """Let `device` stand for all of its kind, in all threads of this process."""
+    before = dict(_BY_KIND)
+    _BY_KIND[device.kind] = device
+    try:
+        yield
+    finally:
+        _BY_KIND.clear()
+        _BY_KIND.update(before)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """Return the GPU of this rank, or the CPU where there is no GPU, and make it the current device."""
+    gpus = count_gpus()
+    if not gpus:
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % gpus)
+    device_of(device).make_current(device)
+    return device
+
+
+def wait_for_gpu() -> None:
+    """Make the host wait until the current GPU of this process has done everything, if there is one."""
+    if count_gpus():
+        device = torch.device("cuda", torch.cuda.current_device())
+        device_of(device).synchronize(device)
+
+
+def device_of_backend(backend: str) -> torch.device:
+    """Return the kind of device whose tensors process groups of this backend are for."""
+    return torch.device("cuda" if "nccl" in backend else "cpu")

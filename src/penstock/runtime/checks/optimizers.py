@@ -1,0 +1,142 @@
+"""Refusals of optimisers that are wrong with what a rank holds, wherever an optimiser of torch takes a step.
+
+Most optimisers treat every number of a parameter by itself, so a rank may hold a share of it. Others need the
+whole tensor (its norm, sums over rows and columns, singular vectors) or all parameters of a model. With the
+share of a rank they would compute something else and say nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakSet, ref
+
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
+from penstock.runtime.expert_parallel.ranks import Whole, share_of
+
+NORM, FACTORS = "the norm of a tensor", "sums over rows and columns of a tensor"
+SPECTRUM, GRAMIAN = "the singular vectors of a tensor", "products of a tensor with itself"
+ALL = "products of all gradients of the model"
+
+NEEDS: Mapping[Whole, Mapping[str, str]] = {
+    "tensor": {
+        **dict.fromkeys(("lamb", "lars", "larc", "novograd", "stableadam", "apollo", "fromage"), NORM),
+        **dict.fromkeys(("adafactor", "came", "sm3"), FACTORS),
+        **dict.fromkeys(("muon", "galore", "dion", "scion"), SPECTRUM),
+        **dict.fromkeys(("shampoo", "soap", "psgd", "kron"), GRAMIAN),
+        "adammini": "means over blocks of a tensor",
+    },
+    "model": dict.fromkeys(("lbfgs", "prodigy", "dadapt"), ALL),
+}
+"""What updates need, by what must be whole for that and by words in an optimiser's name, joined, in lower
+case."""
+WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+SHARDED = "penstock_sharded"
+
+
+OWNERS: WeakSet[Any] = WeakSet()
+"""What has gradients of parameters in shares."""
+
+
+class _Sharded:
+    """The mark of a parameter whose gradients are in shares, as long as what owns the shares exists."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = ref(owner)
+        OWNERS.add(owner)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
+        return OrderedDict, ()
+
+
+def mark_sharded(parameters: Iterable[Tensor], owner: object) -> None:
+    """Mark parameters whose gradients lie in shares of `owner`."""
+    for parameter in parameters:
+        setattr(parameter, SHARDED, _Sharded(owner))
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether the gradients of a parameter lie in shares."""
+    mark = getattr(parameter, SHARDED, None)
+    return isinstance(mark, _Sharded) and mark.owner() is not None
+
+
+class _Watch:
+    """The one hook of this process on all optimisers; it stays, and does nothing where nothing is marked."""
+
+    begun = False
+
+
+def watch_optimizers() -> None:
+    """Check every optimiser of this process before each of its steps, and mark its state, from now on.
+
+    Costs a look into a table and a set in every step of an optimiser.
+    """
+    if not _Watch.begun:
+        _Watch.begun = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+@_disable_dynamo
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    check_optimizer(optimizer)
+    watch_optimizer(optimizer)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise an error if an optimiser cannot update what it holds.
+
+    That is ValueError if it needs whole tensors, or the whole model, of which this rank has a share, and
+    RuntimeError if a sharded optimiser has the gradients of its parameters.
+    """
+    kind = type(optimizer)
+    for what, whole in _needs(tuple(each.__name__ for each in kind.__mro__)):
+        for name, parameter in _trained(optimizer):
+            if share := share_of(parameter, whole=whole):
+                raise ValueError(
+                    f"{kind.__name__} needs {what} for an update, and on this rank {name} "
+                    f"{list(parameter.shape)} is only {share}: it would train something else than on one "
+                    "process, and ranks might drift apart. Use an optimiser that treats every number by "
+                    "itself (AdamW, Adam, Lion, RMSprop, SGD), for all parameters or these alone, or hold "
+                    "everything on every rank (ep_size, mp_size and esp_size of 1)"
+                )
+    if OWNERS and getattr(optimizer, "updates", None) is None:
+        for name, parameter in _trained(optimizer):
+            if is_sharded(parameter):
+                raise RuntimeError(
+                    f"{kind.__name__} would leave {name} {list(parameter.shape)} as it is: a sharded "
+                    "optimizer has the gradients, in shares, and updates all parameters of its stack. Call "
+                    "the step of that one alone, or use optimizer.sharded=false"
+                )
+
+
+@cache
+def _needs(names: Sequence[str]) -> tuple[tuple[str, Whole], ...]:
+    """Return what updates need, in words, and what must be whole for that.
+
+    names: of an optimiser's class and its base classes.
+    """
+    found: dict[Whole, str] = {}
+    for each in names:
+        words = [word.lower() for word in WORDS.findall(each)]
+        joined = {"".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+        for whole, table in NEEDS.items():
+            for name in table.keys() & joined:
+                found[whole] = table[name]
+    return tuple((what, whole) for whole, what in found.items())
+
+
+def _trained(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that an optimiser trains, with their names, if it knows these."""
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or ["a parameter"] * len(group["params"])
+        yield from ((n, p) for n, p in zip(names, group["params"], strict=True) if p.requires_grad)

@@ -1,0 +1,86 @@
+"""Optimisers whose parameters are a rank's share: their state is marked as state dicts of the model are.
+
+Moments of one rank's experts have the shapes of every other rank's. An optimiser belongs to the training loop
+and is seen when it steps, so it is checked there: before its first update, and from then on whenever a state
+is loaded into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from penstock.partial_state import KEY, ShareError, ShareMark, check_share, share_of, torch_callers
+from penstock.runtime.expert_parallel.ranks import MARK, ExpertRanks
+from penstock.sharding import sharding_of
+
+MIXING = tuple(f"torch.distributed.optim.{name}_optimizer" for name in ("zero_redundancy", "post_localSGD"))
+"""Modules of optimisers that give every rank the parameters of other ranks, or their mean."""
+
+_known: WeakSet[Optimizer] = WeakSet()
+
+
+def watch_optimizer(optimizer: Optimizer) -> None:
+    """Mark and check the states of one optimiser.
+
+    Raises ShareError if it has loaded another share's, or would mix the parameters of shares.
+    """
+    if optimizer in _known:
+        return
+    _refuse_mixing(optimizer)
+    for group in optimizer.param_groups:
+        if KEY in group:  # loaded before the optimiser was known
+            check_share(share_of(group[KEY]), _share(group["params"]))
+            del group[KEY]
+    _known.add(optimizer)
+    optimizer.register_state_dict_post_hook(_mark)
+    optimizer.register_load_state_dict_pre_hook(_check)
+
+
+def _refuse_mixing(optimizer: Optimizer) -> None:
+    share = _share(parameter for group in optimizer.param_groups for parameter in group["params"])
+    for name in (type(optimizer).__module__, *torch_callers()):  # one may be around this optimiser
+        if share and name in MIXING:
+            raise ShareError(
+                f"an optimizer of {name} takes the parameters of all ranks for the same, and this rank holds "
+                f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
+                "penstock.ShardedAdamW (optimizer.sharded=true)"
+            )
+
+
+def _mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Mark the groups of which a parameter of a share has state of its own shape."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        pairs = zip(group["params"], saved["params"], strict=True)
+        if _share(p for p, number in pairs if _has_tensors(state["state"].get(number))):
+            saved[KEY] = ShareMark.of(_share(group["params"]))
+
+
+def _has_tensors(state: Mapping[str, Any] | None) -> bool:
+    return any(isinstance(each, Tensor) and each.dim() > 0 for each in (state or {}).values())
+
+
+def _check(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Raise ShareError for the state of another share; return the state without marks."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+        if KEY in saved:
+            check_share(share_of(saved[KEY]), _share(group["params"]))
+    groups = [{key: each for key, each in group.items() if key != KEY} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _share(parameters: Iterable[Tensor]) -> str:
+    """Return in words of which shares these parameters are; empty where all are whole."""
+    return "; ".join(sorted({words for parameter in parameters for words in _shares(parameter)}))
+
+
+def _shares(parameter: Tensor) -> Iterator[str]:
+    ranks, sharding = getattr(parameter, MARK, None), sharding_of(parameter)
+    if isinstance(ranks, ExpertRanks) and ranks.layout.ep_size > 1:
+        yield f"experts of ep_rank {ranks.layout.ep_rank} of {ranks.layout.ep_size}"
+    if sharding is not None:
+        yield sharding.in_words

@@ -1,0 +1,1 @@
+"""A device that records what the code for GPUs asks of it, and what is found in its log."""

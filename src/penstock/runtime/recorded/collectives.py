@@ -1,0 +1,145 @@
+"""What the operators of torch.distributed read, write and send, as arguments of a dispatched operator say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from penstock.runtime.recorded.log import Call
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of this rank. sent, received: bytes by place in the group, where they may differ by rank."""
+
+    group: ProcessGroup
+    op: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    @property
+    def call(self) -> Call:
+        """The call as it stands in a log."""
+        ranks = tuple(dist.get_process_group_ranks(self.group))
+        return Call(self.group.group_name, ranks, self.op, tuple(self.sent), tuple(self.received))
+
+
+def collective_of(name: str, args: Sequence[Any]) -> Collective:
+    """Return what a c10d operator does. Raises KeyError for one that is not known here."""
+    return _READERS[name](args)
+
+
+def _all_reduce(args: Sequence[Any]) -> Collective:
+    tensors, group = args[0], _group(args[1])
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    return Collective(
+        group, f"all_reduce {tensors[0].dtype}", (), tensors, *[[size_bytes] * group.size()] * 2
+    )
+
+
+def _broadcast(args: Sequence[Any]) -> Collective:
+    tensors, group, root = args[0], _group(args[1]), args[2]
+    size_bytes = sum(tensor.nbytes for tensor in tensors)
+    is_root = group.rank() == root
+    sent = [size_bytes if is_root else 0] * group.size()
+    received = [size_bytes if place == root else 0 for place in range(group.size())]
+    return Collective(
+        group,
+        f"broadcast from {root}",
+        tensors if is_root else (),
+        () if is_root else tensors,
+        sent,
+        received,
+    )
+
+
+def _all_gather(args: Sequence[Any]) -> Collective:
+    (inbox,), (mine,), group = args[0], args[1], _group(args[2])
+    sent, received = [mine.nbytes] * group.size(), [tensor.nbytes for tensor in inbox]
+    return Collective(group, "all_gather", (mine,), inbox, sent, received)
+
+
+def _all_gather_into(args: Sequence[Any]) -> Collective:
+    inbox, mine, group = args[0], args[1], _group(args[2])
+    return Collective(
+        group, "all_gather", (mine,), (inbox,), [mine.nbytes] * group.size(), _even(inbox, group)
+    )
+
+
+def _reduce_scatter(args: Sequence[Any]) -> Collective:
+    mine, outbox, group = args[0], args[1], _group(args[2])
+    received = [mine.nbytes] * group.size()
+    return Collective(
+        group, f"reduce_scatter {mine.dtype}", (outbox,), (mine,), _even(outbox, group), received
+    )
+
+
+def _all_to_all(args: Sequence[Any]) -> Collective:
+    inbox, outbox, group = args[0], args[1], _group(args[2])
+    sent, received = _bytes(outbox, args[4], group), _bytes(inbox, args[3], group)
+    return Collective(group, "all_to_all", (outbox,), (inbox,), sent, received)
+
+
+def _send(args: Sequence[Any]) -> Collective:
+    tensors, group, peer = args[0], _group(args[1]), args[2]
+    sent = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
+    return Collective(group, "send", tensors, (), sent, [0] * group.size())
+
+
+def _receive(args: Sequence[Any]) -> Collective:
+    tensors, group, peer = args[0], _group(args[1]), args[2]
+    received = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
+    return Collective(group, "receive", (), tensors, [0] * group.size(), received)
+
+
+_READERS: dict[str, Callable[[Sequence[Any]], Collective]] = {
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "allgather_": _all_gather,
+    "_allgather_base_": _all_gather_into,
+    "_reduce_scatter_base_": _reduce_scatter,
+    "alltoall_base_": _all_to_all,
+    "send": _send,
+    "recv_": _receive,
+}
+
+
+def _group(script_object: Any) -> ProcessGroup:
+    group: ProcessGroup = ProcessGroup.unbox(script_object)
+    return group
+
+
+def _even(tensor: Tensor, group: ProcessGroup) -> list[int]:
+    return [tensor.nbytes // group.size()] * group.size()
+
+
+def _bytes(tensor: Tensor, splits: Sequence[int], group: ProcessGroup) -> list[int]:
+    """Return the bytes of the shares of a tensor that is cut along its first dimension; no splits: evenly."""
+    if not splits:
+        return _even(tensor, group)
+    row_bytes = tensor[:1].nbytes
+    return [split * row_bytes for split in splits]
+
+
+def runs_unevenly(name: str, args: Sequence[Any]) -> bool:
+    """Return whether this is a gather of parts of several sizes, which Gloo does not know."""
+    return name == "allgather_" and len({tensor.numel() for tensor in args[0][0]}) > 1
+
+
+def gather_unevenly(args: Sequence[Any]) -> Any:
+    """Gather parts of several sizes as NCCL does, by one broadcast from every rank."""
+    (inbox,), (mine,), group = args[0], args[1], args[2]
+    inbox[_group(group).rank()].copy_(mine)
+    for place, part in enumerate(inbox):
+        if part.numel():
+            _, work = torch.ops.c10d.broadcast_.default([part], group, place, 0, True)
+            dist.Work.unbox(work).wait()
+    return args[0], work

@@ -1,0 +1,217 @@
+"""Finds in a log what may go wrong on a device that runs streams in any order that events allow.
+
+*Happens before*: the first of two operations is known to have ended when the second begins if both are in
+one stream, or if a chain of events leads from one to the other, through other streams or the host. Every
+actor has a vector clock: for every actor the number of its operations that have ended before what comes next
+(Lamport 1978, Mattern 1989). Two accesses to the same bytes of which one writes must be ordered.
+
+*Memory*: the caching allocator of PyTorch gives freed memory to the next allocation in the same stream at
+once, without waiting, since work of one stream runs in order. What other streams still read must be ordered
+before that by an event, or the tensor must have been recorded on them (`record_stream`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from penstock.runtime.recorded.log import (
+    Access,
+    Actor,
+    Allocate,
+    Block,
+    Entry,
+    Free,
+    Keep,
+    Launch,
+    Record,
+    Span,
+    Wait,
+)
+
+Kind = Literal["read too early", "write too early", "freed too early"]
+LARGEST = 1 << 20
+"""Number of elements up to which strided parts of a block are compared one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One side of a hazard: an operation of a task on an actor."""
+
+    task: str
+    actor: str
+    op: str
+    writes: bool
+
+    def __str__(self) -> str:
+        return f"{'write' if self.writes else 'read'} by {self.task} ({self.op}) on {self.actor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Two uses of a tensor's memory that nothing orders.
+
+    kind: "read too early": before the write that fills it has ended; "write too early": while another use may
+    still run; "freed too early": memory goes back to its stream while another stream may still use it.
+    tensor: the memory. first: the earlier use. second: the later one.
+    """
+
+    kind: Kind
+    tensor: str
+    first: Use
+    second: Use
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.tensor}: {self.first}, then {self.second}, and nothing orders them"
+
+
+def find_hazards(log: Sequence[Entry], without: Collection[int] = ()) -> list[Hazard]:
+    """Return every kind of hazard in a log once, in the order in which they are met.
+
+    without: places in the log of entries that are left out, to see whether they are needed: numbers are not
+    changed by that, since what is recorded was computed one operation after the other.
+    """
+    analysis = _Analysis()
+    for place, entry in enumerate(log):
+        if place not in without:
+            analysis.take(entry)
+    return list(analysis.found)
+
+
+class _Past(NamedTuple):
+    """An access that later ones are compared with. time: of its actor's own clock when it had ended."""
+
+    actor: Actor
+    time: int
+    span: Span
+    writes: bool
+    task: str
+    op: str
+
+    @property
+    def use(self) -> Use:
+        return Use(self.task, str(self.actor), self.op, self.writes)
+
+
+Clock = dict[int, int]
+"""By actor, how many of its operations have ended."""
+
+
+@dataclass
+class _Analysis:
+    """State of all actors and blocks at one point of the log."""
+
+    clocks: dict[int, Clock] = field(default_factory=lambda: defaultdict(dict))
+    events: dict[int, Clock] = field(default_factory=dict)
+    past: dict[int, list[_Past]] = field(default_factory=lambda: defaultdict(list))
+    kept: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    found: dict[Hazard, None] = field(default_factory=dict)
+
+    def take(self, entry: Entry) -> None:
+        match entry:
+            case Launch():
+                self._launch(entry)
+            case Allocate(block, thread):
+                # The memory may be that of a block whose last use is in this stream, so it can be used from
+                # here on in this stream, and elsewhere after this point of it.
+                self._begin(block.stream, thread)
+                made = Access(block, Span(0, 1 << 62), writes=True)
+                self._access(
+                    made, block.stream, Use(block.task, str(block.stream), "allocation", writes=True)
+                )
+            case Free(block, task, thread):
+                clock = {**self.clocks[block.stream.number]}
+                _merge(clock, self.clocks[thread.number])
+                self._free(block, task, clock)
+            case Keep(block, stream, _):
+                self.kept[block.number].add(stream.number)
+            case Record(event, actor, thread):
+                self.events[event] = {**self._joined(actor, thread)}
+            case Wait(event, actor, thread):
+                clock = self._joined(actor, thread)
+                _merge(clock, self.events.get(event, {}))
+
+    def _launch(self, launch: Launch) -> None:
+        self._begin(launch.actor, launch.thread)
+        for access in launch.accesses:
+            use = Use(launch.task, str(launch.actor), launch.op, access.writes)
+            self._access(access, launch.actor, use)
+
+    def _begin(self, actor: Actor, thread: Actor) -> Clock:
+        """Count one more operation of an actor; it begins after all that its thread knows to have ended."""
+        clock = self._joined(actor, thread)
+        clock[actor.number] = clock.get(actor.number, 0) + 1
+        return clock
+
+    def _joined(self, actor: Actor, thread: Actor) -> Clock:
+        clock = self.clocks[actor.number]
+        if thread.number != actor.number:
+            _merge(clock, self.clocks[thread.number])
+        return clock
+
+    def _access(self, access: Access, actor: Actor, use: Use) -> None:
+        clock, uses = self.clocks[actor.number], self.past[access.block.number]
+        left = []
+        for past in uses:
+            ordered = clock.get(past.actor.number, 0) >= past.time
+            if not ordered and (access.writes or past.writes) and overlap(past.span, access.span):
+                kind: Kind = "read too early" if past.writes and not access.writes else "write too early"
+                self.found.setdefault(Hazard(kind, str(access.block), past.use, use))
+            # Whatever comes after this access, if that is ordered after it, is ordered after that past one.
+            covered = access.writes or (not past.writes and past.actor.number == actor.number)
+            if not (ordered and covered and _contains(access.span, past.span)):
+                left.append(past)
+        left.append(_Past(actor, clock.get(actor.number, 0), access.span, access.writes, use.task, use.op))
+        self.past[access.block.number] = left
+
+    def _free(self, block: Block, task: str, clock: Clock) -> None:
+        """Check that all streams have used a block, or the allocator knows which still do, at its end.
+
+        clock: of what comes next in its own stream, which may get the memory.
+        """
+        kept, home = self.kept.pop(block.number, set()), block.stream.number
+        for past in self.past.pop(block.number, ()):
+            if block.in_host or not past.actor.on_device or past.actor.number in (home, *kept):
+                continue  # copies themselves tell the allocator of pinned memory which streams use it
+            if clock.get(past.actor.number, 0) < past.time:
+                freed = Use(task, str(block.stream), "free", writes=True)
+                self.found.setdefault(Hazard("freed too early", str(block), past.use, freed))
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for actor, time in other.items():
+        if clock.get(actor, 0) < time:
+            clock[actor] = time
+
+
+def _contains(outer: Span, inner: Span) -> bool:
+    return not outer.strides and outer.first <= inner.first and inner.end <= outer.end
+
+
+def overlap(one: Span, other: Span) -> bool:
+    """Return whether two parts of a block share a byte."""
+    if one.end <= other.first or other.end <= one.first:
+        return False
+    if not (one.strides or other.strides) or max(_elements(one), _elements(other)) > LARGEST:
+        return True
+    first = min(one.first, other.first)
+    covered = np.zeros(max(one.end, other.end) - first, dtype=bool)
+    covered[_bytes(one) - first] = True
+    return bool(covered[_bytes(other) - first].any())
+
+
+def _elements(span: Span) -> int:
+    return int(np.prod(span.sizes)) if span.strides else span.end - span.first
+
+
+def _bytes(span: Span) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if not span.strides:
+        return np.arange(span.first, span.end)
+    starts = np.array([span.first])
+    for size, stride in zip(span.sizes, span.strides, strict=True):
+        starts = (starts[:, None] + np.arange(size) * stride).reshape(-1)
+    return (starts[:, None] + np.arange(span.element_bytes)).reshape(-1)

@@ -1,0 +1,285 @@
+"""Records what operations of torch do to memory: which task and stream, which bytes, read or written."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.runtime.recorded.collectives import collective_of, gather_unevenly, runs_unevenly
+from penstock.runtime.recorded.log import (
+    Access,
+    Actor,
+    Allocate,
+    Block,
+    Call,
+    Entry,
+    Free,
+    Keep,
+    Launch,
+    Record,
+    Span,
+    Wait,
+)
+
+OUTSIDE = "outside of tasks"
+
+
+class Recorder:
+    """Writes a log of what threads do and ask of a device.
+
+    control_group: the name of a process group whose exchanges are the host's own, and none of the device.
+    """
+
+    def __init__(self, control_group: str | None = None) -> None:
+        self.control_group = control_group
+        self.log: list[Entry] = []
+        self.main = Actor(0, "main", on_device=True)
+        self._actors: dict[object, Actor] = {}
+        self._blocks: dict[int, Block] = {}
+        self._ends: dict[int, weakref.finalize[..., Any]] = {}
+        self._count = self._events = 0
+        self._here = threading.local()
+        self._lock = threading.Lock()
+
+    # ---- who does something ----
+
+    def new_stream(self, name: str) -> Actor:
+        """Return another stream of the device."""
+        return self._actor(object(), name, on_device=True)
+
+    @property
+    def thread(self) -> Actor:
+        """The thread of the host that asks."""
+        name = threading.current_thread().name
+        return self._actor(threading.get_ident(), name, on_device=False)
+
+    @property
+    def stream(self) -> Actor:
+        """The current stream of this thread."""
+        found: Actor = getattr(self._here, "stream", self.main)
+        return found
+
+    @property
+    def task(self) -> str:
+        """What this thread runs."""
+        found: str = getattr(self._here, "task", OUTSIDE)
+        return found
+
+    @contextmanager
+    def running(self, task: object, stream: Actor) -> Iterator[None]:
+        """Put what this thread does inside into `stream`, as part of `task`."""
+        before = self.stream, self.task
+        self._here.stream, self._here.task = stream, str(task)
+        try:
+            yield
+        finally:
+            self._here.stream, self._here.task = before
+
+    def _actor(self, key: object, name: str, *, on_device: bool) -> Actor:
+        with self._lock:
+            if key not in self._actors:
+                self._actors[key] = Actor(len(self._actors) + 1, name, on_device)
+            return self._actors[key]
+
+    # ---- what is ordered ----
+
+    def record(self, actor: Actor) -> int:
+        """Put an event after everything that `actor` has been given; return its number."""
+        with self._lock:
+            self._events += 1
+            event = self._events
+        self.log.append(Record(event, actor, self.thread))
+        return event
+
+    def wait(self, actor: Actor, event: int) -> None:
+        """Let everything that `actor` is given later wait for an event."""
+        self.log.append(Wait(event, actor, self.thread))
+
+    # ---- memory ----
+
+    def keep(self, tensor: Tensor, stream: Actor) -> None:
+        """Record that the tensor's memory is not used again before `stream` has done what is in it."""
+        if _has_memory(tensor):
+            self.log.append(Keep(self._block(tensor), stream, self.task))
+
+    def in_host(self, tensor: Tensor) -> Tensor:
+        """Take the tensor's memory as memory of the host, which its threads read and write at once."""
+        if _has_memory(tensor):
+            self._add(tensor, in_host=True)
+        return tensor
+
+    def is_in_host(self, tensor: Tensor) -> bool:
+        """Return whether the tensor's memory is known to be the host's."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return block is not None and block.in_host
+
+    def _block(self, tensor: Tensor) -> Block:
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return self._add(tensor, in_host=False) if block is None else block
+
+    def _add(self, tensor: Tensor, *, in_host: bool) -> Block:
+        storage = tensor.untyped_storage()
+        with self._lock:
+            self._count += 1
+        kind = str(tensor.dtype).removeprefix("torch.")
+        block = Block(self._count - 1, self.task, self.stream, tuple(tensor.shape), kind, in_host)
+        self._blocks[storage._cdata] = block
+        self._ends[storage._cdata] = end = weakref.finalize(storage, self._free, storage._cdata, block)
+        end.atexit = False
+        return block
+
+    def _free(self, address: int, block: Block) -> None:
+        del self._blocks[address], self._ends[address]
+        self.log.append(Free(block, self.task, self.thread))
+
+    def close(self) -> None:
+        """Stop watching memory that is still in use."""
+        for end in self._ends.values():
+            end.detach()
+        self._ends.clear()
+        self._blocks.clear()
+
+    # ---- operations ----
+
+    def launch(
+        self, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor], call: Call | None = None
+    ) -> None:
+        """Record an operation of this thread: on the host if all its memory is there, else in its stream."""
+        accesses = [*self._accesses(writes, writes=True), *self._accesses(reads, writes=False)]
+        if not accesses and call is None:
+            return
+        thread = self.thread
+        here = call is None and all(access.block.in_host for access in accesses)
+        actor = thread if here else self.stream
+        self.log.append(Launch(actor, thread, self.task, op, tuple(accesses), call))
+
+    def read_by_host(self, op: str, tensor: Tensor) -> None:
+        """Record that the host reads a tensor's numbers, which it waits for if they are on the device."""
+        self.launch(op, [tensor], [])
+        if not self.is_in_host(tensor):
+            self.wait(self.thread, self.record(self.stream))
+
+    def _accesses(self, tensors: Iterable[Tensor], *, writes: bool) -> Iterator[Access]:
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.numel():
+                yield Access(self._block(tensor), _span(tensor), writes)
+
+    def know(self, tensors: Iterable[Tensor]) -> None:
+        """Take memory that is not known yet as memory of the device that was there before."""
+        for tensor in tensors:
+            if _has_memory(tensor):
+                self._block(tensor)
+
+    def made(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Record allocations for those tensors whose memory is not known yet, and return them."""
+        fresh = []
+        for tensor in tensors:
+            if _has_memory(tensor) and tensor.untyped_storage()._cdata not in self._blocks:
+                self.log.append(Allocate(self._add(tensor, in_host=False), self.thread))
+                fresh.append(tensor)
+        return fresh
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0
+
+
+def _span(tensor: Tensor) -> Span:
+    size = tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return Span(first, first + tensor.numel() * size)
+    strides = [stride * size for stride in tensor.stride()]
+    end = first + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) + size
+    return Span(first, end, tuple(tensor.shape), tuple(strides), size)
+
+
+WAITING = (
+    "aten._local_scalar_dense",
+    "aten.equal",
+    "aten.is_nonzero",
+    "aten.masked_select",
+    "aten.nonzero",
+    "aten._unique2",
+    "aten.bincount",
+)
+"""Operators whose results the host needs at once, so that it waits for the current stream."""
+
+
+class Recording(TorchDispatchMode):
+    """Sees every operation of the thread in which it is entered."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        recorder, name = self._recorder, str(func)
+        reads, writes = _operands(func, args, kwargs)
+        recorder.know([*reads, *writes])
+        out = func(*args, **kwargs)
+        results = list(_tensors(out))
+        fresh = recorder.made(results)
+        if name.startswith(ALLOCATING):
+            return out
+        if writes or fresh or not results:  # else a view, which touches no memory
+            recorder.launch(name, reads, [*writes, *fresh])
+        if name.startswith(WAITING) or _is_blocking_copy(recorder, name, args):
+            recorder.wait(recorder.thread, recorder.record(recorder.stream))
+        return out
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("c10d::")
+        if name == "barrier":
+            return func(*args, **kwargs)
+        found = collective_of(name, args)
+        if found.group.group_name == self._recorder.control_group:
+            return func(*args, **kwargs)
+        out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
+        self._recorder.launch(found.op, found.reads, found.writes, found.call)
+        return out
+
+
+ALLOCATING = ("aten.empty", "aten.new_empty")
+"""Operators that allocate memory and leave it as it is."""
+
+
+def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the tensors that an operator reads and those that it writes in place."""
+    reads, writes = list[Tensor](), list[Tensor]()
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if "_fused_adam" in func._schema.name and argument.name == "grads":
+            is_written = kwargs.get("grad_scale") is not None  # only then are they divided by it
+        (writes if is_written else reads).extend(_tensors(given))
+    return reads, writes
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):  # most often
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _is_blocking_copy(recorder: Recorder, name: str, args: Sequence[Any]) -> bool:
+    """Return whether the host waits for a copy between its memory and the device's."""
+    if not name.startswith("aten.copy_"):
+        return False
+    in_host = [recorder.is_in_host(tensor) for tensor in args[:2]]
+    return in_host[0] != in_host[1] and not (len(args) > 2 and args[2])

@@ -1,0 +1,180 @@
+"""The only place that opens files for writing: never through a link, and never over what others have open.
+
+A folder may come from someone else, with links in it to files of whoever works with it. So a file is made
+under a new name, which nothing had before, and gets its final name when it is whole. A link of that name is
+replaced, and what it leads to stays as it is; a process that is killed leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+PART: Final = ".part"
+TOKEN_BYTES: Final = 4
+DRAFT: Final = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN_BYTES}}}{re.escape(PART)}")
+"""Names of files that are being written, or that a killed process has left."""
+
+UNFINISHED: Final = ".unfinished-"
+"""Beginning of the names of folders that are being written."""
+
+NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+TRIAL_BYTES: Final = 1 << 16
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from <linux/fcntl.h>, <linux/fs.h>
+
+
+class Draft:
+    """A file for `path` that has another name until `settle`.
+
+    file: open for writing and reading, also after it has its name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._own = path.with_name(f"{path.name}.{os.urandom(TOKEN_BYTES).hex()}{PART}")
+        self.file: BinaryIO = open(os.open(self._own, NEW, 0o666), "w+b")  # noqa: PTH123, SIM115  # a descriptor
+
+    def settle(self, *, durable: bool = False) -> BinaryIO:
+        """Give the file its name, in place of what has it; return the file, which stays open.
+
+        durable: wait until the disk has content and name, so that no power cut undoes them.
+        """
+        self.file.flush()
+        if durable:
+            os.fsync(self.file.fileno())
+        self._own.replace(self.path)
+        if durable:
+            make_durable(self.path.parent)
+        return self.file
+
+    def discard(self) -> None:
+        """Close and remove the file, unless it has its name already."""
+        with suppress(OSError):  # what is still to be written is not wanted
+            self.file.close()
+        self._own.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """Yield a file that replaces the one at `path` when the context is left; after an error nothing changes.
+
+    durable: see `Draft.settle`.
+    """
+    draft = Draft(path)
+    try:
+        yield draft.file
+        draft.settle(durable=durable).close()
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
+    """Write a file as a whole or not at all. data: text is written as UTF-8. durable: see `Draft.settle`."""
+    with replacing(path, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def write_setting(path: Path, text: str) -> None:
+    """Write to a file of the kernel, such as those in /proc, which no other file can replace."""
+    with open(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), "wb") as file:  # noqa: PTH123  # a descriptor
+        file.write(text.encode())
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield the path for a new folder, which is named `target` when the context is left without an error.
+
+    target: does not exist, or is an empty folder.
+    """
+    target = target.resolve()
+    work = target.with_name(f"{UNFINISHED}{target.name}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_tree(work)
+    try:
+        yield work
+        for each in (*work.rglob("*"), work):
+            make_durable(each)
+        work.replace(target)
+        make_durable(target.parent)
+    except BaseException:
+        remove_tree(work)
+        raise
+
+
+def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
+    """Open the file of a lock; what it holds stays as it is.
+
+    makes: make it where it is missing. Raises OSError whose `strerror` is the reason; for a link, a pipe and
+    anything else that is no file, too.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if makes else 0)
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{path.name} in it is a link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"{path.name} in it is not a regular file")
+    return open(handle, "rb")  # noqa: PTH123  # a descriptor
+
+
+def try_to_write(folder: Path, name: str = "penstock") -> None:
+    """Write a file into `folder` as if it were to have this name, and leave nothing.
+
+    Raises OSError, also on a full disk, where an empty file could still be made.
+    """
+    draft = Draft(folder / name)
+    try:
+        draft.file.write(bytes(TRIAL_BYTES))
+        draft.file.flush()
+        os.fsync(draft.file.fileno())
+    finally:
+        draft.discard()
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove files that killed processes were writing. No other process may write there."""
+    for path in folder.iterdir():
+        if DRAFT.fullmatch(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file, or a folder with all in it; of a link only the link, and nothing where nothing is."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two files or folders in one step; return False where the system cannot do that.
+
+    Linux can, on most local file systems and on few network file systems.
+    """
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    names = (AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second))
+    return bool(renameat2(*names, RENAME_EXCHANGE) == 0)
+
+
+def make_durable(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk: a power cut may undo what is not."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

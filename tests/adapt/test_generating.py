@@ -1,0 +1,169 @@
+"""Generation on several ranks, each with prompts, caches and lengths of its own: all finish, or all raise."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+import penstock
+from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.ranks import Pools
+
+LONG = 6
+
+CASES: dict[str, dict[str, Any]] = {
+    "static": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "chunks of the prompt": {"prefill_chunk_size": 3},
+    "beams": {"num_beams": 3, "cache_implementation": "static"},
+    "drawn": {"do_sample": True, "top_k": 5},
+    "a lookup": {"prompt_lookup_num_tokens": 2},
+    "an assistant": {"assistant": True},
+    "early exit": {"assistant_early_exit": 1},
+}
+"""Settings of generation with which ranks run different numbers of forward passes."""
+
+
+def prompts(rank: int, rows: int = 1) -> Tensor:
+    """Those of the second rank are longer."""
+    tokens_BL: Tensor = Batch().inputs(rank, rank + rows)["input_ids"][:, : 3 + 7 * rank]
+    return tokens_BL
+
+
+def written(model: Any, rank: int, *, assistant: bool = False, **settings: Any) -> Tensor:
+    """What follows this rank's prompts; the second rank writes less."""
+    torch.manual_seed(rank)
+    more = {"assistant_model": small("mixtral", seed=4).eval()} if assistant else {}
+    common: dict[str, Any] = {"do_sample": False, "max_new_tokens": LONG - 3 * rank, "eos_token_id": None}
+    found: Tensor = model.eval().generate(prompts(rank), **{**common, **more, **settings})
+    return found
+
+
+def all_written(rank: int, world: int, cases: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    return {name: written(model, rank, **settings) for name, settings in cases.items()}
+
+
+@pytest.mark.slow
+def test_ranks_with_different_prompts_and_lengths_write_what_one_process_does(ranks: Pools) -> None:
+    whole = small("mixtral")
+    for rank, found in enumerate(ranks(2).run(all_written, 2, CASES)):
+        for name, settings in CASES.items():
+            assert found[name].equal(written(whole, rank, **settings)), name
+
+
+def written_by_one(rank: int, world: int) -> tuple[Tensor, Any, Tensor]:
+    """With prompts on the first rank alone, as tokens and as embeddings."""
+    model = penstock.parallelize(small("llama4_text"), ep_size=world, plan="flowmoe").eval()
+    given = prompts(0, rows=1 - rank)
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(given)
+    common = {"max_new_tokens": LONG, "do_sample": False, "eos_token_id": None}
+    return (
+        model.generate(given, **common),
+        model.generate(input_ids=given, return_dict_in_generate=True, **common).sequences,
+        model.generate(inputs_embeds=embedded, **common),
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_may_have_no_prompts(ranks: Pools) -> None:
+    whole = small("llama4_text").eval()
+    expected = whole.generate(prompts(0), max_new_tokens=LONG, do_sample=False, eos_token_id=None)
+    first, second = ranks(2).run(written_by_one, 2)
+    assert first[0].equal(expected) and first[1].equal(expected)
+    assert first[2].equal(expected[:, prompts(0).shape[1] :])
+    assert [tuple(each.shape) for each in second] == [(0, 3), (0, 3), (0, 0)]
+
+
+class Failing(LogitsProcessor):
+    """Fails at the third token."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > prompts(1).shape[1] + 1:
+            raise KeyError("third token")
+        return scores
+
+
+def beyond(model: Any) -> None:
+    """A token that the model does not know: there is no pass at all."""
+    model.generate(prompts(1) + 61)
+
+
+def while_choosing(model: Any) -> None:
+    """Between two passes."""
+    model.generate(prompts(1), logits_processor=[Failing()], max_new_tokens=LONG)
+
+
+def in_a_layer(model: Any) -> None:
+    """Between the experts of two layers, in the second pass; the second rank has an expert no token chose."""
+    calls = iter(range(9))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 1:
+            raise KeyError("second pass")
+
+    hook = model.model.layers[1].self_attn.register_forward_pre_hook(fail)
+    try:
+        model.generate(prompts(1), max_new_tokens=LONG)
+    finally:
+        hook.remove()
+
+
+def before(model: Any) -> None:
+    """A setting that generate refuses."""
+    model.generate(prompts(1), max_new_tokens=-1)
+
+
+def paged(model: Any) -> None:
+    """Continuous batching, which runs passes on another thread."""
+    model.generate(prompts(1), max_new_tokens=LONG, cache_implementation="paged")
+
+
+def with_a_spread_assistant(model: Any) -> None:
+    model.generate(prompts(1), assistant_model=copy.deepcopy(model))
+
+
+FAILURES: dict[str, Callable[[Any], None]] = {
+    each.__name__: each
+    for each in (beyond, while_choosing, in_a_layer, before, paged, with_a_spread_assistant)
+}
+
+
+def fail_on_the_second(rank: int, world: int) -> list[str]:
+    """What is raised on this rank by each failure; afterwards the model writes, is judged and trains."""
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    raised = []
+    for fail in FAILURES.values():
+        with pytest.raises(Exception) as caught:  # on every rank its own
+            fail(model.eval()) if rank else written(model, rank, cache_implementation="static")
+        raised.append(type(caught.value).__name__)
+    given = Batch().inputs(2 * rank, 2 * rank + 2)
+    if rank:
+        with pytest.raises(IndexError):
+            model(input_ids=prompts(1) + 61)
+    else:
+        model(input_ids=prompts(0))
+    assert written(model, rank).equal(written(small("mixtral"), rank))
+    wanted = small("mixtral")
+    wanted(**Batch().inputs()).loss.backward()
+    model.train()(**given).loss.backward()
+    expected = grads_of(wanted)
+    assert all(
+        distance(each, share_of(expected[name], each, rank)) < 1e-5 for name, each in grads_of(model).items()
+    )
+    return raised
+
+
+@pytest.mark.slow
+def test_all_ranks_raise_where_one_fails_and_go_on_afterwards(ranks: Pools) -> None:
+    """No rank waits for one that has failed, in whatever place, and communication is whole."""
+    first, second = ranks(2).run(fail_on_the_second, 2)
+    assert first == ["OtherRankError"] * len(FAILURES)
+    assert second == ["IndexError", "KeyError", "KeyError", *["ValueError"] * 3]

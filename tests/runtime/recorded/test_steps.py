@@ -1,0 +1,141 @@
+"""Steps on a recorded device: all schedules and options compute what a CPU does, without a hazard, and ranks
+agree on the order of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle, product
+from typing import Any
+
+import pytest
+
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.runtime.recorded.order import find_disorder
+from penstock.schedule import SCHEDULES
+from penstock.step.shape import Recompute
+from tests.runtime.test_moving import small
+from tests.support.hosted import Hosts
+from tests.support.layouts import engines, schedule_of
+from tests.support.pairwise import covering
+from tests.support.parity import Case
+from tests.support.placers import RandomHomes
+from tests.support.ranks import Pools
+from tests.support.recorded import plain_steps, recorded_steps
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two nodes of one": {"world_size": 2, "node_size": 1},
+    "two nodes of two": {"world_size": 4, "node_size": 2},
+    "replicas": {"world_size": 4, "ep_size": 2, "node_size": 4},
+    "tensor parallel": {"world_size": 4, "mp_size": 2, "ep_size": 4, "node_size": 2},
+    "expert shards": {"world_size": 4, "mp_size": 2, "ep_size": 2, "esp_size": 2, "node_size": 2},
+}
+SHARED = ("tensor parallel", "expert shards")
+MOVES = ("nothing", "samples", "experts", "both")
+AXES: dict[str, Any] = {
+    "schedule": tuple(SCHEDULES),
+    "dispatch": ("flat", "hierarchical_2d", "node_once"),
+    "layout": [name for name in LAYOUTS if name != "tensor parallel"],  # shards are with it here
+    "moves": MOVES,
+    "sharded": (False, True),
+    "recompute": ("none", "blocks", "experts"),
+    "capacity_factor": (None, 1.0),
+    "routing": ("even", "one rank"),
+}
+
+
+def fits(known: Mapping[str, Any]) -> bool:
+    """Whether a step can be of all this."""
+    layout, dispatch = known.get("layout"), known.get("dispatch", "flat")
+    moves, capacity_factor = known.get("moves", "nothing"), known.get("capacity_factor")
+    form = SCHEDULES[known["schedule"]].expert_form or "gather"
+    if layout is not None and form != "gather" and layout not in SHARED:
+        return False
+    if (moves in ("samples", "both") and form != "gather") or (
+        moves == "experts" and form in ("baseline", "s2")
+    ):
+        return False
+    if layout is not None and dispatch != "flat" and layout != "two nodes of two":
+        return False
+    if capacity_factor is not None and moves != "nothing":
+        return False
+    return dispatch != "node_once" or (capacity_factor is None and moves in ("nothing", "experts"))
+
+
+def case_of(
+    schedule: str,
+    dispatch: str,
+    layout: str,
+    moves: str,
+    sharded: bool,
+    recompute: Recompute,
+    capacity_factor: float | None,
+    routing: str,
+) -> Case:
+    """A small step with two MoE layers, cut in all ways. routing: which ranks get rows."""
+    form = next(form for name, form in engines() if name == schedule)
+    return Case(
+        **{"ep_size": None, **LAYOUTS[layout]},
+        schedule=replace(schedule_of(schedule, form), all_reduce_chunk_bytes=2048),
+        model=ModelConfig(num_layers=2, hidden_size=16, num_heads=4, seq_len=6, vocab_size=12),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=2,
+            moe_ffn_hidden_size=16,
+            expert="swiglu",
+            aux_loss_coeff=0.05,
+            dispatch=dispatch,
+            capacity_factor=capacity_factor,
+            shared_ffn_hidden_size=8,
+        ),
+        batch=4,
+        placer=RandomHomes() if moves in ("samples", "both") else None,
+        sharded=sharded,
+        recompute=recompute,
+        busy_experts=(0, 1) if routing == "one rank" else (),
+    )
+
+
+def hosts_of(case: Case, moves: str) -> Hosts:
+    """Steps in which the experts of a case move or stay."""
+    if moves in ("experts", "both"):
+        return Hosts(slots=2, moving=small(case.holders, "least_loaded"))
+    return Hosts(slots=0)
+
+
+def check(ranks: Pools, case: Case, moves: str) -> None:
+    """Run the case on threads and on a recorded device."""
+    hosts, pool = hosts_of(case, moves), ranks(case.world_size)
+    plain, found = (pool.run(steps, case, hosts) for steps in (plain_steps, recorded_steps))
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+        assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+        assert {"main", "inter"} <= ours.streams
+        assert [*map(str, ours.hazards)] == []
+        assert len(ours.calls) > 0
+    assert [*map(str, find_disorder([each.calls for each in found]))] == []
+
+
+def named(values: Mapping[str, Any]) -> str:
+    return "-".join(map(str, values.values()))
+
+
+@pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
+def test_pairs_of_options(ranks: Pools, values: Mapping[str, Any]) -> None:
+    check(ranks, case_of(**values), values["moves"])
+
+
+def everything() -> Iterator[dict[str, Any]]:
+    """All that can be combined, with one routing and the other in turn."""
+    axes = {**AXES, "layout": LAYOUTS, "routing": (None,)}
+    turns = cycle((*AXES["routing"], *AXES["routing"][::-1]))
+    cases = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
+    for case, routing in zip(filter(fits, cases), turns, strict=False):
+        yield {**case, "routing": routing}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("values", [*everything()], ids=named)
+def test_all_options(ranks: Pools, values: Mapping[str, Any]) -> None:
+    check(ranks, case_of(**values), values["moves"])

@@ -1,0 +1,148 @@
+"""Steps on a stand-in for a GPU: their numbers, what a GPU would refuse, and what the host waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.device import using
+from penstock.schedule import SCHEDULES
+from penstock.train.clip import clip_grad_norm
+from penstock.train.optimizer import build_adamw
+from tests.steps import PLAIN
+from tests.support.card import Card, CardDevice, Wait, counted, install
+from tests.support.layouts import Layout, engines, layout_case
+from tests.support.pairwise import pairwise
+from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
+from tests.support.placers import RandomHomes
+from tests.support.ranks import Pools
+
+LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))
+NODES = {"node_size": 2}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capacity": {"capacity_factor": 1.0},
+    "samples move": {"placer": RandomHomes()},
+    "samples move, residual apart": {"placer": RandomHomes(), "carried": False},
+    "recomputed blocks": {"recompute": "blocks"},
+    "recomputed experts": {"recompute": "experts"},
+    "hierarchical": {"dispatch": "hierarchical_2d", **NODES},
+    "one copy per node": {"dispatch": "node_once", **NODES},
+    "scattered experts": {"scattered": True},
+    "modules as experts": {"module_experts": True},
+    "replicated tokens": {"tokens": "replicated"},
+    "packed": {"packed": True},
+    "an idle expert": {"idle_expert": 3},
+}
+ENGINES = [pair for pair in engines() if pair[1] == "gather" or pair[0] not in PLAIN or pair[0] == "penstock"]
+"""Every schedule, and one of them with every form."""
+MORE = 2
+"""Waits of a step beside those for the counts of dropless routing."""
+
+
+@dataclass(frozen=True)
+class Carded:
+    """The result of a step, and what the host waited for in a later one."""
+
+    result: StepResult
+    waits: dict[Wait, int]
+
+
+def step_on_card(rank: int, case: Case, kernel: bool, fault: str = "") -> Carded:
+    """Run steps on this rank's stand-in for a GPU. kernel: whether it has grouped kernels."""
+    device = install()
+    with using(CardDevice(kernel=kernel)):
+        stack = stack_of(rank, replace(case, card=True))
+        result = result_of(stack, rank, case)
+        optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
+        mine, (tokens, labels) = case.mine(rank), batch_of(case)
+        documents = None if case.documents is None else case.documents[mine].to(device)
+        batch, ids = (tokens[mine].to(device), labels[mine].to(device)), torch.arange(len(tokens))[mine]
+        ids = ids.to(device)
+        for _ in range(2):
+            with counted() as waits:
+                loss = stack(*batch, ids, documents_BL=documents)
+                if fault == "item":
+                    loss.item()
+                loss.backward()
+                clip_grad_norm(stack, CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+        return Carded(result, dict(waits))
+
+
+def allowed(case: Case) -> int:
+    """Waits for counts, once for every MoE layer and microbatch, unless slots are fixed; and a few more."""
+    microbatches = case.schedule.microbatches if "microbatches" in SCHEDULES[case.schedule.name].reads else 1
+    counts = 0 if case.fixed_slots else case.model.num_layers * microbatches
+    joined = (
+        counts if case.moe.dispatch == "node_once" else 0
+    )  # how many rows there are depends on the routing
+    return counts + joined + MORE
+
+
+def _fits(known: Mapping[str, Any]) -> bool:
+    """Whether a layout has what a form of the MoE part, or a feature, is about."""
+    world, mp, ep, esp = known.get("layout", (4, 2, 2, 2))
+    if "engine" in known and known["engine"][1] != "gather" and mp * esp == 1:
+        return False
+    more = FEATURES[known.get("feature", "plain")]
+    if "node_size" in more:
+        return (world, mp, ep, esp) == (4, 1, 4, 1)
+    if "placer" in more or "packed" in more or "module_experts" in more:
+        return mp * esp == 1 and (world, ep) != (4, 2)
+    return mp > 1 if "tokens" in more else mp == 1 or "recompute" not in more
+
+
+def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
+    """The numbers of a step are those of the reference, through the code that GPUs run, and hosts hardly
+    wait."""
+    case = replace(case, double=not kernel)
+    done = pools(case.world_size).run(step_on_card, case, kernel)
+    check_result(merge([each.result for each in done]), case)
+    for each in done:
+        assert sum(each.waits.values()) <= allowed(case), each.waits
+
+
+@pytest.mark.slow
+@pairwise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True])
+def test_every_schedule(ranks: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool) -> None:
+    check_on_card(ranks, layout_case(layout, *engine), kernel)
+
+
+@pytest.mark.slow
+@pairwise(_fits, feature=FEATURES, layout=LAYOUTS, schedule=["flowmoe", "fsmoe", "penstock"])
+def test_every_feature(ranks: Pools, feature: str, layout: Layout, schedule: str) -> None:
+    check_on_card(ranks, layout_case(layout, schedule, "gather", **FEATURES[feature]), kernel=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("engine", engines(), ids="-".join)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_combination(ranks: Pools, layout: Layout, engine: tuple[str, Any], feature: str) -> None:
+    if not _fits({"layout": layout, "engine": engine, "feature": feature}):
+        pytest.skip("there is no such layout")
+    check_on_card(ranks, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
+
+
+def test_one_more_number_that_is_read_is_counted(ranks: Pools) -> None:
+    case = layout_case((2, 1, 2, 1), "flowmoe", "gather")
+    plain, faulty = (ranks(2).run(step_on_card, case, False, fault)[0].waits for fault in ("", "item"))
+    assert sum(faulty.values()) == sum(plain.values()) + 1
+
+
+def test_tensors_of_two_devices_do_not_meet() -> None:
+    device = install()
+    with using(CardDevice()):
+        here, there = torch.ones(3), torch.ones(3).to(device)
+        assert isinstance(there, Card)
+        with pytest.raises(RuntimeError):
+            torch.add(here, there)
+        with pytest.raises(TypeError):
+            there.numpy()
+        assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number alone may come from the host

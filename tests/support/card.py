@@ -1,0 +1,378 @@
+"""A GPU that this machine does not have: tensors of a device of their own, whose numbers the CPU computes.
+
+A `Card` tensor says that it lies on the device `card:0`, holds a tensor of the CPU, and lets PyTorch compute
+with that, autograd and process groups included. So whole steps run on real ranks, with real routing and with
+the code for GPUs, and what a GPU would refuse or wait for is seen:
+
+- an operation on tensors of both devices, other than a copy or a scalar, is an error, as is `numpy()`;
+- whatever makes the host wait for the device is noted with the line of Penstock that asked: `item()`, copies
+that block,
+  sizes that depend on data, events and streams that are waited for.
+
+What it cannot show: how long anything takes, and whether streams are ordered (`penstock.runtime.recorded`
+does that).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+import penstock
+from penstock.device import Event, Gpu, Stream
+
+KIND = "card"
+ROOT = Path(penstock.__file__).parent
+
+Wait = tuple[str, int, str]
+"""The file inside the package, the line, and what is waited for."""
+
+PINNED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+NOTED: list[Counter[Wait]] = []
+"""The counters that are open, of all threads: tasks of lane `host` run on one of their own."""
+
+SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
+"""Operations that read numbers of the device on the host to know a size or a truth."""
+
+
+class _Work:
+    """Whether the device has done everything: from a wait for the whole device until something is
+    computed."""
+
+    done = False
+
+
+WORK = _Work()
+
+
+def note(what: str) -> None:
+    """Count a wait for the line of the package that is running, or for its caller.
+
+    Tasks of lane `host` wait on a thread of their own, and no operation is issued later for it. Nothing is
+    waited for where the device has done everything.
+    """
+    if WORK.done or threading.current_thread().name.startswith("penstock-host"):
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _issues(Path(frame.f_code.co_filename)):
+        frame = frame.f_back
+    where = ("outside", 0, what)
+    if frame is not None:
+        where = Path(frame.f_code.co_filename).relative_to(ROOT).as_posix(), frame.f_lineno, what
+    for counter in NOTED:
+        counter[where] += 1
+
+
+def _issues(path: Path) -> bool:
+    return path.is_relative_to(ROOT) and path.name != "device.py"
+
+
+class Card(Tensor):
+    """A tensor on the device; `held` has its numbers."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Card:
+        made: Card = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=torch.device(KIND, 0),
+        )
+        made.held = held
+        return made
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.held.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        del tensor_contents
+        return f"Card({self.held!r})"
+
+    def tolist(self) -> Any:
+        note("copy to the host")
+        return self.held.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError(
+            f"can't convert {KIND}:0 device type tensor to numpy, force={force}: use .cpu() first"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no defaults
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[Any, Any] | None = None,
+    ) -> Any:
+        del types
+        kwargs = dict(kwargs or {})
+        to_host = _moves(func, args, kwargs)
+        out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        written = {
+            id(value.held): value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Card)
+        }
+        if to_host:
+            return out
+        return tree_map(lambda each: _on_card(each, written), out)
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, Card) else value
+
+
+def _on_card(value: Any, written: Mapping[int, Card]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    known = written.get(id(value))
+    return Card(value) if known is None else known
+
+
+def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Note what the host waits for, refuse tensors of two devices; return whether the result is on the
+    host."""
+    name, values = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+    WORK.done = WORK.done and name in ("_to_copy", "copy_", "_local_scalar_dense", "detach", "view", "alias")
+    if func.namespace == "c10d":
+        _check_exchange(name, values)
+        return False
+    device = kwargs.get("device")
+    if device is not None:
+        leaves = torch.device(device).type != KIND
+        kwargs["device"] = torch.device("cpu")
+        if name == "_to_copy":
+            source = args[0]
+            if leaves and isinstance(source, Card):
+                note("copy to the host")
+            elif not leaves and not isinstance(source, Card):
+                _note_upload(source, bool(kwargs.get("non_blocking")))
+        return leaves
+    if name == "copy_":
+        target, source = args[0], args[1]
+        waits = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+        if isinstance(source, Card) and not isinstance(target, Card) and (waits or not is_pinned(target)):
+            note("copy to the host")
+        elif isinstance(target, Card) and not isinstance(source, Card):
+            _note_upload(source, not waits)
+        return not isinstance(target, Card)
+    if name == "_local_scalar_dense":
+        note("number read on the host")
+        return True
+    indices = tree_leaves(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
+    if name in SIZES or any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices):
+        note(f"size or truth of {name}")
+    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        note("size of repeat_interleave")
+    if strangers := [e for e in values if isinstance(e, Tensor) and not isinstance(e, Card) and e.dim()]:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{KIND}:0 and cpu! ({func}, of the host: {[list(each.shape) for each in strangers]})"
+        )
+    return name in ("equal", "is_nonzero")
+
+
+def _note_upload(source: Tensor, non_blocking: bool) -> None:
+    """A copy from pageable memory waits for the device."""
+    if source.numel() and not (non_blocking and is_pinned(source)):
+        note("copy from pageable memory")
+
+
+def _check_exchange(name: str, values: Sequence[Any]) -> None:
+    """Raise what NCCL raises for tensors of the host, beside those of the device."""
+    if any(isinstance(each, Tensor) and not isinstance(each, Card) for each in values):
+        raise RuntimeError(
+            f"No backend type associated with device type cpu ({name}: a process group of GPUs)"
+        )
+
+
+def is_pinned(tensor: Tensor) -> bool:
+    """Return whether copies reach this memory of the host without a wait."""
+    return tensor.untyped_storage() in PINNED
+
+
+class CardStream:
+    """A stream in which everything has run when it is asked for."""
+
+    def wait_event(self, event: Event, /) -> None:
+        """Do nothing: the event has happened."""
+
+    def record_event(self, event: Event, /) -> Event:
+        return event
+
+    def synchronize(self) -> None:
+        note("wait for a stream")
+
+
+class CardEvent:
+    """An event that has happened; whoever waits for it would wait on a GPU."""
+
+    def synchronize(self) -> None:
+        note("wait for an event")
+
+    def elapsed_time(self, end_event: Event, /) -> float:
+        del end_event
+        return 0.001
+
+
+class CardDevice(Gpu):
+    """The device of `Card` tensors, for `penstock.device`. kernel: whether it has grouped kernels."""
+
+    kind, backend = KIND, "gloo"
+
+    def __init__(self, *, kernel: bool = False) -> None:
+        self.kernel = kernel
+        self._stream = CardStream()
+
+    def synchronize(self, device: torch.device) -> None:
+        del device
+        note("wait for the device")
+        WORK.done = True
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype)
+        PINNED.add(made.untyped_storage())
+        return made
+
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
+        host = self.pinned(tensor.shape, tensor.dtype)
+        host.copy_(tensor, non_blocking=True)
+        return host, CardEvent()
+
+    def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
+        return self.pinned(numbers.shape, numbers.dtype).copy_(numbers).to(device, non_blocking=True)
+
+    def memory_bytes(self, device: torch.device) -> int | None:
+        del device
+        return 1 << 36
+
+    def peak_memory_bytes(self, device: torch.device) -> int | None:
+        del device
+        return 0
+
+    def random_state(self, device: torch.device) -> Tensor | None:
+        del device
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_random_state(self, state: Tensor, device: torch.device) -> None:
+        pass
+
+    def fork_random(self, device: torch.device) -> AbstractContextManager[None]:
+        del device
+        return torch.random.fork_rng([])
+
+    def make_current(self, device: torch.device) -> None:
+        pass
+
+    def name(self, device: torch.device) -> str:
+        return str(device)
+
+    def computes_in_bfloat16(self) -> bool:
+        return False
+
+    def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        del device
+        return self.kernel and dtype in (torch.bfloat16, torch.float32)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        del device
+        return self._stream
+
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        del device, name
+        return CardStream()
+
+    def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
+        del task, stream
+        return nullcontext()
+
+    def event(self, *, timed: bool) -> Event:
+        del timed
+        return CardEvent()
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        del stream
+        if not isinstance(tensor, Card):
+            raise NotImplementedError("Could not run 'aten::record_stream' with the 'CPU' backend")
+
+    def abort(self, group: ProcessGroup) -> None:
+        del group
+
+
+class _Backend(_DummyBackendModule):
+    """What PyTorch asks of the module `torch.card`."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@cache
+def install() -> torch.device:
+    """Make `card:0` a device of this process, once; returns it."""
+    _setup_privateuseone_for_python_backend(KIND, _Backend())
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library.impl("empty.memory_format", _empty)
+    library.impl("empty_strided", _empty_strided)
+    library.impl("_copy_from", _copy_from)
+    KEPT.append(library)
+    return torch.device(KIND, 0)
+
+
+KEPT: list[Any] = []
+"""Registrations last as long as the objects that made them."""
+
+
+def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    del more
+    return Card(torch.empty(size, dtype=dtype))
+
+
+def _empty_strided(
+    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None, **more: Any
+) -> Tensor:
+    del more
+    return Card(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy for `torch.tensor(..., device=...)`, which goes past the dispatch of subclasses."""
+    if isinstance(target, Card):
+        _note_upload(source, non_blocking)
+        target.held.copy_(_held(source))
+    else:
+        note("copy to the host")
+        target.copy_(_held(source))
+    return target
+
+
+@contextmanager
+def counted() -> Iterator[Counter[Wait]]:
+    """Count what the host waits for, by line."""
+    counter: Counter[Wait] = Counter()
+    NOTED.append(counter)
+    try:
+        yield counter
+    finally:
+        NOTED.remove(counter)
