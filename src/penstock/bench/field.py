@@ -23,7 +23,7 @@ from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import interval_s
-from penstock.plan.published import PUBLISHED
+from penstock.plan.published import planners
 from penstock.topology import Control, Layout
 
 COMPUTE_S: Final = 20.0
@@ -256,7 +256,8 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     problem = _profiled(stacks, say)
     say(SEARCHING)
     found = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
-    plans = {name: evaluate(problem, PUBLISHED[name](problem)) for name in BESIDE} | {PLANNED: found.best}
+    published = planners(problem)
+    plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: found.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
     notes = (*explain(problem, found).lines, *_doubts(problem))
     return RealField(stacks, iterations, notes=notes)

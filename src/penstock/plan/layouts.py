@@ -21,6 +21,7 @@ from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
 from penstock.plan.room import Room
+from penstock.plan.space import settled
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
@@ -175,7 +176,7 @@ def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
 
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
     """Return the best quick plan that fits; None if none does."""
-    quick: list[Decision] = [*first_choices(problem), parm_choice(problem)]
+    quick: list[Decision] = [*first_choices(problem), settled(problem, parm_choice(problem))]
     fitting = map(Room(problem, memory).with_least_again, dict.fromkeys(quick))
     candidates = [evaluate(problem, choice) for choice in fitting if choice is not None]
     return min(candidates, key=lambda each: each.predicted_s, default=None)

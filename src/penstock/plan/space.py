@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from penstock.decision import Decision, Field
 from penstock.decision.record import ALL_REDUCE_PIECES, FIELDS, all_reduce_sizes
@@ -53,6 +53,28 @@ def valid(problem: Problem, choice: Decision) -> Decision:
         allowed = values(problem, choice, field)
         if choice.value(field.name) not in allowed:
             choice = choice.deciding(field.name, allowed[0])
+    return choice
+
+
+CUTS: Final = (
+    "schedule",
+    "microbatches",
+    "chunks",
+    "backward_chunks",
+    "all_reduce_chunk_bytes",
+    "priority",
+)
+"""The fields that a published planner decides, also with values that a search does not try."""
+
+
+def settled(problem: Problem, choice: Decision) -> Decision:
+    """Return a planner's choice with what the problem says of all that the planner does not decide.
+
+    So what a setting demands, such as experts that move or another dispatch, holds in it.
+    """
+    for field in FIELDS.values():
+        if field.name not in CUTS and choice.value(field.name) not in values(problem, choice, field):
+            choice = choice.deciding(field.name, values(problem, choice, field)[0])
     return choice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.decision import Decision
 from penstock.plan.problem import Problem
 from penstock.plan.published import fsmoe_choice, idle_only
-from penstock.plan.space import usual_chunk_bytes, valid
+from penstock.plan.space import settled, usual_chunk_bytes, valid
 from penstock.schedule.flowmoe import FlowMoE
 from penstock.schedule.moe_pipeline import MoEPipeline
 from penstock.schedule.penstock import Penstock
@@ -34,6 +34,5 @@ def first_choices(problem: Problem) -> list[Decision]:
                 dispatch=dispatch,
             )
         )
-    return list(
-        dict.fromkeys([*(valid(problem, choice) for choice in choices), fsmoe_choice(problem, idle_only)])
-    )
+    gaps = settled(problem, fsmoe_choice(problem, idle_only))
+    return list(dict.fromkeys([*(valid(problem, choice) for choice in choices), gaps]))

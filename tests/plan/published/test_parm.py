@@ -110,7 +110,7 @@ def test_a_measured_pair_decides() -> None:
 def test_without_attention_in_common_both_are_the_same_and_without_sharing_there_is_neither() -> None:
     assert parm_choice(shared(1, 2)) == Decision(schedule="parm_s1")
     assert parm_choice(problem((True,))) == Decision()
-    assert planners(problem((True,))) == PUBLISHED
+    assert list(planners(problem((True,)))) == [*PUBLISHED]
     assert list(planners(shared(2, 2))) == [*PUBLISHED, "parm"]
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from penstock.cost import AlphaBeta
 from penstock.decision import Decision
+from penstock.decision.rows import expert_forms
 from penstock.mesh import Group
 from penstock.plan.problem import Problem
 
@@ -132,9 +133,9 @@ def parm_choice(problem: Problem) -> Decision:
 
 
 def shares_experts(problem: Problem) -> bool:
-    """Return whether there is a choice: ranks that share attention or experts, and a flat dispatch."""
-    shape = problem.shape
-    return any(shape.moe_layers) and not shape.sharing.is_none and "flat" in problem.dispatches
+    """Return whether there is a choice: ranks that share attention or experts, a flat dispatch, and nothing
+    that has to move."""
+    return not problem.shape.sharing.is_none and len(expert_forms(problem, problem.dispatches)) > 1
 
 
 def _lines(problem: Problem) -> tuple[AlphaBeta, AlphaBeta]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import lcm
 
@@ -14,6 +15,7 @@ from penstock.plan.published.degree import ROUNDING, Loaded, common_degree, tota
 from penstock.plan.published.durations import Durations
 from penstock.plan.published.parm import parm_choice, shares_experts
 from penstock.plan.published.partition import PartitionPlanner, adaptive, loaded_parts
+from penstock.plan.space import settled
 from penstock.schedule.freeze import slowest
 from penstock.simulate import iteration_s
 
@@ -153,9 +155,15 @@ PUBLISHED: dict[str, Planner] = {
     "fsmoe": fsmoe_choice,
     "flowmoe": flowmoe_choice,
 }
-"""Planners that know no sharing: every rank has attention and experts of its own."""
+"""Planners that know no sharing: every rank has attention and experts of its own. They choose as published:
+see `planners` for choices with the settings of a problem."""
 
 
 def planners(problem: Problem) -> dict[str, Planner]:
-    """Return the published planners that apply to a problem."""
-    return {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED
+    """Return the published planners that apply to a problem; their choices keep its settings."""
+    found = {**PUBLISHED, "parm": parm_choice} if shares_experts(problem) else PUBLISHED
+    return {name: partial(_settled, planner) for name, planner in found.items()}
+
+
+def _settled(planner: Planner, problem: Problem) -> Decision:
+    return settled(problem, planner(problem))

@@ -1,0 +1,98 @@
+"""What a setting demands holds in the answer of every planner, and in every plan that a search shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+from penstock.decision import Decision, Field, Movable, register, unregister
+from penstock.decision.moving import ExpertMoves, SampleMoves, Split
+from penstock.decision.record import RowForm
+from penstock.dispatch import DISPATCHES
+from penstock.plan import Problem, find_plan
+from penstock.plan.layouts import LayoutSizes, rank_layouts
+from penstock.plan.published import planners
+from penstock.plan.space import space
+from penstock.plan.starts import first_choices
+from penstock.step.shape import Recompute
+from tests.plan.problems import problem, with_sharing
+
+WARMTH = Field(name="warmth", type=int, default=0, values=lambda asked, choice: (7,))
+
+
+@pytest.fixture
+def warmth() -> Iterator[None]:
+    register(WARMTH)
+    yield
+    unregister("warmth")
+
+
+def small(**more: Any) -> Problem:
+    return problem((True,), batch=2, **more)
+
+
+def moving(**fixed: Any) -> Problem:
+    return replace(small(), movable=Movable(**fixed))
+
+
+def guests(**fixed: Any) -> Problem:
+    return moving(experts=("planned",), **fixed)
+
+
+FORCED: list[tuple[Problem, str, object]] = [
+    *((moving(samples=(value,)), "samples", value) for value in get_args(SampleMoves)),
+    *((moving(experts=(value,)), "experts", value) for value in get_args(ExpertMoves)),
+    *((guests(guest_slots=(value,)), "guest_slots", value) for value in (1, 2, 5)),
+    *((guests(split=value), "split", value) for value in get_args(Split)),
+    *((small(dispatches=(value,)), "dispatch", value) for value in DISPATCHES),
+    *((replace(small(), compressions=(value,)), "compression", value) for value in get_args(RowForm)),
+    *((replace(small(), recompute=(value,)), "recompute", value) for value in get_args(Recompute)),
+]
+
+
+def answers(each: Problem) -> Iterator[tuple[str, Decision]]:
+    """Yield the choices of every planner, and of all that a search begins with."""
+    yield from ((name, planner(each)) for name, planner in planners(each).items())
+    yield from (("first", choice) for choice in first_choices(each))
+    ranked = rank_layouts([LayoutSizes(mp_size=1, ep_size=4, esp_size=1)], lambda _: each)
+    yield "layout", ranked.best.best.choice
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("each", "name", "value"), FORCED)
+def test_a_forced_setting_holds_in_every_answer(
+    each: Problem, name: str, value: object, shared: bool
+) -> None:
+    if shared and name == "dispatch":
+        pytest.skip("ranks that share experts have a flat dispatch here")
+    each = with_sharing(each, 2, 2) if shared else each
+    for planner, choice in answers(each):
+        assert choice.value(name) == value, (planner, choice.words)
+        assert name != "guest_slots" or choice.guests == value
+        each.cut(choice)  # it can be had, too
+    assert {choice.value(name) for choice in space(each)} == {value}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["samples", "experts", "dispatch", "compression", "recompute"])
+def test_a_search_shows_nothing_else(name: str) -> None:
+    each, _, value = [case for case in FORCED if case[1] == name][-1]
+    found = find_plan(each, effort="low")
+    assert {candidate.choice.value(name) for candidate in (found.best, *found.others)} == {value}
+    assert not found.searched.skipped
+
+
+@pytest.mark.usefixtures("warmth")
+def test_so_does_a_registered_decision() -> None:
+    assert {choice.value("warmth") for _, choice in answers(small())} == {7}
+
+
+def test_planners_that_would_drop_a_setting_are_left_out() -> None:
+    """S1 and S2 send rows to all shards at once, which samples and experts that move do not."""
+    shared = with_sharing(problem(), 2, 2)
+    assert "parm" in planners(shared)
+    for movable in (Movable(samples=("netmoe",)), Movable(experts=("planned",))):
+        assert "parm" not in planners(replace(shared, movable=movable))
