@@ -12,6 +12,7 @@ import pytest
 
 from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.stops import NOT_YET
+from tests.support.patience import HANG_S
 from tests.support.runs import clean_environ
 
 SAID = f"penstock: {NOT_YET}\n"
@@ -37,7 +38,7 @@ def ran(program: str, **environ: str) -> tuple[int, str, str]:
     """Exit code, output and errors of a program of its own."""
     words = [sys.executable, "-c", program]
     own = {**clean_environ(), **environ}
-    done = subprocess.run(words, capture_output=True, text=True, env=own, check=False, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, env=own, check=False, timeout=HANG_S)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -30,6 +30,7 @@ from benchmarks.drift import (
 from benchmarks.progress import BOARD
 from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome
+from tests.support.patience import HANG_S
 
 RESULT = DriftsResult(
     cases=(
@@ -54,7 +55,7 @@ RESULT = DriftsResult(
 def rank() -> Iterator[subprocess.Popen[bytes]]:
     """A child with a rank's environment that sleeps."""
     environ = {**os.environ, "RANK": "1"}
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environ) as process:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environ) as process:
         yield process
         process.kill()
 
@@ -119,7 +120,7 @@ def test_changes_leave_time_to_learn_and_to_settle() -> None:
 
 
 def test_a_rank_is_found_held_and_let_go(rank: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_S
     while _pid_of_rank(1) != rank.pid:  # the child's environment is its own only after exec
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -135,4 +136,4 @@ def test_a_rank_is_found_held_and_let_go(rank: subprocess.Popen[bytes]) -> None:
     while state_of(rank.pid) == "T":
         assert time.monotonic() < deadline
     rank.send_signal(signal.SIGTERM)
-    assert rank.wait(timeout=20) == -signal.SIGTERM
+    assert rank.wait(timeout=HANG_S) == -signal.SIGTERM

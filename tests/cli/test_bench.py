@@ -19,6 +19,7 @@ from penstock.bench.config import PEERS
 from penstock.config import ConfigError
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
+from tests.support.patience import HANG_S
 from tests.support.runs import check_refusal, clean_environ, command, refused, run, wait_until
 
 pytestmark = pytest.mark.slow
@@ -110,7 +111,7 @@ def test_a_stop_ends_all_of_it_and_prints_what_was_measured(tmp_path: Path) -> N
     second = re.compile(r"round ([2-9]|\d\d+) of ")  # told now and then
     wait_until(lambda: errors.exists() and second.search(errors.read_text()) is not None, started)
     os.kill(started.pid, signal.SIGTERM)
-    assert started.wait(timeout=60) == 0, errors.read_text()
+    assert started.wait(timeout=HANG_S) == 0, errors.read_text()
     with pytest.raises(ProcessLookupError):
         os.killpg(started.pid, 0)
     assert "stopped, as requested, after" in (said := out.read_text()) and "flowmoe" in said

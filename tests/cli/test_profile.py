@@ -16,6 +16,7 @@ from penstock.cost.doubts import STOPPED
 from tests.autopilot.test_profiling import TINY, check
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
+from tests.support.patience import HANG_S
 from tests.support.runs import refused, run
 
 pytestmark = pytest.mark.slow
@@ -48,12 +49,12 @@ def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> No
     out, errors, printed = tmp_path / "stopped.json", tmp_path / "errors", tmp_path / "printed"
     options = ("--budget", "3600", "--out", out, "parallel.processes=2")
     started = start_launcher("profile", *options, *TINY, stderr=errors, stdout=printed)
-    until_s = time.monotonic() + 100
+    until_s = time.monotonic() + HANG_S
     while "measuring links" not in (said := errors.read_text() if errors.exists() else ""):
         assert time.monotonic() < until_s and started.poll() is None, said
         time.sleep(0.05)
     os.kill(started.pid, signal.SIGTERM)
-    assert started.wait(timeout=100) == 0, errors.read_text()
+    assert started.wait(timeout=HANG_S) == 0, errors.read_text()
     with pytest.raises(ProcessLookupError):
         os.killpg(started.pid, 0)
     assert str(out) in printed.read_text() and "Traceback" not in errors.read_text()

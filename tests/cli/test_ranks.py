@@ -13,6 +13,7 @@ from penstock.cli import ranks
 from penstock.cli.failing import NOT_BEGUN
 from penstock.train import launcher
 from tests.support.launched import start_launcher
+from tests.support.patience import HANG_S
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def test_a_stop_after_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     errors, out = tmp_path / "errors", tmp_path / "out"
     words = ("train", write_config(tmp_path), "train.steps=2", "output.loads=false")
     process = start_launcher(*words, stderr=errors, stdout=out, meddle=ask_afterwards)
-    assert process.wait(timeout=90) == 0, errors.read_text()
+    assert process.wait(timeout=HANG_S) == 0, errors.read_text()
     assert "penstock: " not in errors.read_text() and "checkpoint" in out.read_text()
 
 
@@ -60,6 +61,6 @@ def test_what_killed_ranks_could_not_say_is_said(tmp_path: Path, command: str, s
     more = () if command == "train" else ("--out", tmp_path / "cluster.json")
     words = (command, write_config(tmp_path), *more)
     process = start_launcher(*words, stderr=errors, meddle=kill_at_once)
-    assert process.wait(timeout=90) == 130, errors.read_text()
+    assert process.wait(timeout=HANG_S) == 130, errors.read_text()
     lines = [line for line in errors.read_text().splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 1 and said in lines[0] and NOT_BEGUN not in lines[0], lines

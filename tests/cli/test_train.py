@@ -28,6 +28,7 @@ from penstock.train.storage.finished import complete_checkpoints
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.launched import pid_of_rank, start_launcher
+from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
 from tests.support.runs import (
     check_refusal,
@@ -192,7 +193,7 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
     process = start_launcher("train", config, "train.checkpoint_every=4", stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
     os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=HANG_S) == 1
     text = errors.read_text()
     assert "rank 1 was killed by signal 9 (SIGKILL)" in text
     assert "train.resume=true" in text
@@ -214,7 +215,7 @@ def test_stopped_rank_runs_into_the_timeout(tmp_path: Path) -> None:
     process = start_launcher("train", config, "train.steps=100000", "parallel.timeout_s=5", stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 3, process)
     os.kill(pid_of_rank(process.pid, 1), signal.SIGSTOP)
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=HANG_S) == 1
     text = errors.read_text()
     waited = [line for line in text.splitlines() if line.startswith("penstock: rank") and "failed" in line]
     assert waited and all("task L" in line or "step" in line for line in waited), text
@@ -228,7 +229,7 @@ def test_ctrl_c_saves_and_ends_cleanly(pair_run: Whole, ranks: Pools, tmp_path: 
     process = start_launcher("train", config, stderr=errors)
     wait_until(lambda: len(losses(folder)) >= 5, process)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    assert process.wait(timeout=60) == 0, errors.read_text()
+    assert process.wait(timeout=HANG_S) == 0, errors.read_text()
     done = max(losses(folder))
     assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
     if done < 20:
@@ -264,7 +265,7 @@ def test_a_terminal_that_is_closed_ends_the_run_with_a_checkpoint(tmp_path: Path
     screen.join()
     os.close(ours)
     os.close(theirs)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=HANG_S) == 0
     assert [path.name for path in complete_checkpoints(folder / "checkpoints")] == [
         f"step-{max(losses(folder)):08d}"
     ]
@@ -277,7 +278,7 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = ["penstock", "train", str(config), "--json", "train.steps=4"]
     result = subprocess.run(
-        launcher + arguments, capture_output=True, text=True, timeout=120, env=clean_environ(), check=False
+        launcher + arguments, capture_output=True, text=True, timeout=HANG_S, env=clean_environ(), check=False
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["processes"] == 2

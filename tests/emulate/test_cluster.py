@@ -36,7 +36,7 @@ import time
 from penstock.emulate import Cluster, EmulateConfig
 with Cluster(EmulateConfig(nodes=2, devices=1)) as cluster:
     print(cluster.name, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 real = pytest.mark.usefixtures("emulation")

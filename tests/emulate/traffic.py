@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from penstock.emulate import Cluster
+from tests.support.patience import HANG_S
 
 PIECE_BYTES = 1 << 18
 WARM_UP_S = 0.4
@@ -89,7 +90,7 @@ def eventually_near(measure: Callable[[], float], expected: float) -> bool:
     return any(0.9 * expected <= measure() <= 1.03 * expected for _ in range(10))
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     """Poll until it holds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

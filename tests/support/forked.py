@@ -11,13 +11,14 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.support.patience import HANG_S
 from tests.support.ranks import forking
 from tests.support.runs import clean_environ
 from tests.support.searching import short_search
 
 
 def run_forked(
-    processes: int, *arguments: str | Path, program: str = "penstock", timeout_s: float = 150
+    processes: int, *arguments: str | Path, program: str = "penstock", timeout_s: float = HANG_S
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end on ranks that find in their environment what torchrun leaves there.
 

@@ -22,6 +22,7 @@ import pytest
 
 from penstock.train import launcher
 from penstock.train.launcher import LaunchOutcome
+from tests.support.patience import HANG_S
 from tests.support.ranks import forking
 from tests.support.runs import STARTED, clean_environ
 from tests.support.searching import short_search
@@ -170,7 +171,7 @@ def launch_forked(
     with tempfile.TemporaryDirectory() as folder:
         stderr, found = Path(folder) / "stderr", Path(folder) / "outcome"
         process = _started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
-        assert process.wait(timeout=90) == 0, stderr.read_text()
+        assert process.wait(timeout=HANG_S) == 0, stderr.read_text()
         outcome: LaunchOutcome = pickle.loads(found.read_bytes())
         return outcome, stderr.read_text()
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from tests.support.patience import HANG_S
 from tests.support.searching import short_search
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = HANG_S
 MOST_THREADS = 60
 PRELOADED = [
     "torch._dynamo",
@@ -147,7 +148,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=HANG_S)
     )
     with short_search():
         while True:

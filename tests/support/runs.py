@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 
 from penstock.cli import main
+from tests.support.patience import HANG_S
 
 TINY = """
 [model]
@@ -71,7 +72,7 @@ def clean_environ() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith(started)}
 
 
-def run(*arguments: str | Path, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     """Run `penstock` to its end."""
     return subprocess.run(
         command(*arguments),
@@ -158,7 +159,7 @@ def _parse(line: str) -> dict[str, Any]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], process: Running, timeout_s: float = 90) -> None:
+def wait_until(condition: Callable[[], bool], process: Running, timeout_s: float = HANG_S) -> None:
     """Poll until the condition holds; fails if the process ends first."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -15,6 +15,7 @@ import torch
 
 from penstock.topology.cgroup import cpu_limit, memory_limit
 from penstock.topology.local import Places, limit_threads
+from tests.support.patience import HANG_S
 from tests.support.ranks import forking
 
 A = TypeVar("A")
@@ -135,8 +136,8 @@ def forked(work: Callable[[A], T], argument: A) -> T:
     theirs, ours = Pipe()
     child = forking().Process(target=tell, args=(theirs, work, argument), daemon=True)
     child.start()
-    found: T = ours.recv() if ours.poll(30) else pytest.fail("the process said nothing")
-    child.join(30)
+    found: T = ours.recv() if ours.poll(HANG_S) else pytest.fail("the process said nothing")
+    child.join(HANG_S)
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.stops import SAME_REQUEST_S, SIGNALS
 from penstock.train.launcher import Failure, LaunchOutcome, launch
+from tests.support.patience import HANG_S
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
 
@@ -40,7 +41,7 @@ here, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 def be_ready():
     (here / f"half{rank}").write_text(str(os.getpid()))
     (here / f"half{rank}").rename(here / f"pid{rank}")
-    time.sleep(60)
+    time.sleep(600)
 """
 PLAIN = SLEEPER + "be_ready()"
 
@@ -77,7 +78,7 @@ def run(tmp_path: Path) -> Callable[..., LaunchOutcome]:
 Run = Callable[..., LaunchOutcome]
 
 
-def wait_for(what: Callable[[], object], timeout_s: float = 30.0) -> None:
+def wait_for(what: Callable[[], object], timeout_s: float = HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline_s, "it did not happen in time"
@@ -117,8 +118,8 @@ class Parent:
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it printed, once its ranks are gone too."""
-        printed, _ = self.process.communicate(timeout=30)
-        wait_for(lambda: not any(map(alive, self.pids)), timeout_s=5.0)
+        printed, _ = self.process.communicate(timeout=HANG_S)
+        wait_for(lambda: not any(map(alive, self.pids)))
         return self.process.returncode, printed.strip()
 
 
@@ -157,9 +158,7 @@ def test_a_given_environment_replaces_ours(tmp_path: Path) -> None:
 
 
 def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(run: Run) -> None:
-    start_s = time.monotonic()
     outcome = run("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)", 3, 0.3)
-    assert time.monotonic() - start_s < 10
     assert outcome.exit_codes == (-signal.SIGTERM, 3, -signal.SIGTERM)
     assert outcome.first_failure == Failure(rank=1, returncode=3)
     assert (outcome.stopped, outcome.exit_code) == (frozenset({0, 2}), 1)
@@ -245,7 +244,7 @@ def test_another_thread_may_launch() -> None:
     outcomes: list[LaunchOutcome] = []
     thread = threading.Thread(target=lambda: outcomes.append(launch(["true"], 2, grace_s=1.0)))
     thread.start()
-    thread.join(timeout=20)
+    thread.join(timeout=HANG_S)
     assert [outcome.exit_code for outcome in outcomes] == [0]
 
 
