@@ -104,3 +104,13 @@ def ranks() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def cards() -> Iterator[Pools]:
+    """Pools for `tests.support.card` alone: a process has that device before its first backward."""
+    from tests.support.ranks import Pools
+
+    pools = Pools()
+    yield pools
+    pools.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,39 +111,48 @@ def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
 
 @pytest.mark.slow
 @pairwise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True])
-def test_every_schedule(ranks: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool) -> None:
-    check_on_card(ranks, layout_case(layout, *engine), kernel)
+def test_every_schedule(cards: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool) -> None:
+    check_on_card(cards, layout_case(layout, *engine), kernel)
 
 
 @pytest.mark.slow
 @pairwise(_fits, feature=FEATURES, layout=LAYOUTS, schedule=["flowmoe", "fsmoe", "penstock"])
-def test_every_feature(ranks: Pools, feature: str, layout: Layout, schedule: str) -> None:
-    check_on_card(ranks, layout_case(layout, schedule, "gather", **FEATURES[feature]), kernel=False)
+def test_every_feature(cards: Pools, feature: str, layout: Layout, schedule: str) -> None:
+    check_on_card(cards, layout_case(layout, schedule, "gather", **FEATURES[feature]), kernel=False)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("engine", engines(), ids="-".join)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_combination(ranks: Pools, layout: Layout, engine: tuple[str, Any], feature: str) -> None:
+def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any], feature: str) -> None:
     if not _fits({"layout": layout, "engine": engine, "feature": feature}):
         pytest.skip("there is no such layout")
-    check_on_card(ranks, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
+    check_on_card(cards, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
 
 
-def test_one_more_number_that_is_read_is_counted(ranks: Pools) -> None:
+@pytest.mark.slow
+def test_one_more_number_that_is_read_is_counted(cards: Pools) -> None:
     case = layout_case((2, 1, 2, 1), "flowmoe", "gather")
-    plain, faulty = (ranks(2).run(step_on_card, case, False, fault)[0].waits for fault in ("", "item"))
+    plain, faulty = (cards(2).run(step_on_card, case, False, fault)[0].waits for fault in ("", "item"))
     assert sum(faulty.values()) == sum(plain.values()) + 1
 
 
-def test_tensors_of_two_devices_do_not_meet() -> None:
-    device = install()
+def two_devices(rank: int) -> tuple[bool, bool, list[float]]:
+    """Whether tensors of both are refused, and numpy() of one; and a sum with a number of the host."""
+    del rank
+    refused = []
     with using(CardDevice()):
-        here, there = torch.ones(3), torch.ones(3).to(device)
+        here, there = torch.ones(3), torch.ones(3).to(install())
         assert isinstance(there, Card)
-        with pytest.raises(RuntimeError):
-            torch.add(here, there)
-        with pytest.raises(TypeError):
-            there.numpy()
-        assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number alone may come from the host
+        for error, call in ((RuntimeError, partial(torch.add, here, there)), (TypeError, there.numpy)):
+            with pytest.raises(error):
+                call()
+            refused.append(True)
+        return refused[0], refused[1], (there + torch.tensor(1.0)).tolist()
+
+
+@pytest.mark.slow
+def test_tensors_of_two_devices_do_not_meet(cards: Pools) -> None:
+    """A number alone may come from the host."""
+    assert cards(1).run(two_devices) == [(True, True, [2, 2, 2])]

@@ -58,7 +58,7 @@ class StepStatistics:
         waits."""
         own = [getattr(self, each.name) for each in fields(self)]
         if not device_of(self.loss).is_gpu:
-            return self, [float(each) for each in more]
+            return self, [float(each.detach()) for each in more]
         copied = torch.cat([each.detach().double().flatten() for each in (*own, *more)]).cpu()
         *parts, last = copied.split([*(each.numel() for each in own), len(more)])
         shaped = (part.view(each.shape) for part, each in zip(parts, own, strict=True))

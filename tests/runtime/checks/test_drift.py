@@ -52,7 +52,9 @@ def set_rate(_: PipelinedStack, optimizer: torch.optim.Optimizer, rank: int, *__
 
 def load_alone(stack: PipelinedStack, _: torch.optim.Optimizer, rank: int, step: int) -> None:
     if (rank, step) == (0, LATE):
-        stack.load_state_dict({name: 1.01 * tensor for name, tensor in stack.state_dict().items()})
+        state = stack.state_dict()
+        changed = {name: 1.01 * each for name, each in state.items() if each.is_floating_point()}
+        stack.load_state_dict({**state, **changed})
 
 
 def load_state(_: PipelinedStack, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
@@ -168,7 +170,8 @@ def swap_and_back(rank: int, case: Case) -> list[str]:
             optimizer.zero_grad()
             if rank == 0:
                 own = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
-                stack.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in own.items()})
+                floats = {name: each for name, each in own.items() if each.is_floating_point()}
+                stack.load_state_dict({**own, **{name: each * 0 for name, each in floats.items()}})
                 stack.load_state_dict(own)
     return [str(each.message) for each in said if "differs" in str(each.message)]
 
