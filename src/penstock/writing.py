@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -60,6 +60,58 @@ class Draft:
         with suppress(OSError):  # what is still to be written is not wanted
             self.file.close()
         self._own.unlink(missing_ok=True)
+
+
+class LineFile:
+    """A file that grows line by line, and that can be made again where its name is gone.
+
+    path: of the file; what had the name is replaced. beginning: its first lines.
+    """
+
+    def __init__(self, path: Path, beginning: Iterable[bytes] = ()) -> None:
+        self.path, self._file = path, _begun(path, beginning)
+
+    def add(self, line: bytes) -> None:
+        """Add a line, which is in the file when this returns."""
+        self._file.write(line)
+        self._file.flush()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the path still leads to this file; a system that does not answer is not taken for a no."""
+        return leads_to(self.path, self._file)
+
+    def renew(self) -> None:
+        """Make the file again under its name, with all lines so far: the open file still has them."""
+        former = self._file
+        former.seek(0)
+        self._file = _begun(self.path, former)
+        former.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):  # what could not be written was an error of `add`
+            self._file.close()
+
+
+def _begun(path: Path, lines: Iterable[bytes]) -> BinaryIO:
+    draft = Draft(path)
+    try:
+        draft.file.writelines(lines)
+        return draft.settle(durable=True)
+    except BaseException:
+        draft.discard()
+        raise
+
+
+def leads_to(path: Path, file: BinaryIO) -> bool:
+    """Tell whether a path is the name of an open file; True where the system does not say."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 @contextmanager

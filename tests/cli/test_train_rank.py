@@ -8,9 +8,9 @@ import pytest
 
 from penstock.cli.failing import NOT_BEGUN
 from penstock.train.storage.finished import complete_checkpoints
-from tests.support import asked
+from tests.support import asked, little_room
 from tests.support.forked import run_forked
-from tests.support.runs import write_config
+from tests.support.runs import losses, write_config
 
 pytestmark = pytest.mark.slow
 
@@ -67,3 +67,14 @@ def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> N
     words = ("in the first step", "SIGINT,SIGINT", "train", write_config(tmp_path), *SETTINGS)
     done = run_forked(1, *words, "parallel.processes=1", program=asked.__file__)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"penstock: {NONE_YET}")
+
+
+def test_a_disk_that_becomes_full_is_said_in_a_line_by_each_rank(tmp_path: Path) -> None:
+    words = ("70000", "train", write_config(tmp_path), "parallel.processes=2", *SETTINGS)
+    endless = ("train.steps=100000", "train.checkpoint_every=0")
+    done = run_forked(2, *words, *endless, program=little_room.__file__)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert len(lines) == 2 and all(f"{metrics} cannot be written" in line for line in lines), lines
+    assert list(losses(tmp_path / "run")) == list(range(1, len(losses(tmp_path / "run")) + 1))

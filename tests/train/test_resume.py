@@ -84,6 +84,21 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(copied: Path, p
     assert (checkpoint(copied, 6).parent / "damaged-step-00000006").is_dir(), "it is kept, and counts no more"
 
 
+def test_what_lacks_its_checksums_is_named_and_kept(copied: Path) -> None:
+    """The list that is written last makes it a checkpoint; the steps until then are not lost unsaid."""
+    (checkpoint(copied, 6) / "SHA256SUMS").unlink()
+    said, _ = said_by(copied, "train.steps=7")
+    text = "\n".join(said)
+    assert f"reading {checkpoint(copied, 6)} failed" in text and "SHA256SUMS" in text
+    assert f"continuing from {checkpoint(copied, 4)}" in text
+    assert (checkpoint(copied, 6).parent / "damaged-step-00000006" / "checkpoint.json").is_file()
+    for step in (4, 7):
+        (checkpoint(copied, step) / "SHA256SUMS").unlink()
+    with pytest.raises(ConfigError) as caught:
+        run(copied, "train.resume=auto", "train.steps=9")
+    assert caught.value.key == "train.resume" and "step-00000007" in str(caught.value)
+
+
 def test_where_all_are_damaged_nothing_is_started_and_nothing_changed(copied: Path) -> None:
     for step in (2, 4, 6):
         damage(copied, step)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,15 @@ from penstock.topology.join import ALONE, join, leave
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
+from penstock.train.output import OutputError, OutputFolder
 from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
+from penstock.workloads import read_recording
+from penstock.writing import LineFile
 from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
+from tests.support.training import train_on
 
 pytestmark = pytest.mark.slow
 
@@ -292,6 +298,125 @@ def test_a_record_that_cannot_be_continued_is_refused(tmp_path: Path, damage: st
     if damage == "line":
         record.write_text(text)
         assert run(tmp_path, "train.resume=true", "train.steps=7").steps == 7
+
+
+# ---- what is removed while a run goes on -------------------------------------------------------------------
+
+
+def said_while_losing(folder: Path, lose: Callable[[Path], object], *overrides: str) -> list[str]:
+    """What a run says whose folder `lose` changes after its third step."""
+    said: list[str] = []
+    losing = trainer(folder, *overrides)
+
+    def after(step: int, _: object) -> None:
+        if step == 3:
+            lose(folder / "run")
+
+    losing.on_step = after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.train.progress._Silence.say", lambda self, message: said.append(message))
+        losing.run()
+    return said
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def another_run(folder: Path) -> None:
+    """One that has ended stands in the place of this one."""
+    move_away(folder)
+    shutil.copytree(folder.with_name("elsewhere"), folder)
+    (folder / "metrics.jsonl").write_text("of another run")
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "folder": shutil.rmtree,
+    "moved": move_away,
+    "replaced": another_run,
+    "lock": lambda folder: (folder / ".lock").unlink(),
+    "metrics": lambda folder: (folder / "metrics.jsonl").unlink(),
+    "routing": lambda folder: (folder / "routing.jsonl").unlink(),
+    "tensorboard": lambda folder: shutil.rmtree(folder / "tensorboard"),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_is_removed_in_mid_run_is_made_again_and_said(tmp_path: Path, what: str) -> None:
+    settings = ("output.routing=true", "output.tensorboard=true", "train.keep_checkpoints=9")
+    said = said_while_losing(tmp_path, LOST[what], *settings)
+    assert len([line for line in said if "removed or moved away" in line]) == 1, said
+    run_ = tmp_path / "run"
+    assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert read_recording(run_ / "routing.jsonl").steps == (1, 2, 3, 4, 5, 6)
+    assert saved_steps(tmp_path) == [3, 6], "what had been saved may be gone, so it is saved again at once"
+    assert {"config.toml", "summary.json", "trace.json", ".lock"} <= {path.name for path in run_.iterdir()}
+    assert list((run_ / "tensorboard").glob("events*"))
+    assert (tmp_path / "run.1").exists() == (what == "replaced")
+    if what == "replaced":
+        assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "of another run"
+
+
+def lose_folder(losing: Trainer, step: int) -> None:
+    if step == 3 and losing.leader:
+        shutil.rmtree(losing.config.output.dir)
+
+
+def test_all_ranks_save_where_the_folder_was_removed(ranks: Pools, tmp_path: Path) -> None:
+    write_config(tmp_path)
+    told = ranks(2).run(train_on, 2, tmp_path, ["train.steps=5"], lose_folder)
+    assert all(each.summary is not None for each in told), told
+    assert [m.step for m in metrics(tmp_path)] == [1, 2, 3, 4, 5] and saved_steps(tmp_path) == [3, 5]
+
+
+def test_a_folder_that_another_run_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    with ExitStack() as others:
+
+        def take(folder: Path) -> None:
+            move_away(folder)
+            others.enter_context(OutputFolder(folder, keep=False))
+
+        with pytest.raises(ConfigError, match="another run is writing there") as caught:
+            said_while_losing(tmp_path, take)
+        assert caught.value.key == "output.dir"
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
+    settings = ("train.checkpoint_every=2", "output.loads=false")
+    said = said_while_losing(tmp_path, lambda folder: shutil.rmtree(folder / "checkpoints"), *settings)
+    assert [line for line in said if "step-00000002" in line and "removed" in line]
+    assert saved_steps(tmp_path) == [4, 6]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "routing.jsonl", "summary.json"])
+def test_a_full_disk_ends_the_run_with_one_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A device that is always full stands for a disk that is. What was recorded before stays."""
+
+    def fill(folder: Path) -> None:
+        del folder
+        full = os.open("/dev/full", os.O_WRONLY)
+        for record in full_run.output.records:
+            if isinstance(record, LineFile) and record.path.name == name:
+                os.dup2(full, record._file.fileno())
+                monkeypatch.setattr(LineFile, "is_there", True)
+        os.close(full)
+        if name == "summary.json":
+            monkeypatch.setattr("penstock.report.summary.write_json", no_room)
+
+    full_run = trainer(tmp_path, "output.routing=true")
+    full_run.on_step = lambda step, _: fill(tmp_path) if step == 3 else None
+    with pytest.raises(OutputError, match="No space left on device") as caught:
+        full_run.run()
+    assert str(tmp_path / "run" / name) in str(caught.value)
+    assert len(metrics(tmp_path)) == {"metrics.jsonl": 2, "routing.jsonl": 2, "summary.json": 6}[name]
+
+
+def no_room(*given: object) -> None:
+    del given
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # ---- ending early ------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from torch import Tensor
 from penstock.adapt.described import empty_model, quiet, read_config
 from penstock.adapt.weights import refuse_misfits, stored_tensors
 from penstock.adapt.words import Words, words_of
-from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.storage.finished import all_checkpoints, is_complete
 from penstock.train.storage.record import RECORD, Record
+from penstock.train.storage.sums import SUMS
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""
@@ -132,13 +133,16 @@ def find_checkpoint(path: Path) -> Path | None:
     """Find the checkpoint that a path stands for; None if there is none.
 
     The path is a checkpoint, a run's output folder or a run's folder of checkpoints (the newest is taken).
+    Raises ValueError where the newest is not whole: an older one would be another model.
     """
     if (path / RECORD).is_file():
         return path
     if not path.is_dir():
         return None
-    complete = complete_checkpoints(path / CHECKPOINTS) or complete_checkpoints(path)
-    return complete[-1] if complete else None
+    found = all_checkpoints(path / CHECKPOINTS) or all_checkpoints(path)
+    if found and not is_complete(found[-1]):
+        raise ValueError(f"{found[-1]} is not whole: it holds no {SUMS}. Give the path of another checkpoint")
+    return found[-1] if found else None
 
 
 class Telling:

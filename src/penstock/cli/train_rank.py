@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import traceback
 
@@ -23,11 +24,22 @@ from penstock.topology.blame import give_up
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
+from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
 from penstock.writing import write_whole
 
-EXPECTED = (TaskError, CommunicationError, ScheduleMismatchError, CheckpointError, DivergedError, TextError)
+EXPECTED = (
+    TaskError,
+    CommunicationError,
+    ScheduleMismatchError,
+    CheckpointError,
+    DivergedError,
+    OutputError,
+    TextError,
+)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk without room: no fault of the program, wherever it is noticed."""
 
 
 def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
@@ -83,14 +95,17 @@ class _Rank:
             return _report_failure(config, info, str(error))
         except Exception as error:
             headline = f"rank {info.rank}: {type(error).__name__}: {error}"
-            return _report_failure(config, info, f"{headline}\n\n{traceback.format_exc()}")
+            full = isinstance(error, OSError) and error.errno in FULL
+            details = "" if full else f"\n\n{traceback.format_exc()}"
+            return _report_failure(config, info, f"{headline}{details}", unexpected=True)
         return 0
 
 
-def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
+def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpected: bool = False) -> int:
     """Print one line on the terminal; write the rest (a grid with the task marked, a traceback) to a file.
 
-    Raises KeyboardInterrupt instead after a stop: what it interrupts, and ranks that end, look like errors.
+    unexpected: whether the rest is printed where it cannot be written. Raises KeyboardInterrupt instead after
+    a stop: what it interrupts, and ranks that end, look like errors.
     """
     if STOPS.heard:
         raise KeyboardInterrupt
@@ -104,7 +119,8 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str) -> int:
             write_whole(report, text)
             where = f" (details: {report})"
         except OSError as error:  # a full disk is a likely reason for being here
-            where = f"\n{details.strip()}\n({report} could not be written: {error.strerror})"
+            shown = f"\n{details.strip()}\n" if unexpected else " "
+            where = f"{shown}({report} could not be written: {error.strerror})"
     tell(f"{headline}{where}")
     return FAILED
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, Protocol
@@ -37,9 +39,10 @@ class TensorBoard:
     def __init__(self, folder: Path, resume_step: int, layers: Sequence[int]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-        self._layers = layers
-        where = str(folder / TENSORBOARD_FOLDER)
-        self._events = SummaryWriter(where, purge_step=resume_step + 1, flush_secs=10)
+        self._layers, self.path = layers, folder / TENSORBOARD_FOLDER
+        self._open = partial(SummaryWriter, str(self.path), flush_secs=10)
+        self._events = self._open(purge_step=resume_step + 1)
+        self._folder = self.path.stat()
 
     def write(self, metrics: StepMetrics) -> None:
         for tag, value in curves(metrics, self._layers).items():
@@ -47,6 +50,20 @@ class TensorBoard:
 
     def draw(self, step: int, picture: Picture) -> None:
         self._events.add_image(HEAT_MAP, picture, step, dataformats="HWC")
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder of the events is the one that was opened."""
+        try:
+            return os.path.samestat(self.path.stat(), self._folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def renew(self) -> None:
+        """Go on in a new file; events of earlier steps are gone with their folder."""
+        self._events.close()
+        self._events = self._open()
+        self._folder = self.path.stat()
 
     def close(self) -> None:
         self._events.close()

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import UNSET, ConfigError, open_regular, parse_json
 from penstock.report.loads import colours
 from penstock.workloads.figures import Whole
-from penstock.writing import Draft
+from penstock.writing import LineFile
 
 if TYPE_CHECKING:
     from penstock.train.curves import ScalarLog
@@ -155,15 +155,14 @@ class MetricsWriter:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
-        self._file = _begun(path, kept)
+        self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
         self._last_step = kept[-1].step if kept else 0
         self._logs = logs
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step; steps must ascend."""
         assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
-        self._file.write(_to_line(metrics).encode())
-        self._file.flush()
+        self.file.add(_to_line(metrics).encode())
         for log in self._logs:
             log.write(metrics)
         self._last_step = metrics.step
@@ -176,7 +175,7 @@ class MetricsWriter:
                 log.draw(step, picture)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
         for log in self._logs:
             log.close()
 
@@ -250,14 +249,3 @@ def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> M
     except OSError as error:
         why = f"cannot be written ({error.strerror})"
         raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
-
-
-def _begun(path: Path, steps: Sequence[StepMetrics]) -> BinaryIO:
-    """Make `path` hold exactly `steps` and return it, open; a crash leaves the old file or the new one."""
-    draft = Draft(path)
-    try:
-        draft.file.writelines(_to_line(metrics).encode() for metrics in steps)
-        return draft.settle(durable=True)
-    except BaseException:
-        draft.discard()
-        raise

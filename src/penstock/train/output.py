@@ -10,15 +10,16 @@ import errno
 import fcntl
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from penstock.config import ConfigError, asked, is_missing, read_text
 from penstock.config.files import MOST_TOML_BYTES
-from penstock.writing import open_lock, remove_drafts, try_to_write, write_whole
+from penstock.writing import leads_to, open_lock, remove_drafts, try_to_write, write_whole
 
 LOCK = ".lock"
 MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
@@ -66,15 +67,39 @@ def check_writable(path: Path) -> None:
         raise ConfigError("output.dir", str(path), why, CHOOSE) from None
 
 
+class OutputError(RuntimeError):
+    """What a run must keep could not be written."""
+
+
+@contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Raise OutputError about `path` for an error of the system, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+class Record(Protocol):
+    """A file or folder in a run's folder that the run goes on writing."""
+
+    @property
+    def is_there(self) -> bool: ...
+
+    def renew(self) -> None:
+        """Make it again in its place."""
+
+
 class OutputFolder:
     """The folder `path`, held by a lock (released by the system when the process dies) while it is entered.
 
     A new run finds no other run in it: what an earlier run left is moved aside, as a whole, to `path.1`,
-    `path.2`, ... A run that continues finds the folder as it is.
+    `path.2`, ... A run that continues finds the folder as it is. records: what the run goes on writing in it.
     """
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         self.path, self._keep = path.resolve(), keep
+        self.records: list[Record] = []
         self.moved_to: Path | None = None
         self._lock: BinaryIO | None = None
 
@@ -115,6 +140,28 @@ class OutputFolder:
     ) -> None:
         if self._lock is not None:
             self._lock.close()
+            self._lock = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the folder, its lock or a record was removed or moved away while it is entered."""
+        if self._lock is None:
+            return False
+        return not (leads_to(self.path / LOCK, self._lock) and all(each.is_there for each in self.records))
+
+    def renew(self) -> None:
+        """Make again what is lost, with all that was recorded; an earlier run there is moved aside.
+
+        Raises ConfigError where another run has taken the folder.
+        """
+        assert self._lock is not None, "it is entered"
+        if not leads_to(self.path / LOCK, self._lock):
+            self._lock.close()
+            self._keep = any(each.is_there for each in self.records)  # then the folder itself is this run's
+            self.__enter__()
+        for record in self.records:
+            if not record.is_there:
+                record.renew()
 
     def _holds(self, name: str) -> bool:
         return asked((self.path / name).exists)
@@ -167,9 +214,8 @@ class OutputFolder:
         """Return the lock of the folder that has this name now: another start may move one aside."""
         while True:
             lock = self._locked()
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock.fileno()), (self.path / LOCK).stat()):
-                    return lock
+            if leads_to(self.path / LOCK, lock):
+                return lock
             lock.close()
 
     def _locked(self) -> BinaryIO:

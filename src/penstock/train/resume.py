@@ -19,7 +19,7 @@ from penstock.train.checkpoint import (
 )
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
-from penstock.train.storage.finished import complete_checkpoints, step_of
+from penstock.train.storage.finished import all_checkpoints, step_of
 from penstock.train.storage.record import Record
 
 Say = Callable[[str], None]
@@ -43,11 +43,14 @@ def checkpoints_folder(config: RunConfig) -> Path:
     return config.output.dir / "checkpoints"
 
 
-def _complete(config: RunConfig) -> list[Path]:
-    """Return the finished checkpoints of a run. Raises ConfigError where its folder cannot be read."""
+def _saved(config: RunConfig) -> list[Path]:
+    """Return the checkpoints of a run, also those that turn out not to be whole: none is left out unsaid.
+
+    Raises ConfigError where their folder cannot be read.
+    """
     folder = checkpoints_folder(config)
     try:
-        return complete_checkpoints(folder)
+        return all_checkpoints(folder)
     except OSError as error:
         why = f"{folder}, where checkpoints are, cannot be read ({error.strerror})"
         hint = "Make it readable, or choose another output.dir."
@@ -56,7 +59,7 @@ def _complete(config: RunConfig) -> list[Path]:
 
 def require_checkpoint(config: RunConfig) -> None:
     """Raise ConfigError if the run is to be continued and there is nothing to continue."""
-    if config.train.resume is True and not _complete(config):
+    if config.train.resume is True and not _saved(config):
         folder = checkpoints_folder(config)
         hint = (
             f"Check output.dir, or use train.resume={IF_PRESENT} to start from the beginning if there is no "
@@ -75,7 +78,7 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     folder = checkpoints_folder(config)
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     mine, purpose = list[Path](), "looking for checkpoints"
-    control.agreed(lambda: mine.extend(_complete(config)), purpose, by=0)
+    control.agreed(lambda: mine.extend(_saved(config)), purpose, by=0)
     found = control.gather(mine, purpose)[0]
     if not found:
         require_checkpoint(config)

@@ -18,7 +18,9 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.loads import SampleLoads
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig
+from penstock.train.output import written
 from penstock.workloads import RecordedModel, RoutingRecorder
+from penstock.writing import LineFile
 
 ROUTING_FILE = "routing.jsonl"
 Whole = npt.NDArray[np.int64]
@@ -28,6 +30,11 @@ Known = tuple[Whole, Whole]
 
 class RoutingLog(Protocol):
     """Receives the routing of every step. All ranks have one and call it together."""
+
+    @property
+    def records(self) -> Sequence[LineFile]:
+        """The files that are written."""
+        ...
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         """Record step number `step`, counted from 1, which has ended."""
@@ -42,6 +49,8 @@ class RoutingLog(Protocol):
 
 class NoRoutingLog:
     """Records nothing."""
+
+    records: Sequence[LineFile] = ()
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         del step, stack
@@ -65,6 +74,7 @@ class RoutingFile:
         self._control = control
         self._samples = config.output.routing_samples
         self._recorder: RoutingRecorder | None = None
+        self.records: list[LineFile] = []
         if layout.rank == 0:
             model = RecordedModel(
                 moe_layers=sum(config.model.is_moe(layer) for layer in range(config.model.num_layers)),
@@ -73,6 +83,7 @@ class RoutingFile:
                 experts_choose=config.moe.kind == "expert",
             )
             self._recorder = _continued(config.output.dir / ROUTING_FILE, model, done)
+            self.records.append(self._recorder.file)
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         """Record the step; with samples this costs an exchange of all their loads."""
@@ -80,7 +91,8 @@ class RoutingFile:
         if self._recorder is not None:
             assert stack.statistics is not None, "a step has ended"
             listed = None if samples is None else [sample.tolist() for sample in samples]
-            self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
+            with written(self._recorder.file.path):
+                self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
 
     def _gathered(self, stack: PipelinedStack) -> Whole:
         """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer."""

@@ -14,10 +14,14 @@ from penstock.topology import Control
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """What all ranks learn after a step. slowest_s: duration of the step on the slowest rank."""
+    """What all ranks learn after a step.
+
+    slowest_s: duration of the step on the slowest rank. lost: whether what the run has written is gone.
+    """
 
     stop: bool
     slowest_s: float
+    lost: bool = False
 
 
 class StopRequests:
@@ -46,14 +50,14 @@ class StopRequests:
         """Whether this rank was asked to stop; others may not know yet."""
         return self._asked
 
-    def agreed(self, step: int, iteration_s: float = 0.0) -> Vote:
-        """Return whether any rank was asked to stop, and how long the step took on the slowest one.
+    def agreed(self, step: int, iteration_s: float = 0.0, *, lost: bool = False) -> Vote:
+        """Return whether any rank was asked to stop, and what else all must know after a step.
 
-        It costs one all-reduce of 16 bytes: every rank learns the same.
+        It costs one all-reduce of 24 bytes: every rank learns the same.
         """
         purpose = f"agreeing whether to stop after step {step}"
-        stop, slowest_s = self._control.largest((float(self._asked), iteration_s), purpose)
-        return Vote(stop=bool(stop), slowest_s=slowest_s)
+        stop, slowest_s, gone = self._control.largest((float(self._asked), iteration_s, float(lost)), purpose)
+        return Vote(stop=bool(stop), slowest_s=slowest_s, lost=bool(gone))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -19,6 +19,7 @@ from penstock.extras import install, is_there, needs
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
+from penstock.report.summary import SUMMARY_FILE
 from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
@@ -28,7 +29,7 @@ from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
-from penstock.train.curves import ScalarLog
+from penstock.train.curves import ScalarLog, TensorBoard
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
@@ -38,7 +39,7 @@ from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
-from penstock.train.output import OutputFolder, check_output, keep_config
+from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
@@ -119,6 +120,7 @@ class Trainer:
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
+        self.output = OutputFolder(folder, keep=keep)
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
@@ -149,11 +151,13 @@ class Trainer:
                 metrics = self._step(done)
                 done += 1
                 # Ranks leave this vote together: the next step starts after it, on one clock.
-                vote = requests.agreed(done, metrics.iteration_s)
+                vote = requests.agreed(done, metrics.iteration_s, lost=self.output.is_lost)
                 last = vote.stop or done == self.config.train.steps
                 if vote.stop:
                     self.progress.say(f"stopping after step {done}, as requested")
-                self._after_step(metrics, writer, last=last)
+                if vote.lost:
+                    self._renew_output(done)
+                self._after_step(metrics, writer, last=last, saves=vote.lost)
                 if not last:
                     self._steer(vote.slowest_s)
 
@@ -163,7 +167,8 @@ class Trainer:
         course = self.loads.course(self.moe_layers)
         picture = None
         if course is not None and is_there("matplotlib"):
-            picture = draw_loads(course, self.config.output.dir)
+            with self._spare():
+                picture = draw_loads(course, self.config.output.dir)
         checkpoint = str(self.saved) if self.saved else None
         summary = summarise(
             self.config,
@@ -176,7 +181,8 @@ class Trainer:
             loads=None if picture is None else str(picture),
         )
         if self.leader:
-            summary.save(self.config.output.dir)
+            with written(self.config.output.dir / SUMMARY_FILE):
+                summary.save(self.config.output.dir)
         return summary
 
     def _step(self, step: int) -> StepMetrics:
@@ -219,8 +225,13 @@ class Trainer:
         metrics = with_loads(metrics, self.stack)
         return metrics if accepted else replace(metrics, skipped=True)
 
-    def _after_step(self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool) -> None:
-        """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics."""
+    def _after_step(
+        self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool, saves: bool
+    ) -> None:
+        """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
+
+        saves: whether a checkpoint is due, whatever the settings say.
+        """
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
@@ -229,13 +240,14 @@ class Trainer:
         self.history.add(metrics)
         self.progress.update(metrics)
         if writer is not None:
-            writer.write(metrics)
+            with written(writer.file.path):
+                writer.write(metrics)
             self._note_loads(metrics.step, writer)
         if last and self.history.first is None:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
-        if last or _due(metrics.step, train.checkpoint_every):
+        if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
@@ -257,6 +269,8 @@ class Trainer:
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
+        if self.saved is not None and not self.saved.exists():
+            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
         try:
             self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
@@ -279,9 +293,15 @@ class Trainer:
         """Let the pilot change the plan between two steps."""
         if self.pilot.after_step(slowest_s, self.recent[-1]):
             self.recent.clear()  # these steps ran under another plan
-            self._save_plan()
-            if self.leader and self.history.last is not None:
-                keep_config(self.config.output.dir, self._settings(), self.history.last.step)
+            assert self.history.last is not None, "a step has ended"
+            self._save_settings(self.history.last.step)
+
+    def _save_settings(self, done: int) -> None:
+        """Write the configuration and the plan as they are now, on rank 0."""
+        if self.leader:
+            with written(self.config.output.dir):
+                keep_config(self.config.output.dir, self._settings(), done)
+                self._save_plan()
 
     def _save_plan(self) -> None:
         if self.leader and self._saved_config.plan.is_saved:
@@ -309,10 +329,29 @@ class Trainer:
 
     def _open_output(self, closing: ExitStack) -> None:
         """Prepare the folder on rank 0; the others look into it only after the exchange."""
-        folder = OutputFolder(self.config.output.dir, keep=self.resumption is not None)
-        self.control.agreed(lambda: closing.enter_context(folder), "preparing output.dir", by=0)
-        if folder.moved_to is not None:
-            self.progress.say(f"{folder.path} contained an earlier run, which was moved to {folder.moved_to}")
+        self.control.agreed(lambda: closing.enter_context(self.output), "preparing output.dir", by=0)
+        self._say_moved()
+
+    def _say_moved(self) -> None:
+        path, moved_to = self.output.path, self.output.moved_to
+        if moved_to is not None:
+            self.progress.say(f"{path} contained an earlier run, which was moved to {moved_to}")
+
+    def _renew_output(self, done: int) -> None:
+        """Make the folder and its records again; the checkpoint that follows is the only one by then."""
+
+        def renew() -> None:
+            with written(self.output.path):
+                self.output.renew()
+
+        self.control.agreed(renew, "making output.dir again", by=0)
+        self._save_settings(done)
+        self._say_moved()
+        self.saved = None  # gone, as the line says, or not the newest for long
+        self.progress.say(
+            f"{self.output.path}, or a record in it, was removed or moved away: it is made again, with the "
+            "metrics of all steps, and a checkpoint is saved now"
+        )
 
     def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
         """Open, on rank 0, what metrics are written to; if that fails, all ranks raise the reason."""
@@ -322,10 +361,10 @@ class Trainer:
         def prepare() -> None:
             found = open_metrics(self.config.output.dir, first, logs)
             writers.append(closing.enter_context(found))
-            keep_config(self.config.output.dir, self._settings(), first)
-            self._save_plan()
+            self._save_settings(first)
             self.loads = LoadBook.resumed(self.config.output.dir, first)
             logs.extend(open_logs(self.config, self.moe_layers, first))
+            self.output.records += [found.file, *(log for log in logs if isinstance(log, TensorBoard))]
 
         self.control.agreed(prepare, "opening what metrics go to", by=0)
         if not self.leader:
@@ -339,6 +378,7 @@ class Trainer:
         def prepare() -> None:
             found = open_routing(self.config, self.control, self.layout, first)
             self.routing = closing.enter_context(found)
+            self.output.records += self.routing.records
 
         self.control.agreed(prepare, "opening the record of routing")
 

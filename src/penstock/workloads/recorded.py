@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self
@@ -29,7 +29,7 @@ from penstock.config.bounds import MOST_STEPS
 from penstock.config.error import shown
 from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.routing import RoutingSizes
-from penstock.writing import Draft
+from penstock.writing import LineFile
 
 FORMAT, VERSION, READ = "penstock routing", 2, (1, 2)
 MOST_SIZE, MOST_COUNT = 1 << 16, 1 << 40
@@ -90,15 +90,9 @@ class RoutingRecorder:
 
     def __init__(self, path: Path, model: RecordedModel, resume_step: int = 0) -> None:
         self._model = model
-        draft = Draft(path)
-        try:
-            draft.file.write(_line({"format": FORMAT, "version": VERSION, **_described(model)}))
-            if resume_step and path.exists():
-                draft.file.writelines(_until(path, resume_step))
-            self._file = draft.settle(durable=True)
-        except BaseException:
-            draft.discard()
-            raise
+        header = _line({"format": FORMAT, "version": VERSION, **_described(model)})
+        kept = _until(path, resume_step) if resume_step and path.exists() else ()
+        self.file = LineFile(path, chain([header], kept))
 
     def write(self, step: int, tokens_per_expert: Loads, samples: Sequence[Loads] | None = None) -> None:
         """Record one step. tokens_per_expert: whole numbers of any type; samples: these of each sample.
@@ -108,11 +102,10 @@ class RoutingRecorder:
         record: dict[str, Any] = {"step": step, WHOLE: self._whole(tokens_per_expert)}
         if samples is not None:
             record["samples"] = [self._whole(sample) for sample in samples]
-        self._file.write(_line(record))
-        self._file.flush()
+        self.file.add(_line(record))
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def __enter__(self) -> Self:
         return self

@@ -19,13 +19,22 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
     Raises OSError for a folder that exists and cannot be read, since it may hold checkpoints.
     """
+    return list(filter(is_complete, all_checkpoints(folder)))
+
+
+def is_complete(path: Path) -> bool:
+    """Tell whether a checkpoint was finished, by the file that is written last."""
+    return (path / SUMS).exists() or (path / METADATA).exists()
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Return whatever has the name of a checkpoint, finished or not, as `complete_checkpoints` does."""
     try:
         there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
     except FileNotFoundError:
         return []
     found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
-    whole = [path for path in found if (path / SUMS).exists() or (path / METADATA).exists()]
-    return sorted(whole, key=lambda path: (step_of(path), len(path.name)))
+    return sorted(found, key=lambda path: (step_of(path), len(path.name)))
 
 
 def step_of(path: Path) -> int:
