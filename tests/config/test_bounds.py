@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from datetime import date
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -18,7 +20,9 @@ from hypothesis import strategies as st
 import penstock
 from penstock.adapt.own import PenstockConfig
 from penstock.bench.config import BenchConfig
-from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, to_toml
+from penstock.config.bounds import Text
+from penstock.config.kinds import section_of, types_of
 from penstock.cost import ClusterFile
 from penstock.emulate.config import EmulateConfig
 from penstock.emulate.state import ClusterState
@@ -126,6 +130,66 @@ def test_what_is_beyond_is_refused_by_name(cls: type, name: str, bound: Within) 
         assert caught.value.key.strip("-").replace("-", "_") in (name, "mtu", "shape")
         message = str(caught.value)
         assert caught.value.why and caught.value.hint and "\n" not in message and len(message) < 600
+
+
+# ---- values that nobody means ------------------------------------------------------------------------------
+
+ABSURD: tuple[object, ...] = (
+    *(True, 0, -1, 10**400, 0.5, 1e308, math.inf, -math.inf, math.nan),
+    *("", "x" * 10_000, date(2026, 1, 31), [], [[1]], [1, [2]], [""], {}, {"a": [1]}),
+)
+NAMED_BY_A_LIST = {"preset", "dispatch", "name", "schedules", "peers"}
+"""Texts of which only some are known."""
+
+
+def leaves(cls: type, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every single setting of a configuration: its place and its type."""
+    for name, tp in types_of(cls).items():
+        section = section_of(tp)
+        yield from leaves(section, (*before, name)) if section else [((*before, name), tp)]
+
+
+SETTINGS = [(root, place, tp) for root in (RunConfig, BenchConfig) for place, tp in leaves(root)]
+
+
+@pytest.mark.parametrize(("root", "place"), [(root, place) for root, place, _ in SETTINGS], ids=str)
+def test_every_value_is_usable_or_refused_by_the_name_of_its_setting(
+    root: type, place: tuple[str, ...]
+) -> None:
+    """Usable: it is saved and read again as it is, and a run of it is accepted or refused in a sentence."""
+    for value in ABSURD:
+        table: Any = value
+        for name in reversed(place):
+            table = {name: table}
+        try:
+            config: Any = from_dict(root, table, "")
+            again = tomllib.loads(to_toml(config))
+            assert from_dict(root, again, "") == config, value
+            if isinstance(config, RunConfig):
+                config.resolved(2)
+        except ConfigError as error:
+            message = str(error)
+            assert place[-1] in message or error.key.partition(".")[0] == place[0], (value, message)
+            assert error.why and error.hint and "\n" not in message and len(message) < 1000, message
+
+
+def test_every_text_and_path_has_a_longest_one() -> None:
+    without = {
+        ".".join(place)
+        for _, place, tp in SETTINGS
+        if place[-1] not in NAMED_BY_A_LIST and list(unbounded_texts(tp))
+    }
+    assert not without, "annotate them with Text(...), such as bounds.Name or bounds.FilePath"
+
+
+def unbounded_texts(tp: Any) -> Iterator[str]:
+    """What a value of this type may hold that is of any length."""
+    inner, marks = bare(tp)
+    if inner in (str, Path) and not any(isinstance(mark, Text) for mark in marks):
+        yield inner.__name__
+    if get_origin(inner) in (Union, UnionType, tuple):
+        for each in get_args(inner):
+            yield from unbounded_texts(each)
 
 
 # ---- the check itself --------------------------------------------------------------------------------------

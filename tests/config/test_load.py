@@ -115,6 +115,7 @@ def test_a_file_is_not_needed() -> None:
         ("train.name=first", lambda c: c.train.name == "first"),
         ('train.name="two words"', lambda c: c.train.name == "two words"),
         ("train.name=7", lambda c: c.train.name == "7"),
+        ('train.name="1e308"', lambda c: c.train.name == "1e308"),
         ("train.name=2026-01-31", lambda c: c.train.name == "2026-01-31"),
         ("train.name=a=b", lambda c: c.train.name == "a=b"),
         ("train.name=x\nother = 1", lambda c: c.train.name == "x\nother = 1"),
@@ -135,6 +136,25 @@ def test_a_file_is_not_needed() -> None:
 )
 def test_an_override_reads_as(override: str, read: Callable[[Config], bool]) -> None:
     assert read(load(Config, None, ["train.steps=1", override]))
+
+
+@pytest.mark.parametrize("key", ["train.name", "train.out"])
+@pytest.mark.parametrize("value", ["[[1]]", "[]", "{}", "{a = 1}", "true", "0.5", "1e308", "inf", "nan"])
+def test_what_spells_another_kind_of_value_is_no_text(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Config, None, ["train.steps=1", f"{key}={value}"])
+    assert caught.value.key == key and caught.value.value is not UNSET and caught.value.hint
+
+
+def test_an_empty_path_is_refused(load_text: Load) -> None:
+    """It would stand for the folder that one is in."""
+    for refused in (
+        lambda: load_text('[train]\nsteps = 1\nout = ""\n'),
+        lambda: load(Config, None, ["train.steps=1", "train.out="]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert caught.value.key == "train.out"
 
 
 def test_a_section_said_to_be_none_may_be_set_again(load_text: Load) -> None:

@@ -100,7 +100,7 @@ def waits_of_a_step(rank: int, folder: Path) -> tuple[dict[Wait, int], int]:
             waits.append(found)
             return metrics
 
-        training._step = counting  # type: ignore[method-assign]  # counts around it
+        training._step = counting  # type: ignore[assignment,method-assign]  # counts around it
         training.run()
     counts = training.config.model.num_layers * training.stack.plan.shape.microbatches
     return dict(waits[-1]), counts

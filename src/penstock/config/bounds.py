@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
 
@@ -76,6 +77,29 @@ class Items:
             raise ConfigError(key, value, why, "Shorten the list." if value else "Give some.")
 
 
+@dataclass(frozen=True)
+class Text:
+    """The largest number of characters of a text or a path, which is never empty."""
+
+    most: int
+    reason: str
+
+    def check(self, key: str, value: object) -> None:
+        """Raise ConfigError about `key` for an empty or longer text."""
+        length = len(str(value))
+        if length == 0:
+            raise ConfigError(key, value, "must not be empty", "Name something, or leave it out.")
+        if length > self.most:
+            why = f"has {length} characters and may have {self.most} ({self.reason})"
+            raise ConfigError(key, value, why, "Shorten it.")
+
+
+Name = Annotated[str, Text(4096, "no path or name is longer")]
+"""A name, or a path that may also be a word."""
+
+FilePath = Annotated[Path, Text(4096, "no path is longer")]
+"""A path."""
+
 Steps = Annotated[int, Within(0, MOST_STEPS, "steps are numbered with eight digits")]
 """A number of steps."""
 
@@ -123,7 +147,7 @@ def check_type(tp: Any, value: Any, key: str) -> None:
         return
     inner, marks = bare(tp), _marks(tp)
     for mark in marks:
-        if isinstance(mark, Within | Items):
+        if isinstance(mark, Within | Items | Text):
             mark.check(key, value)
     if get_origin(inner) in (Union, UnionType):
         for each in get_args(inner):

@@ -26,6 +26,8 @@ from penstock.config.other_names import NOT_HERE, own_name, rename
 from penstock.config.table import Table
 
 T = TypeVar("T")
+NOT_TEXT = (bool, float, list, dict)
+"""Kinds of TOML values that stand for no text: a run may be called 7 or 2026-01-31, not [[1]] or 1e308."""
 
 
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
@@ -33,8 +35,9 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
     A name without a dot or a folder, such as `tiny`, is a file here, or else a shipped configuration.
 
-    An override's value is read as TOML where that fits the field, as bare text otherwise; of two overrides of
-    one key the later counts. Raises `ConfigError` with the full dotted key for anything that does not fit.
+    An override's value is read as TOML where that fits the field, as bare text otherwise, unless it spells
+    one of `NOT_TEXT`; of two overrides of one key the later counts. Raises `ConfigError` with the full dotted
+    key for anything that does not fit.
     """
     table = {} if path is None else _read(path)
     for override in overrides:
@@ -123,9 +126,12 @@ def _apply(cls: type, table: dict[str, Any], path: Sequence[str], text: str, her
 
 
 def _override_value(tp: Any, text: str, key: str) -> object:
-    """Return the TOML value of `text`, or the bare text if the field accepts that alone."""
+    """Return the TOML value of `text`, or the bare text if the field accepts that alone.
+
+    What spells one of `NOT_TEXT` was meant for another setting; as a text it needs quotes.
+    """
     spelt = _parse(text)
-    for value in (spelt, text):
+    for value in (spelt,) if isinstance(spelt, NOT_TEXT) else (spelt, text):
         with suppress(ConfigError):
             _convert(tp, value, key)
             return value
@@ -221,6 +227,8 @@ def _convert_plain(tp: Any, value: object, key: str) -> object:
         raise ConfigError(key, value, expected(tp), f"For example {key}={example(tp)}.")
     if isinstance(value, str):
         _check_text(key, value)
+        if tp is Path and not value:
+            raise ConfigError(key, value, "must not be empty", "Name a path, or leave it out.")
         if tp is Path:
             return expanded(value, key)
     try:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from pathlib import Path
 from typing import Annotated, Final
 
 from penstock.config import ConfigError, Items, Table, Within, check_bounds
+from penstock.config.bounds import FilePath, Name
 
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once", hint="Try 8.")]
 HeldOut = Annotated[
     float,
     Within(1e-6, 0.5, "the rest of the text is for training, and evaluation needs some", hint="Try 0.05."),
 ]
-Suffixes = Annotated[tuple[str, ...], Items(100, "which files are text", least=1)]
+Suffixes = Annotated[tuple[Name, ...], Items(100, "which files are text", least=1)]
 MOST_PARTS: Final = 1000
 LEAST_SHARE: Final = 1e-4
 MOST_WEIGHT: Final = 1e12
@@ -39,13 +39,13 @@ class DataConfig:
     Raises `ConfigError` naming the field when a value cannot be used.
     """
 
-    path: str | None = None
+    path: Name | None = None
     mixture: Table = dataclass_field(default_factory=Table)
-    tokenizer: str | None = None
-    end_of_document: str | None = None
-    field: str = "text"
+    tokenizer: Name | None = None
+    end_of_document: Name | None = None
+    field: Name = "text"
     separate_documents: bool = False
-    cache: Path | None = None
+    cache: FilePath | None = None
     batch_per_device: Samples = 8
     held_out_fraction: HeldOut = 0.05
     suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".ndjson", ".parquet")

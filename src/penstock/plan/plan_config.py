@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from penstock.config import ConfigError, Within, check_bounds, expanded
-from penstock.config.bounds import MOST_STEPS
+from penstock.config.bounds import MOST_STEPS, Name
 from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
 from penstock.plan.tuner import TunerName
@@ -70,11 +70,11 @@ class PlanConfig:
     differ; drift_steps: over how many steps.
     """
 
-    source: str = GIVEN
+    source: Name = GIVEN
     layout: Literal["given", "auto"] = "given"
     lossy: bool = False
     recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
-    cluster: str | None = None
+    cluster: Name | None = None
     profile_s: Seconds = 15.0
     budget: Budget = 1.0
     trials: Trials = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
-from penstock.config.bounds import MOST_STEPS, Seed, Steps
+from penstock.config.bounds import MOST_STEPS, FilePath, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -68,7 +68,7 @@ class OutputConfig:
     routing_samples: also how many of every sample did.
     """
 
-    dir: Path = Path("runs/default")
+    dir: FilePath = Path("runs/default")
     tensorboard: bool = True
     trace_steps: TracedSteps = 2
     loads: bool = True

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from penstock.config import ConfigError, check_no_link, is_missing, read_text
+from penstock.config import ConfigError, check_bounds, check_no_link, is_missing, read_text
+from penstock.config.bounds import Name
 from penstock.train.curves import WeightsAndBiases
 from penstock.writing import write_whole
 
@@ -29,7 +30,10 @@ class MetricsConfig:
     """
 
     wandb: Mode = False
-    wandb_project: str = "penstock"
+    wandb_project: Name = "penstock"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def check_wandb(config: MetricsConfig) -> None:

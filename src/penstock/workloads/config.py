@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from penstock.config import ConfigError, Within, asked, check_bounds, load
-from penstock.config.bounds import MOST_STEPS, Seed
+from penstock.config.bounds import MOST_STEPS, FilePath, Seed
 
 RoutingName = Literal[
     "even", "zipf", "dirichlet", "hot_rank", "hot_expert", "rotating", "burst", "slow_drift", "recorded"
@@ -95,7 +95,7 @@ class RoutingConfig:
     drift: Drift = 0.0
     change_at: ChangeStep | None = None
     seed: Seed = 0
-    recorded: Path | None = None
+    recorded: FilePath | None = None
 
     def __post_init__(self) -> None:
         check_bounds(self)
