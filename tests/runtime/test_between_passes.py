@@ -39,7 +39,7 @@ class Counting(nn.Linear):
     def __init__(self, like: nn.Linear) -> None:
         super().__init__(like.in_features, like.out_features, like.bias is not None, dtype=like.weight.dtype)
         self.load_state_dict(like.state_dict())
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)

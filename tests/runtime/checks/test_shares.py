@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from penstock.device import Cpu, using
 from penstock.models import GPT, ModelConfig
 from penstock.models.gpt import TensorShard, VocabularyShard
 from penstock.runtime import PipelinedStack
@@ -102,16 +102,19 @@ def test_what_is_no_token_is_refused(token: int, label: int, said: str, ranks: P
     assert all(found) and any(said in words for words in found), found
 
 
-class OnGpu(Tensor):
-    """Says that it is on one, and is on the CPU, where a check of the device raises at once."""
+class OnGpu(Cpu):
+    """Says of tensors of the CPU that a GPU has them; there a check of the device raises at once."""
 
-    is_cuda = True
+    is_gpu = True
 
 
 @pytest.mark.parametrize(("label", "known"), [(-100, True), (0, True), (31, True), (32, False), (-1, False)])
 def test_on_a_gpu_the_device_compares_labels(label: int, known: bool) -> None:
-    labels = torch.tensor([[3, label]]).as_subclass(OnGpu)
-    with nullcontext() if known else pytest.raises(RuntimeError, match="label is out of bounds"):
+    labels = torch.tensor([[3, label]])
+    with (
+        using(OnGpu()),
+        nullcontext() if known else pytest.raises(RuntimeError, match="label is out of bounds"),
+    ):
         check_vocabulary("label", labels, 32, besides=-100)
 
 
@@ -119,8 +122,11 @@ def test_on_a_gpu_the_device_compares_labels(label: int, known: bool) -> None:
 def test_on_a_gpu_the_device_compares_tokens(token: int, known: bool) -> None:
     model = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=32)
     embedding = VocabularyShard(model, TensorShard(1, 2))
-    with nullcontext() if known else pytest.raises(RuntimeError, match="token is out of bounds"):
-        embedding(torch.tensor([[token]]).as_subclass(OnGpu))
+    with (
+        using(OnGpu()),
+        nullcontext() if known else pytest.raises(RuntimeError, match="token is out of bounds"),
+    ):
+        embedding(torch.tensor([[token]]))
 
 
 def test_what_has_failed_on_a_device_is_explained_where_it_is_noticed() -> None:
