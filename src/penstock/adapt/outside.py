@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from weakref import ref
 
 import torch
 from torch import nn
+
+from penstock.partial_state import refuse_pickle
 
 
 class Inside:
@@ -72,6 +74,10 @@ class WatchOutside:
         """Return the hook of the copied model; where the decoder alone is copied, that of the first model."""
         twin = memo.get(id(self._model()))
         return self if twin is None else type(self)(twin, self._path, self._inside)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled, before pickle stumbles over the reference to the model. Raises TypeError."""
+        refuse_pickle("a part of a scheduled model")
 
 
 def watch_outside(model: nn.Module, path: str, inside: Inside) -> None:
