@@ -32,7 +32,7 @@ import sys
 from penstock.cli.train import _check_layout
 from penstock.config import load
 from penstock.train.config import RunConfig
-_check_layout(load(RunConfig, None, []).resolved(2), 2)
+_check_layout(load(RunConfig, None, []).resolved(2), 2, 2)
 print(*sorted({"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()))
 """
 

@@ -74,6 +74,7 @@ def use_a_virtual_stack() -> None:
 
 
 def use_layers() -> None:
+    torch.manual_seed(0)  # all ranks begin with the same gates
     exchange = ExpertParallel(num_experts=4)
     layers = [
         MoELayer(

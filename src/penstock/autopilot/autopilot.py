@@ -40,7 +40,7 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Forecast, Ranks
-from penstock.train.resume import Resumption, Say
+from penstock.train.resumption import Resumption, Say
 from penstock.train.stragglers import find_stragglers
 from penstock.words import milliseconds
 

@@ -47,7 +47,7 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.resume import Say
+from penstock.train.resumption import Say
 from penstock.words import within
 
 SEARCH_S = 120.0

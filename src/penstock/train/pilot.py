@@ -17,7 +17,7 @@ from penstock.simulate import Timeline
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
-from penstock.train.resume import Resumption, Say
+from penstock.train.resumption import Resumption, Say
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ All of this is decided before anything is measured or written, and by all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,9 @@ from penstock.train.checkpoint import (
 )
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
+from penstock.train.resumption import Resumption, Say
 from penstock.train.storage.finished import all_checkpoints, step_of
 from penstock.train.storage.record import Record
-
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumption:
-    """A checkpoint that is whole and of a run like this one.
-
-    older: earlier checkpoints, the newest first. damaged: later checkpoints, which could not be used.
-    """
-
-    path: Path
-    record: Record
-    older: tuple[Path, ...]
-    damaged: tuple[Path, ...]
 
 
 def checkpoints_folder(config: RunConfig) -> Path:

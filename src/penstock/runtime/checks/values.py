@@ -142,8 +142,10 @@ def _hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 def _hash_of(tensor: Tensor) -> Tensor:
     bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
     width = len(bits) // BLOCKS
-    sums = bits[: BLOCKS * width].view(BLOCKS, width).sum(1, dtype=torch.int64)
-    return _combined(torch.cat([sums, bits[BLOCKS * width :].to(torch.int64)]))
+    # On a CPU a sum in another type casts all that it adds: some blocks at a time, or memory would double.
+    some = bits[: BLOCKS * width].view(BLOCKS, width).split(max(1, PIECE // max(width, 1)))
+    sums = [blocks.sum(1, dtype=torch.int64) for blocks in some]
+    return _combined(torch.cat([*sums, bits[BLOCKS * width :].to(torch.int64)]))
 
 
 def _combined(numbers: Tensor) -> Tensor:
