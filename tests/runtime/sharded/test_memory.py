@@ -54,8 +54,12 @@ def address_space(line: str) -> int:
     return next(int(each.split()[1]) * 1024 for each in lines if each.startswith(f"{line}:"))
 
 
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
 def trained(rank: int, shares: tuple[str, ...], room_bytes: int | None) -> int | str:
-    """Bytes that this rank had more at most in some steps, or what was said when there was no more memory.
+    """Bytes beside stacks of threads that this rank had more in some steps, or what was said when there were none.
 
     room_bytes: how many more it may have; None = as many as it likes.
     """
@@ -63,7 +67,7 @@ def trained(rank: int, shares: tuple[str, ...], room_bytes: int | None) -> int |
     layout = Layout.build(config.parallel, 2, rank, 2)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     give_back_what_is_freed()
-    before = address_space("VmPeak")
+    before, threads = address_space("VmSize"), count_threads()  # a peak of the start would hide as much later
     if room_bytes is not None:
         limit = address_space("VmData") + room_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
@@ -74,7 +78,8 @@ def trained(rank: int, shares: tuple[str, ...], room_bytes: int | None) -> int |
         for step in range(1, STEPS + 1):
             update.backward(stack(*tokens), step)
             update.apply(accepted=True)
-        return address_space("VmPeak") - before
+        stacks_bytes = (count_threads() - threads) * resource.getrlimit(resource.RLIMIT_STACK)[0]
+        return address_space("VmPeak") - before - stacks_bytes
     except (RuntimeError, MemoryError) as error:
         return str(error)
     finally:
