@@ -59,7 +59,7 @@ def count_threads() -> int:
 
 
 def trained(rank: int, shares: tuple[str, ...], room_bytes: int | None) -> int | str:
-    """Bytes beside stacks of threads that this rank had more in some steps, or what was said when there were none.
+    """Bytes that some steps took, without stacks of threads, or what was said when there was no more memory.
 
     room_bytes: how many more it may have; None = as many as it likes.
     """
