@@ -13,7 +13,7 @@ import torch
 from penstock.device import Cuda, Event, Stream, using
 from penstock.graph import Lane, Task
 from penstock.runtime.handlers import Inputs
-from penstock.runtime.lanes import LaneError, StreamLanes, build_lanes
+from penstock.runtime.lanes import LaneError, Ran, StreamLanes, build_lanes
 from penstock.runtime.program import Call
 from penstock.step import StepShape
 from tests.runtime.programs import plan_in, program_of
@@ -117,3 +117,109 @@ def test_a_task_of_the_host_that_fails_stops_the_step() -> None:
         issued(SlowDevice(behind=False), execute, failures)
     assert caught.value.task.lane is Lane.HOST and str(caught.value.__cause__) == "no homes"
     assert failures == [1]
+
+
+class Clock:
+    """Time of the host and of a device, which does at once what is asked of it, but `behind_s` later."""
+
+    def __init__(self, behind_s: float) -> None:
+        self.host_s, self.behind_s = 100.0, behind_s
+
+    def perf_counter(self) -> float:
+        self.host_s += 1e-3
+        return self.host_s
+
+
+class ClockEvent:
+    """An event that happens when the device is as far as the host was when it was recorded."""
+
+    def __init__(self, clock: Clock, *, timed: bool) -> None:
+        self.clock, self.timed, self.at_s = clock, timed, 0.0
+
+    def synchronize(self) -> None:
+        self.clock.host_s = max(self.clock.host_s, self.at_s)
+
+    def elapsed_time(self, end_event: Any) -> float:
+        assert self.timed and end_event.timed
+        elapsed_ms: float = 1e3 * (end_event.at_s - self.at_s)
+        return elapsed_ms
+
+
+class ClockStream:
+    """Counts the events that are recorded in it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.events = clock, list[ClockEvent]()
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any) -> Any:
+        event.at_s = self.clock.host_s + self.clock.behind_s
+        self.events.append(event)
+        return event
+
+
+class LateDevice(SlowDevice):
+    """A device with a clock, and one stream for everything."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(behind=False)
+        self.clock, self.stream = clock, ClockStream(clock)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        del device
+        return self.stream
+
+    def new_stream(self, device: torch.device, name: str) -> Stream:
+        del device, name
+        return self.stream
+
+    def event(self, *, timed: bool) -> Event:
+        return ClockEvent(self.clock, timed=timed)
+
+    def synchronize(self, device: torch.device) -> None:
+        del device
+        self.clock.host_s += self.clock.behind_s
+
+
+def run_late(
+    monkeypatch: pytest.MonkeyPatch, *, timed: bool
+) -> tuple[LateDevice, list[Ran], dict[Task, float]]:
+    """A step on a device that is half a second behind; and when the host issued each task."""
+    clock, begun = Clock(behind_s=0.5), dict[Task, float]()
+    monkeypatch.setattr("penstock.runtime.lanes.time", clock)
+    plan, device = (
+        plan_in(StepShape(moe_layers=(True,)), lambda graph: random_orders(graph, 0)),
+        LateDevice(clock),
+    )
+
+    def execute(call: Call) -> Inputs:
+        begun[call.task] = clock.host_s
+        clock.host_s += 0.01
+        return Inputs()
+
+    with using(device):
+        lanes = build_lanes(torch.device("cuda"), lambda: None)
+        ran = lanes.run(program_of(plan).spans[0], execute, timed=timed)
+        lanes.close()
+        return device, ran(), begun
+
+
+def test_times_are_those_of_the_device_on_the_clock_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ran, begun = run_late(monkeypatch, timed=True)
+    assert {each.task for each in ran} == set(begun)
+    for each in ran:
+        assert each.start_s == pytest.approx(begun[each.task] + device.clock.behind_s, abs=5e-3)
+        assert each.end_s > each.start_s
+
+
+def test_where_no_times_are_wanted_there_are_no_timed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, _, begun = run_late(monkeypatch, timed=True)
+    device, ran, _ = run_late(monkeypatch, timed=False)
+    assert ran == []
+    assert all(event.timed for event in measured.stream.events) and len(measured.stream.events) > 2 * len(
+        begun
+    )
+    assert not any(event.timed for event in device.stream.events)
+    assert len(device.stream.events) <= len(begun)

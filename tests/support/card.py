@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -220,6 +221,8 @@ class CardStream:
         """Do nothing: the event has happened."""
 
     def record_event(self, event: Event, /) -> Event:
+        assert isinstance(event, CardEvent)
+        event.at_s = time.perf_counter()
         return event
 
     def synchronize(self) -> None:
@@ -229,12 +232,17 @@ class CardStream:
 class CardEvent:
     """An event that has happened; whoever waits for it would wait on a GPU."""
 
+    def __init__(self, *, timed: bool) -> None:
+        self.timed, self.at_s = timed, 0.0
+
     def synchronize(self) -> None:
         note("wait for an event")
 
     def elapsed_time(self, end_event: Event, /) -> float:
-        del end_event
-        return 0.001
+        assert isinstance(end_event, CardEvent)
+        if not (self.timed and end_event.timed):
+            raise ValueError("both events must be made with timing, as on a GPU")
+        return 1e3 * (end_event.at_s - self.at_s)
 
 
 class CardDevice(Gpu):
@@ -259,7 +267,7 @@ class CardDevice(Gpu):
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         host = self.pinned(tensor.shape, tensor.dtype)
         host.copy_(tensor, non_blocking=True)
-        return host, CardEvent()
+        return host, CardEvent(timed=False)
 
     def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
         return self.pinned(numbers.shape, numbers.dtype).copy_(numbers).to(device, non_blocking=True)
@@ -309,8 +317,7 @@ class CardDevice(Gpu):
         return nullcontext()
 
     def event(self, *, timed: bool) -> Event:
-        del timed
-        return CardEvent()
+        return CardEvent(timed=timed)
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         del stream

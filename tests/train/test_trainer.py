@@ -18,7 +18,7 @@ import torch
 
 from penstock.autopilot import Autopilot
 from penstock.config import ConfigError, load
-from penstock.device import using
+from penstock.device import Event, using
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
 from penstock.train.checkpoint import CheckpointError
@@ -111,6 +111,50 @@ def test_a_step_hardly_makes_the_host_wait(cards: Pools, tmp_path: Path) -> None
     """Two waits beside those for the counts of dropless routing: for the norm, and before the clock."""
     ((waits, counts),) = cards(1).run(waits_of_a_step, tmp_path)
     assert sum(waits.values()) <= counts + 2, waits
+
+
+class Timing(CardDevice):
+    """Counts the events that measure time."""
+
+    timed = 0
+
+    def event(self, *, timed: bool) -> Event:
+        self.timed += timed
+        return super().event(timed=timed)
+
+
+def timed_steps(rank: int, folder: Path) -> list[bool]:
+    """Whether each of 24 steps on a stand-in for a GPU measures when its tasks run."""
+    del rank
+    kept = [
+        "parallel.processes=1",
+        "train.steps=24",
+        "plan.source=given",
+        "plan.tuner=none",
+        "plan.watch=false",
+    ]
+    config = load(RunConfig, write_config(folder), [*kept, "schedule.refine_after=0"])
+    place, timed, device = install(), list[bool](), Timing()
+    with using(device):
+        training = Trainer(config, ALONE, place, Autopilot, quiet=True)
+        step = training._step
+
+        def noting(number: int) -> StepMetrics:
+            device.timed = 0
+            metrics = step(number)
+            timed.append(device.timed > 0)
+            return metrics
+
+        training._step = noting  # type: ignore[assignment,method-assign]  # looks at the events of each
+        training.run()
+    return timed
+
+
+def test_only_some_steps_measure_their_tasks(cards: Pools, tmp_path: Path) -> None:
+    """One of ten, and the last ones, for their analysis; nothing else needs any."""
+    (timed,) = cards(1).run(timed_steps, tmp_path)
+    assert [number for number, each in enumerate(timed) if each] == [0, 10, *range(14, 24)]
+    assert all(each.compute_s > 0 for each in metrics(tmp_path))
 
 
 # ---- what a run leaves -------------------------------------------------------------------------------------

@@ -167,6 +167,7 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
         layers = _layers(found, cuts, calls, layout.ep_size, layout.ep_rank)
         decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+        stack.timed = False  # nothing reads when tasks ran
         if layout.ep_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT)])
     except BaseException:

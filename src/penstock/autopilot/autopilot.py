@@ -127,6 +127,15 @@ class Autopilot:
         return self._tuned and not underway
 
     @property
+    def reads_records(self) -> bool:
+        """Whether `after_step` of the next step needs records.
+
+        What is not final is decided by them, and the watch compares tasks before and after a change.
+        """
+        learning = self._watch.learning and len(self._before) < COMPARED_STEPS
+        return not self.settled or (self._asked.plan.watch and (learning or self._watch.suspects))
+
+    @property
     def config(self) -> RunConfig:
         """The run as it is now."""
         return with_choice(self._asked, self.planned.choice)
@@ -264,9 +273,10 @@ class Autopilot:
     def _look(self, slowest_s: float, records: Records) -> bool:
         if not self._asked.plan.watch:
             return False
-        if self._watch.learning and len(self._before) < COMPARED_STEPS:
+        if records and self._watch.learning and len(self._before) < COMPARED_STEPS:
             self._before.append(records)
-        self._recent.append(records)
+        if records:
+            self._recent.append(records)
         drift = self._watch.note(slowest_s)
         if self._watch.learnt:
             self._compare_ranks()

@@ -50,6 +50,11 @@ class Watch:
         """Whether the last step has completed the baseline."""
         return self._seen == self.settling + self.lasting_steps
 
+    @property
+    def suspects(self) -> bool:
+        """Whether the last step was slower or faster than usual."""
+        return bool(self._recent) and self._side([self._recent[-1]]) != 0
+
     def note(self, seconds: float) -> Drift | None:
         """Record the seconds of a step on the slowest rank; return the change if there is one."""
         if self.learning:

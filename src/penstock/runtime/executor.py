@@ -19,12 +19,14 @@ from penstock.trace import TaskRecord
 class Execution:
     """One iteration: `run` its spans one after the other; then read its `records`.
 
-    context: what handlers work on.
+    context: what handlers work on. timed: whether records will be read; without it a GPU has none.
     """
 
-    def __init__(self, plan: StepPlan, program: Program, lanes: Lanes, context: Any, rank: int) -> None:
+    def __init__(
+        self, plan: StepPlan, program: Program, lanes: Lanes, context: Any, rank: int, *, timed: bool = True
+    ) -> None:
         self._plan, self._program, self._lanes, self._rank = plan, program, lanes, rank
-        self._context = context
+        self._context, self._timed = context, timed
         self.values: list[Any] = [None] * program.slots
         # `list.pop` is atomic: the readers of a slot on several lanes need no lock to find out who is last.
         self._readers = {slot: [None] * count for slot, count in program.shared.items()}
@@ -42,7 +44,7 @@ class Execution:
         span = self._program.spans[self._next]
         self._next += 1
         try:
-            self._times.append(self._lanes.run(span, self._execute))
+            self._times.append(self._lanes.run(span, self._execute, timed=self._timed))
         except LaneError as failure:
             self._raise(failure)
 
@@ -80,7 +82,8 @@ class Execution:
         raise TaskError(failure.task, self._rank, failure.waited_s, cause, grid) from cause
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """Return when every task ran, in seconds from the start of the iteration on this rank."""
+        """Return when every task ran, in seconds from the start of the iteration on this rank; [] if that was
+        not measured."""
         ran = [task for times in self._times for task in times()]
         origin_s, rank = self._origin_s, self._rank
         return [TaskRecord(r.task, rank, r.start_s - origin_s, r.end_s - origin_s, step) for r in ran]

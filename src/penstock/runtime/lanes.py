@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
-from penstock.runtime.program import Call, Span
+from penstock.runtime.program import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
 
 Execute = Callable[[Call], Any]
@@ -48,8 +48,11 @@ class LaneError(Exception):
 class Lanes(Protocol):
     """Runs the calls of a span; each starts when the call before it and those that it waits for are done."""
 
-    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
-        """Run all calls, then return a function that gives their times. Raises LaneError."""
+    def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
+        """Run all calls, then return a function that gives their times. Raises LaneError.
+
+        timed: whether times will be asked for; where they cost something there are none otherwise.
+        """
         ...
 
     def close(self) -> None: ...
@@ -62,7 +65,8 @@ class ThreadLanes:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
 
-    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
+    def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
+        del timed  # two looks at the clock cost less than to ask whether they are wanted
         run = _ThreadRun(span, execute, self._on_failure)
         busy = [self._worker(lane) for lane, calls in span.items() if calls and lane is not Lane.COMPUTE]
         for worker in busy:
@@ -242,19 +246,20 @@ class StreamLanes:
         self._device, self._on_failure = device, on_failure
         self._kind = gpu_of(device)
         self._streams: dict[Lane, Stream] = {}
+        self._orders: dict[int, tuple[Span, IssueOrder]] = {}
         self._host = ThreadPoolExecutor(1, "penstock-host")
 
-    def run(self, span: Span, execute: Execute) -> Callable[[], list[Ran]]:
-        main = self._kind.current_stream(self._device)
-        origin, origin_s = self._now(main), time.perf_counter()
-        ends: dict[Lane, list[Event]] = {lane: [] for lane in span}
-        starts: dict[Lane, list[Event]] = {lane: [] for lane in span}
+    def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
+        order, main = self._order(span), self._kind.current_stream(self._device)
+        origin = self._now(main, timed)
+        ends: dict[tuple[Lane, int], Event] = {}
+        spans: list[tuple[Task, Event, Event]] = []
         hosted: list[Pending[Ran]] = []
         for stream in self._streams.values():
             stream.wait_event(origin)
-        for lane, call in in_issue_order(span):
+        for lane, number, call in order.calls:
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
-            needed = [ends[other][count - 1] for other, count in call.waits if other is not Lane.HOST]
+            needed = [ends[wanted] for wanted in call.waits if wanted[0] is not Lane.HOST]
             if lane is Lane.HOST:
                 work = partial(run_on_host, call, needed, execute)
                 hosted.append(self._kind.submit(self._host, call.task, work))
@@ -262,15 +267,16 @@ class StreamLanes:
             stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
             for event in needed:
                 stream.wait_event(event)
-            starts[lane].append(self._now(stream))
+            start = self._now(stream, timed) if timed else origin
             self._issue(call, stream, execute)
-            ends[lane].append(self._now(stream))
-        for events in ends.values():
-            if events:
-                main.wait_event(events[-1])
+            if timed or (lane, number) in order.awaited:
+                ends[lane, number] = end = self._now(stream, timed)
+                spans.append((call.task, start, end))
+        for wanted in order.last:
+            main.wait_event(ends[wanted])
         self._wait(hosted)
         found = [future.result() for future in hosted]
-        return lambda: [*self._elapsed(origin, origin_s, span, starts, ends), *found]
+        return (lambda: [*self._elapsed(origin, spans), *found]) if timed else list
 
     def close(self) -> None:
         self._streams.clear()
@@ -285,8 +291,16 @@ class StreamLanes:
                 _stop_others(self._on_failure, failure)
                 raise
 
-    def _now(self, stream: Stream) -> Event:
-        return stream.record_event(self._kind.event(timed=True))
+    def _order(self, span: Span) -> IssueOrder:
+        """Return the order of issue of a span, worked out once for as many spans as programs are kept."""
+        if id(span) not in self._orders:
+            if len(self._orders) >= 4 * MOST_KEPT:
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[id(span)] = span, issue_order_of(span)  # with the span, or another could get its id
+        return self._orders[id(span)][1]
+
+    def _now(self, stream: Stream, timed: bool) -> Event:
+        return stream.record_event(self._kind.event(timed=timed))
 
     def _stream(self, lane: Lane, origin: Event) -> Stream:
         if lane not in self._streams:
@@ -306,26 +320,20 @@ class StreamLanes:
             _stop_others(self._on_failure, failure)
             raise failure from error
 
-    def _elapsed(
-        self,
-        origin: Event,
-        origin_s: float,
-        span: Span,
-        starts: Mapping[Lane, Sequence[Event]],
-        ends: Mapping[Lane, Sequence[Event]],
-    ) -> list[Ran]:
-        """Return the times of a run. Waits for the device, so it is for traces and metrics only."""
+    def _elapsed(self, origin: Event, spans: Sequence[tuple[Task, Event, Event]]) -> list[Ran]:
+        """Return the times of a run. Waits for the device, so it is for traces and metrics only.
+
+        The device runs behind the host by any time, so the clocks are compared where nothing is left to do.
+        """
         self._kind.synchronize(self._device)
+        anchor = self._now(self._kind.current_stream(self._device), timed=True)
+        anchor.synchronize()
+        origin_s = time.perf_counter() - origin.elapsed_time(anchor) / 1e3
 
         def since(event: Event) -> float:
-            return origin_s + float(origin.elapsed_time(event)) / 1e3
+            return origin_s + origin.elapsed_time(event) / 1e3
 
-        return [
-            Ran(call.task, since(start), since(end))
-            for lane, calls in span.items()
-            if lane is not Lane.HOST
-            for call, start, end in zip(calls, starts[lane], ends[lane], strict=True)
-        ]
+        return [Ran(task, since(start), since(end)) for task, start, end in spans]
 
 
 def build_lanes(device: torch.device, on_failure: Callable[[], None]) -> Lanes:
@@ -352,6 +360,29 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
     except BaseException as error:
         raise LaneError(call.task, time.perf_counter() - start_s) from error
     return Ran(call.task, start_s, time.perf_counter())
+
+
+@dataclass(frozen=True)
+class IssueOrder:
+    """What one thread issues. calls: with their numbers on their lanes, from 1. awaited: the calls whose end
+    others, or the caller, wait for. last: of every lane beside the compute lane, the last call."""
+
+    calls: Sequence[tuple[Lane, int, Call]]
+    awaited: frozenset[tuple[Lane, int]]
+    last: Sequence[tuple[Lane, int]]
+
+
+def issue_order_of(span: Span) -> IssueOrder:
+    """Return how a span is issued, a function of the span alone."""
+    done = dict.fromkeys(span, 0)
+    calls = []
+    for lane, call in in_issue_order(span):
+        done[lane] += 1
+        calls.append((lane, done[lane], call))
+    last = [
+        (lane, count) for lane, count in done.items() if count and not (lane.computes or lane is Lane.HOST)
+    ]
+    return IssueOrder(calls, frozenset(last).union(*(call.waits for _, _, call in calls)), last)
 
 
 def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:

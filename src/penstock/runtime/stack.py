@@ -84,7 +84,8 @@ class PipelinedStack(nn.Module):
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the guests
     of the next step are planned, where the plan has guest slots; `host.moving` may be exchanged on all ranks.
-    updating: steps update parameters themselves, for a `ShardedAdamW`.
+    updating: steps update parameters themselves, for a `ShardedAdamW`. timed: whether the next steps measure
+    when their tasks run, which on a GPU costs two events for each.
     """
 
     parts: ModelParts
@@ -127,6 +128,7 @@ class PipelinedStack(nn.Module):
         # These belong to the step that ran last: a backward pass shows its own step again.
         self.execution: Execution | None = None
         self.statistics: StepStatistics | None = None
+        self.timed = True
         self.loads = LoadHistory()
         self._numbers = SampleNumbers(machinery.layout)
         self.sample_moving = sample_moving or SampleMoving()
@@ -268,7 +270,7 @@ class PipelinedStack(nn.Module):
         self.consistency.compare()
 
     def records(self, step: int = 0) -> list[TaskRecord]:
-        """Return when every task of the last step ran on this rank."""
+        """Return when every task of the last step ran on this rank; [] on a GPU if that was not `timed`."""
         return self.execution.records(step) if self.execution else []
 
     def settle(self) -> None:

@@ -74,7 +74,9 @@ class Step:
         )
         self.changes = 0 if stack.updates is None else stack.updates.changes
         program = stack.program(training=training)
-        self.execution = Execution(stack.plan, program, machinery.lanes, self.context, machinery.layout.rank)
+        self.execution = Execution(
+            stack.plan, program, machinery.lanes, self.context, machinery.layout.rank, timed=stack.timed
+        )
 
     def forward(self) -> Tensor:
         """Run the forward half and return the loss of the whole batch of all ranks."""

@@ -46,7 +46,8 @@ class StepMetrics:
     `tokens_per_s`            tokens of all ranks without padding, over `iteration_s`
     `communication_s`, `compute_s`
                               time in forward and backward of rank 0 during which a collective was running,
-                              and during which something was computed
+                              and during which something was computed; on a GPU of the last step that
+                              measured its tasks
     `exposed_communication_s` the part of `communication_s` during which nothing was computed
     `tokens_per_expert_max_over_mean`
                               load of the busiest expert, mean over MoE layers; 1 is perfect balance

@@ -48,6 +48,10 @@ class Pilot(Protocol):
         """Whether the plan is final, until something changes."""
 
     @property
+    def reads_records(self) -> bool:
+        """Whether `after_step` of the next step needs records."""
+
+    @property
     def all_reduce_chunk_bytes(self) -> int | None:
         """The size of all-reduce chunks; None for a schedule without chunks."""
 
@@ -64,7 +68,8 @@ class Pilot(Protocol):
     def after_step(self, slowest_s: float, records: Sequence[TaskRecord]) -> bool:
         """Adopt another plan if it is better; return whether it did. All ranks call it after the same steps.
 
-        slowest_s: how long the step took on the slowest rank. records: of this rank.
+        slowest_s: how long the step took on the slowest rank. records: of this rank; on a GPU [] for a step
+        that was not timed.
         """
 
     def save(self, folder: Path) -> None:

@@ -57,6 +57,9 @@ from penstock.train.wandb_sink import check_wandb
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
 
+TIMED_EVERY = 10
+"""On a GPU one of so many steps measures its tasks, for metrics, where nothing else needs that."""
+
 OnStep = Callable[[int, StepStatistics], None]
 """Receives the number of each finished step, counted from 1, and the statistics of its batch."""
 
@@ -122,6 +125,7 @@ class Trainer:
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
         self.output = OutputFolder(folder, keep=keep)
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
+        self.records: list[TaskRecord] = []
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
         self.slow: tuple[Straggler, ...] = ()
@@ -190,6 +194,7 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.source.stream.batch(step)
+        self.stack.timed = self._is_timed(step)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
         norm = self.update.backward(loss, step + 1)
@@ -204,8 +209,9 @@ class Trainer:
             self._skip(step + 1, loss_value, norm_value)
         device_of(self.stack.machinery.device).synchronize(self.stack.machinery.device)
         iteration_s = time.perf_counter() - start_s
-        records = self.stack.records(step + 1)
-        self.recent.append(records)
+        self.records = self.stack.records(step + 1)
+        if self.records:
+            self.recent.append(self.records)
         if self.on_step is not None:
             self.update.flush()  # on_step may look at the model
             assert self.stack.statistics is not None, "a step has ended"
@@ -214,7 +220,7 @@ class Trainer:
         metrics = measured(
             self.stack,
             self.pilot.flops,
-            records,
+            self.recent[-1],
             step=step + 1,
             loss=loss_value,
             rate=rate,
@@ -224,6 +230,16 @@ class Trainer:
         )
         metrics = with_loads(metrics, self.stack)
         return metrics if accepted else replace(metrics, skipped=True)
+
+    def _is_timed(self, step: int) -> bool:
+        """Return whether a GPU measures when the tasks of a step run; `step` counts from 0.
+
+        It does while the pilot learns from that, for the analysis of the last steps, and now and then for
+        metrics.
+        """
+        left = self.config.train.steps - step
+        now_and_then = step % TIMED_EVERY == 0 or not self.recent
+        return self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
 
     def _after_step(
         self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool, saves: bool
@@ -291,7 +307,7 @@ class Trainer:
 
     def _steer(self, slowest_s: float) -> None:
         """Let the pilot change the plan between two steps."""
-        if self.pilot.after_step(slowest_s, self.recent[-1]):
+        if self.pilot.after_step(slowest_s, self.records):
             self.recent.clear()  # these steps ran under another plan
             assert self.history.last is not None, "a step has ended"
             self._save_settings(self.history.last.step)
