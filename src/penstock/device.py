@@ -94,8 +94,12 @@ class Device(ABC):
         return numbers.to(device)
 
     @abstractmethod
-    def memory_bytes(self, device: torch.device) -> int | None:
-        """Return the size of the device's own memory; None if it computes in that of the host."""
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
+        """Return what tensors of this process may take of the device's own memory; None if it has none.
+
+        That is what they have, and of what is free the part of one of `sharing` processes. What contexts and
+        communicators take of the device is in neither: ask when they are there.
+        """
 
     @abstractmethod
     def peak_memory_bytes(self, device: torch.device) -> int | None:
@@ -203,8 +207,8 @@ class Cpu(Device):
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
         return tensor, None
 
-    def memory_bytes(self, device: torch.device) -> int | None:
-        del device
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
+        del device, sharing
         return None
 
     def peak_memory_bytes(self, device: torch.device) -> int | None:
@@ -277,8 +281,9 @@ class Cuda(Gpu):
         pinned = self.pinned(numbers.shape, numbers.dtype).copy_(numbers)
         return pinned.to(device, non_blocking=True)
 
-    def memory_bytes(self, device: torch.device) -> int | None:
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return torch.cuda.memory_reserved(device) + free_bytes // sharing
 
     def peak_memory_bytes(self, device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)

@@ -8,18 +8,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from penstock.config import ConfigError
+from penstock.autopilot.run_problem import assumed_problem
+from penstock.config import ConfigError, load
 from penstock.cost import RoutedCost
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
-from penstock.plan import MemoryBudget, Problem, estimate_memory, evaluate, find_plan
+from penstock.device import using
+from penstock.plan import MemoryBudget, MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
 from penstock.plan.memory import ACTIVATIONS, STATE
 from penstock.plan.moving import with_routing
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing, TokenLayout
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack
+from penstock.train.config import RunConfig
+from penstock.train.update import build_update
 from penstock.workloads import RoutingConfig
 from tests.plan.problems import problem, with_sharing
+from tests.support.card import MEMORY, CardDevice, install
+from tests.support.ranks import Pools
 
 TOKENS: tuple[TokenLayout, ...] = ("split", "replicated")
 
@@ -34,6 +43,44 @@ def test_by_hand() -> None:
     assert found.activations_bytes == 2 * layer + 256 * 64 * 4 * 2
     assert found.buffers_bytes == layer + 2 * 512 * 128 * 4
     assert found.total_bytes == sum(found.parts.values())
+
+
+SIZES = (
+    *("model.num_layers=3", "model.hidden_size=256", "model.num_heads=4", "model.seq_len=64"),
+    *("model.moe_layers=[1,2]", "moe.num_experts=4", "moe.moe_ffn_hidden_size=256"),
+    *("parallel.processes=1", "schedule.name=penstock", "schedule.microbatches=2"),
+)
+
+
+def taken(rank: int, *overrides: str) -> tuple[int, MemoryEstimate]:
+    """Bytes that tensors of a stand-in for a GPU take at most in a step, and what the planner thinks."""
+    device, config = install(), load(RunConfig, None, [*SIZES, *overrides])
+    layout = Layout.build(config.parallel, 1, rank, 4)
+    decision = config.schedule.decision("flat", recompute=config.plan.given_recompute)
+    before = MEMORY.now_bytes
+    with using(CardDevice(kernel=config.train.precision == "bfloat16")):
+        machinery = build_machinery(layout, device, config.parallel, config.train.precision)
+        stack = build_stack(config, machinery)
+        update = build_update(stack, build_optimizer(stack, config.optimizer), config.optimizer)
+        sizes = 2, config.data.batch_per_device, config.model.seq_len
+        tokens = torch.randint(256, sizes, generator=torch.Generator().manual_seed(0)).to(device)
+        for step in (1, 2):  # the second has moments
+            MEMORY.peak_bytes = MEMORY.now_bytes
+            update.backward(stack(*tokens), step)
+            update.apply(accepted=True)
+        return MEMORY.peak_bytes - before, estimate_memory(assumed_problem(config, layout), decision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("batch", [2, 8])
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_what_a_step_takes_on_a_gpu(cards: Pools, precision: str, batch: int, recompute: str) -> None:
+    """Weights that are copied into the type of products included; contexts and communicators are not."""
+    more = f"train.precision={precision}", f"data.batch_per_device={batch}", f"plan.recompute={recompute}"
+    ((taken_bytes, found),) = cards(1).run(taken, *more)
+    assert (found.copies_bytes > 0) == (precision == "bfloat16")
+    assert 0.94 * taken_bytes <= found.total_bytes <= 1.2 * taken_bytes
 
 
 def test_guests_take_weights_and_gradients_and_no_moments() -> None:

@@ -35,6 +35,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 import penstock
 from penstock.device import Event, Gpu, Stream
+from tests.support.card_autocast import register
 
 KIND = "card"
 ROOT = Path(penstock.__file__).parent
@@ -48,6 +49,29 @@ NOTED: list[Counter[Wait]] = []
 
 SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
 """Operations that read numbers of the device on the host to know a size or a truth."""
+
+
+class Memory:
+    """Bytes that tensors of the device have: a storage counts from its first tensor until it is freed."""
+
+    def __init__(self) -> None:
+        self.now_bytes = self.peak_bytes = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._known or storage in PINNED:
+            return
+        self._known.add(storage)
+        size_bytes = storage.nbytes()
+        self.now_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._free, size_bytes)
+
+    def _free(self, size_bytes: int) -> None:
+        self.now_bytes -= size_bytes
+
+
+MEMORY = Memory()
 
 
 class _Work:
@@ -98,6 +122,7 @@ class Card(Tensor):
             device=torch.device(KIND, 0),
         )
         made.held = held
+        MEMORY.add(held.untyped_storage())
         return made
 
     def data_ptr(self) -> int:
@@ -272,13 +297,13 @@ class CardDevice(Gpu):
     def from_host(self, numbers: Tensor, device: torch.device) -> Tensor:
         return self.pinned(numbers.shape, numbers.dtype).copy_(numbers).to(device, non_blocking=True)
 
-    def memory_bytes(self, device: torch.device) -> int | None:
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int | None:
         del device
-        return 1 << 36
+        return (1 << 36) // sharing
 
     def peak_memory_bytes(self, device: torch.device) -> int | None:
         del device
-        return 0
+        return MEMORY.peak_bytes
 
     def random_state(self, device: torch.device) -> Tensor | None:
         del device
@@ -343,7 +368,7 @@ def install() -> torch.device:
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
     library.impl("_copy_from", _copy_from)
-    KEPT.append(library)
+    KEPT.extend([library, *register(KIND)])
     return torch.device(KIND, 0)
 
 

@@ -81,14 +81,13 @@ def events(folder: Path) -> list[dict[str, object]]:
 # ---- on a GPU ----------------------------------------------------------------------------------------------
 
 
-def waits_of_a_step(rank: int, folder: Path) -> tuple[dict[Wait, int], int]:
+ON_A_GPU = ("parallel.processes=1", "train.steps=6", "plan.source=given", "schedule.name=flowmoe")
+
+
+def waits_of_a_step(rank: int, folder: Path, precision: str) -> tuple[dict[Wait, int], int]:
     """What the host waits for in the last step of a run on a stand-in for a GPU; its waits for counts."""
     del rank
-    config = load(
-        RunConfig,
-        write_config(folder),
-        ["parallel.processes=1", "train.steps=6", "plan.source=given", "schedule.name=flowmoe"],
-    )
+    config = load(RunConfig, write_config(folder), [*ON_A_GPU, f"train.precision={precision}"])
     device, waits = install(), list[Counter[Wait]]()
     with using(CardDevice()):
         training = Trainer(config, ALONE, device, Autopilot, quiet=True)
@@ -106,11 +105,18 @@ def waits_of_a_step(rank: int, folder: Path) -> tuple[dict[Wait, int], int]:
     return dict(waits[-1]), counts
 
 
-@pytest.mark.slow
-def test_a_step_hardly_makes_the_host_wait(cards: Pools, tmp_path: Path) -> None:
-    """Two waits beside those for the counts of dropless routing: for the norm, and before the clock."""
-    ((waits, counts),) = cards(1).run(waits_of_a_step, tmp_path)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_hardly_makes_the_host_wait(cards: Pools, tmp_path: Path, precision: str) -> None:
+    """Two waits beside those for the counts of dropless routing: for the norm, and before the clock. The run
+    learns as one on CPUs does."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    ((waits, counts),) = cards(1).run(waits_of_a_step, there, precision)
     assert sum(waits.values()) <= counts + 2, waits
+    run(here, *ON_A_GPU, "train.precision=float32")
+    losses, same = ([each.loss for each in metrics(folder)] for folder in (there, here))
+    assert losses == pytest.approx(same, rel=1e-2 if precision == "bfloat16" else 1e-5)
 
 
 class Timing(CardDevice):

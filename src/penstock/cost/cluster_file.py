@@ -227,7 +227,8 @@ class ClusterFile:
     compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
     its computation takes than `tasks` says; empty = all ranks are alike. steps: real steps beside their
     simulation; None = not measured, or of no use. moves: what a run has learnt of transfers that no profile
-    has, when a plan that moves samples or experts was tried. memory_bytes: of one device; None = not known.
+    has, when a plan that moves samples or experts was tried. memory_bytes: what tensors of one rank may
+    take, beside what contexts and communicators of GPUs do; None = not known.
     measured: None for a file written by hand; source: where its numbers come from; doubts: what real steps
     could not tell, in words.
     """

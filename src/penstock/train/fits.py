@@ -205,10 +205,11 @@ def host_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
-def device_bytes(device: torch.device) -> int:
-    """Return the memory of the device on which a rank computes, in bytes."""
-    own_bytes = device_of(device).memory_bytes(device)
-    return host_bytes() if own_bytes is None else own_bytes
+def device_bytes(device: torch.device, sharing: int = 1) -> int:
+    """Return the bytes that one of `sharing` ranks may have on a device: of a GPU what is free, of a machine
+    all."""
+    own_bytes = device_of(device).memory_bytes(device, sharing)
+    return host_bytes() // sharing if own_bytes is None else own_bytes
 
 
 def _gib(size_bytes: int) -> str:

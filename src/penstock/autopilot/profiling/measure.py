@@ -62,11 +62,12 @@ def profile_run(
         name=name,
         rates=rates_of(file.rates, kernels),
         kernels=kernels,
-        memory_bytes=memory_bytes(machinery.control, machinery.device),
         source=_source(config, layout),
     )
     left_s = budget_s - links_s - kernels_s
     file = measure_tasks(config, machinery, left_s, file, say=say, limits=limits)
+    there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
+    file = replace(file, memory_bytes=there_bytes)
     stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
     return replace(file, doubts=(STOPPED, *file.doubts)) if stopped else file
 
