@@ -63,7 +63,7 @@ def _overload(name: str) -> Any:
 def _casting(function: Any, choose: Callable[[list[Tensor]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         values = [each for each in tree_leaves((args, kwargs)) if _is_cast(each)]
-        without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY))  # type: ignore[attr-defined]
+        without = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(KEY))
         with without:
             if not values:
                 return function(*args, **kwargs)
