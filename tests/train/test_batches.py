@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,10 @@ from penstock.config import ConfigError
 from penstock.data.corpus import Corpus
 from penstock.data.order import Indices
 from penstock.data.text import Text
-from penstock.train.batches import WINDOWS_PER_BLOCK, Batch, BatchStream, Split
+from penstock.device import using
+from penstock.train.batches import WINDOWS_PER_BLOCK, Batch, BatchStream, ReadAhead, Split
+from tests.support.card import CardDevice, install
+from tests.support.ranks import Pools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,3 +309,35 @@ def test_documents_are_separated() -> None:
             assert [place for place, label in enumerate(labels) if label == -100] == [
                 end - 1 for end in after_end
             ]
+
+
+class Broken:
+    """A stream that cannot be read."""
+
+    def batch(self, step: int) -> Batch:
+        raise OSError(f"step {step}")
+
+
+def read_ahead(rank: int) -> list[str]:
+    """What reading ahead raises on a stand-in for a GPU, and when."""
+    del rank
+    device = install()
+    with using(CardDevice()):
+        batches = ReadAhead(cast(BatchStream, Broken()), device)
+        batches.prepare(3)
+        said = []
+        for step in (3, 4):
+            try:
+                batches.take(step)
+            except OSError as error:
+                said.append(str(error))
+        return said
+
+
+@pytest.mark.slow
+def test_a_batch_that_cannot_be_read_fails_the_step_that_needs_it(cards: Pools) -> None:
+    assert cards(1).run(read_ahead) == [["step 3", "step 4"]]
+
+
+def test_a_cpu_reads_nothing_ahead() -> None:
+    ReadAhead(cast(BatchStream, Broken()), torch.device("cpu")).prepare(3)

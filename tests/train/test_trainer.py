@@ -21,6 +21,7 @@ from penstock.config import ConfigError, load
 from penstock.device import Event, using
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
+from penstock.train.batches import Batch
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
@@ -29,7 +30,7 @@ from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from penstock.workloads import read_recording
 from penstock.writing import LineFile
-from tests.support.card import CardDevice, Wait, counted, install
+from tests.support.card import NOTED, CardDevice, Wait, counted, install
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import train_on
@@ -84,14 +85,19 @@ def events(folder: Path) -> list[dict[str, object]]:
 ON_A_GPU = ("parallel.processes=1", "train.steps=6", "plan.source=given", "schedule.name=flowmoe")
 
 
-def waits_of_a_step(rank: int, folder: Path, precision: str) -> tuple[dict[Wait, int], int]:
-    """What the host waits for in the last step of a run on a stand-in for a GPU; its waits for counts."""
+def waits_of_a_step(rank: int, folder: Path, precision: str) -> tuple[dict[Wait, int], int, list[int]]:
+    """What the host waits for in the last but one step of a run on a stand-in for a GPU; its waits for
+    counts; and how often it waits after it has read the batch of the next step."""
     del rank
     config = load(RunConfig, write_config(folder), [*ON_A_GPU, f"train.precision={precision}"])
-    device, waits = install(), list[Counter[Wait]]()
+    device, waits, reads = install(), list[Counter[Wait]](), list[int]()
     with using(CardDevice()):
         training = Trainer(config, ALONE, device, Autopilot, quiet=True)
-        step = training._step
+        step, batch = training._step, training.source.stream.batch
+
+        def reading(number: int) -> Batch:
+            reads.append(sum(NOTED[0].values()))
+            return batch(number)
 
         def counting(number: int) -> StepMetrics:
             with counted() as found:
@@ -100,9 +106,11 @@ def waits_of_a_step(rank: int, folder: Path, precision: str) -> tuple[dict[Wait,
             return metrics
 
         training._step = counting  # type: ignore[assignment,method-assign]  # counts around it
+        training.source.stream.batch = reading  # type: ignore[assignment,method-assign]  # counts before it
         training.run()
     counts = training.config.model.num_layers * training.stack.plan.shape.microbatches
-    return dict(waits[-1]), counts
+    later = [sum(found.values()) - before for found, before in zip(waits, reads[1:], strict=False)]
+    return dict(waits[-2]), counts, later
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -112,8 +120,9 @@ def test_a_step_hardly_makes_the_host_wait(cards: Pools, tmp_path: Path, precisi
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()
-    ((waits, counts),) = cards(1).run(waits_of_a_step, there, precision)
+    ((waits, counts, later),) = cards(1).run(waits_of_a_step, there, precision)
     assert sum(waits.values()) <= counts + 2, waits
+    assert len(later) == 5 and min(later) >= 2, "the next batch is read while the device has a step to do"
     run(here, *ON_A_GPU, "train.precision=float32")
     losses, same = ([each.loss for each in metrics(folder)] for folder in (there, here))
     assert losses == pytest.approx(same, rel=1e-2 if precision == "bfloat16" else 1e-5)

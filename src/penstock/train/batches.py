@@ -17,8 +17,10 @@ Shapes: B samples per rank, L sequence length, G samples over all groups, W wind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -28,6 +30,7 @@ from penstock.config import ConfigError
 from penstock.data.corpus import Corpus
 from penstock.data.mixture import Dealer
 from penstock.data.order import Indices, Shuffled
+from penstock.device import device_of
 from penstock.placement import SamplePlacement
 from penstock.runtime.batch import NO_LABEL
 
@@ -47,8 +50,7 @@ class Batch:
                       samples count up from 0 through the whole run, held-out samples down from -1
     `largest_batch`   samples of the group that has the most of this batch; None if not given
     `documents_BL`    int64, for every token the position in the sample at which its document begins; None if
-    a
-                      sample is taken as one document
+                      a sample is taken as one document
     """
 
     tokens_BL: torch.Tensor
@@ -56,6 +58,49 @@ class Batch:
     sample_ids_B: torch.Tensor
     largest_batch: int | None = None
     documents_BL: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> Batch:
+        """Return the batch on a device. The host does not wait for the copies."""
+        move = partial(device_of(device).from_host, device=device)
+        return replace(
+            self,
+            tokens_BL=move(self.tokens_BL),
+            labels_BL=move(self.labels_BL),
+            sample_ids_B=move(self.sample_ids_B),
+            documents_BL=None if self.documents_BL is None else move(self.documents_BL),
+        )
+
+
+class ReadAhead:
+    """The batches of a run's steps on its device; on a GPU the next is read while the last one is computed.
+
+    That is on the thread that issues operations, when it would wait: another thread would take its turns, and
+    pinned memory belongs to the device that a thread has chosen.
+    """
+
+    def __init__(self, stream: BatchStream, device: torch.device) -> None:
+        self._stream, self._device = stream, device
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def take(self, step: int) -> Batch:
+        """Return the batch of `step`, counted from 0. Raises what reading it has raised."""
+        number, batch = self._next or (None, None)
+        self._next = None
+        return self._read(step) if batch is None or number != step else batch.result()
+
+    def prepare(self, step: int) -> None:
+        """Read the batch of `step` if the device is busy meanwhile; an error is raised when it is taken."""
+        if not device_of(self._device).is_gpu:
+            return
+        batch = Future[Batch]()
+        try:
+            batch.set_result(self._read(step))
+        except Exception as error:
+            batch.set_exception(error)
+        self._next = step, batch
+
+    def _read(self, step: int) -> Batch:
+        return self._stream.batch(step).on(self._device)
 
 
 class BatchStream:

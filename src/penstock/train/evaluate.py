@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from scipy.special import stdtrit
 
 from penstock.config import UNSET, ConfigError
-from penstock.device import device_of
 from penstock.runtime import PipelinedStack
 from penstock.train.batches import Batch
 
@@ -20,15 +18,13 @@ CONFIDENCE = 0.95
 
 
 def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
-    """Run one batch of this rank through the stack and return its loss."""
-    device = stack.machinery.device
-    move = partial(device_of(device).from_host, device=device)
+    """Run one batch of this rank, on its device, through the stack and return its loss."""
     loss: torch.Tensor = stack(
-        move(batch.tokens_BL),
-        move(batch.labels_BL),
-        move(batch.sample_ids_B),
+        batch.tokens_BL,
+        batch.labels_BL,
+        batch.sample_ids_B,
         largest_batch=batch.largest_batch,
-        documents_BL=None if batch.documents_BL is None else move(batch.documents_BL),
+        documents_BL=batch.documents_BL,
     )
     return loss
 
@@ -52,7 +48,7 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
     totals, counts = [], []
     with torch.no_grad():
         for batch in batches:
-            batch_loss(stack, batch)
+            batch_loss(stack, batch.on(stack.machinery.device))
             assert stack.statistics is not None
             statistics, _ = stack.statistics.on_host()
             totals.append(float(statistics.cross_entropy * statistics.valid))

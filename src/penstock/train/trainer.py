@@ -27,6 +27,7 @@ from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
+from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
 from penstock.train.curves import ScalarLog, TensorBoard
@@ -105,6 +106,7 @@ class Trainer:
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
         self.on_step = on_step
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)
+        self.batches = ReadAhead(self.source.stream, device)
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
@@ -193,11 +195,13 @@ class Trainer:
         """Run one optimiser step and return its metrics; `step` counts from 0."""
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
-        batch = self.source.stream.batch(step)
+        batch = self.batches.take(step)
         self.stack.timed = self._is_timed(step)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
         norm = self.update.backward(loss, step + 1)
+        if step + 1 < self.config.train.steps:
+            self.batches.prepare(step + 1)
         assert self.stack.statistics is not None, "half a step has run"
         # On a GPU the host waits here, once, and once more before the clock is read.
         self.stack.statistics, (norm_value, loss_value) = self.stack.statistics.on_host(norm, loss)
