@@ -143,9 +143,13 @@ class Device(ABC):
 
 
 class Gpu(Device):
-    """A kind of device on which work is queued, in streams."""
+    """A kind of device on which work is queued, in streams.
+
+    collectives: the back end of process groups that exchange its tensors and no others.
+    """
 
     is_gpu = True
+    collectives: ClassVar[str]
 
     def check(self, holds: Tensor, message: str) -> None:
         """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
@@ -244,7 +248,7 @@ On other GPUs `grouped_mm` copies the ends to the host, waits, and loops over th
 class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
-    kind, backend = "cuda", "cpu:gloo,cuda:nccl"
+    kind, backend, collectives = "cuda", "cpu:gloo,cuda:nccl", "nccl"
 
     def current_stream(self, device: torch.device) -> Stream:
         return cast(Stream, torch.cuda.current_stream(device))
@@ -377,5 +381,13 @@ def wait_for_gpu() -> None:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the kind of device whose tensors process groups of this backend are for."""
-    return torch.device("cuda" if "nccl" in backend else "cpu")
+    """Return the kind of device whose tensors process groups of this backend are for.
+
+    backend: by kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands there
+    beside GPUs, too, whose tensors it would copy to the host.
+    """
+    known = backend.split(",")
+    for kind, device in _BY_KIND.items():
+        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in known:
+            return torch.device(kind)
+    return torch.device("cpu")

@@ -30,7 +30,7 @@ from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls, reason
-from penstock.topology.control import CommunicationError, Control
+from penstock.topology.control import CommunicationError, Control, host_group
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
 from penstock.topology.rollcall import RollCall, new_token, open_listener
@@ -129,10 +129,15 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
 
 
 def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
-    """Return which process this is; connect it first to others that a launcher started, unless connected."""
+    """Return which process this is; connect it first to others that a launcher started, unless connected.
+
+    Raises CommunicationError, as `join` and `host_group` do.
+    """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        if here["world_size"] > 1:
+            host_group(timeout_s)
         return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
     join(started, timeout_s, device)
     return started

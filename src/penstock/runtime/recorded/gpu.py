@@ -69,7 +69,7 @@ class RecordedEvent:
 class RecordedGpu(Gpu, Cpu):
     """Stands for the CPU, in whose memory everything is, and says that it is a GPU."""
 
-    is_cpu = False
+    is_cpu, collectives = False, "gloo"
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
