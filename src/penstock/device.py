@@ -40,6 +40,10 @@ class Event(Protocol):
         """Make the host wait until it has happened."""
         ...
 
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
     def elapsed_time(self, end_event: Event, /) -> float:
         """Return the milliseconds from this event to another, on the device's clock; both are timed."""
         ...
@@ -189,8 +193,11 @@ class Gpu(Device):
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
     @abstractmethod
-    def abort(self, group: ProcessGroup) -> None:
-        """End exchanges of a process group that have begun; it cannot be used afterwards."""
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        """End exchanges of process groups that have begun; these cannot be used afterwards.
+
+        What waits for the exchanges goes on, with any numbers and without an error.
+        """
 
 
 class Cpu(Device):
@@ -267,8 +274,14 @@ class Cuda(Gpu):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
-    def abort(self, group: ProcessGroup) -> None:
-        group._get_backend(torch.device("cuda")).abort()
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+        backends[0]._group_start()  # one abort must not wait for the kernels of another communicator
+        try:
+            for backend in backends:
+                backend.abort()
+        finally:
+            backends[0]._group_end()
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +14,18 @@ import torch.distributed as dist
 
 import penstock
 from penstock.device import using
+from penstock.models import GPT
+from penstock.runtime.errors import TaskError
 from penstock.topology import CommunicationError, Control
 from penstock.topology.control import host_group
+from penstock.topology.join import joined
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.card import CardDevice, install
 from tests.support.cardccl import as_default
-from tests.support.ranks import Pools
+from tests.support.faulty import before, fail, loop
+from tests.support.layouts import layout_case
+from tests.support.parity import batch_of, stack_of
+from tests.support.ranks import Pools, RankPool
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +90,55 @@ def test_models_and_layers_run_in_a_group_of_gpus_that_others_made(cards: Pools)
     for far, kind, total in cards(2).run(of_others):
         assert far < 1e-5
         assert (kind, total) == ("card", [2, 2, 2])
+
+
+# ---- one rank is lost --------------------------------------------------------------------------------------
+
+TIMEOUT_S = 4.0
+LOST = 1
+
+
+def in_trouble(trouble: str) -> None:
+    number = {"is killed": signal.SIGKILL, "is stopped": signal.SIGSTOP}.get(trouble)
+    if number is not None:
+        os.kill(os.getpid(), number)
+    fail() if trouble == "fails" else loop()
+
+
+def step_of_four(rank: int, trouble: str) -> tuple[str, str]:
+    """In which task a step ends, and the reason. Rank 1 gets into trouble in its forward half."""
+    case = replace(layout_case((4, 1, 4, 1), "flowmoe", "gather"), card=True)
+    device = install()
+    with using(CardDevice()), as_default():
+        joined(TIMEOUT_S, device)
+        stack = stack_of(rank, case)
+        mine, (tokens, labels) = case.mine(rank), batch_of(case)
+        ids = torch.arange(len(tokens))[mine].to(device)
+        if rank == LOST:
+            before(GPT, "head", partial(in_trouble, trouble), calls=1)
+        try:
+            stack(tokens[mine].to(device), labels[mine].to(device), ids).backward()
+        except TaskError as error:
+            return str(error.task), str(error).splitlines()[0]
+        return "", "the step has ended"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"),
+    [
+        ("fails", "rank 1 had failed: task L1.HD.m0.F: ZeroDivisionError"),
+        ("is killed", "rank 1 does not answer: it is stopped, disconnected or dead"),
+        ("is stopped", "rank 1 does not answer: it is stopped, disconnected or dead"),
+        ("does not come", "rank 1 answers, but was in L1.HD.m0.F for "),
+    ],
+)
+def test_ranks_that_wait_on_a_device_learn_who_is_lost(trouble: str, reason: str) -> None:
+    """Nothing but an abort of its own ends an exchange of theirs, and it has no error then."""
+    pool = RankPool(4)
+    try:
+        others = pool.run(step_of_four, trouble, lost=LOST)
+    finally:
+        pool.close()
+    for task, said in others:
+        assert task, "it ends in a task"
+        assert reason in said, said

@@ -39,6 +39,9 @@ class Behind:
         del other
         return 1.0
 
+    def query(self) -> bool:
+        return self.reached.is_set()
+
     def synchronize(self) -> None:
         assert self.reached.wait(PATIENCE_S)
 

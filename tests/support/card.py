@@ -252,6 +252,9 @@ class CardEvent:
     def synchronize(self) -> None:
         note("wait for an event")
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end_event: Event, /) -> float:
         del end_event
         return 0.001
@@ -337,10 +340,11 @@ class CardDevice(Gpu):
         if not isinstance(tensor, Card):
             raise NotImplementedError("Could not run 'aten::record_stream' with the 'CPU' backend")
 
-    def abort(self, group: ProcessGroup) -> None:
-        communicator = cardccl.communicator_of(group)
-        if communicator is not None:
-            communicator.abort()
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        for group in groups:
+            communicator = cardccl.communicator_of(group)
+            if communicator is not None:
+                communicator.abort()
 
 
 class _Backend(_DummyBackendModule):

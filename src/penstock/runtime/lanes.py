@@ -23,6 +23,7 @@ from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import Call, Span
 from penstock.runtime.transport.legs import Later
+from penstock.topology.rollcall import ACTIVITY, PeerLostError, is_transport_error
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
@@ -252,7 +253,8 @@ class StreamLanes:
         hosted: list[Pending[Ran]] = []
         for stream in self._streams.values():
             stream.wait_event(origin)
-        for lane, call in in_issue_order(span):
+        order = in_issue_order(span)
+        for lane, call in order:
             self._wait(hosted[: dict(call.waits).get(Lane.HOST, 0)])
             needed = [ends[other][count - 1] for other, count in call.waits if other is not Lane.HOST]
             if lane is Lane.HOST:
@@ -268,8 +270,13 @@ class StreamLanes:
         for events in ends.values():
             if events:
                 main.wait_event(events[-1])
+        ACTIVITY.issued(self._now(main, timed=False))
         self._wait(hosted)
         found = [future.result() for future in hosted]
+        if ACTIVITY.lost is not None:
+            failure = LaneError(order[-1][1].task, 0.0)
+            _stop_others(self._on_failure, failure)
+            raise failure from PeerLostError(ACTIVITY.lost)
         return lambda: [*self._elapsed(origin, origin_s, span, starts, ends), *found]
 
     def close(self) -> None:
@@ -285,8 +292,8 @@ class StreamLanes:
                 _stop_others(self._on_failure, failure)
                 raise
 
-    def _now(self, stream: Stream) -> Event:
-        return stream.record_event(self._kind.event(timed=True))
+    def _now(self, stream: Stream, *, timed: bool = True) -> Event:
+        return stream.record_event(self._kind.event(timed=timed))
 
     def _stream(self, lane: Lane, origin: Event) -> Stream:
         if lane not in self._streams:
@@ -297,6 +304,7 @@ class StreamLanes:
     def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
+            ACTIVITY.check()
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
                     if tensor.device.type == self._device.type:  # numbers of the host belong to no stream
@@ -304,7 +312,7 @@ class StreamLanes:
         except BaseException as error:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
-            raise failure from error
+            raise failure from _ended_by_others(error)
 
     def _elapsed(
         self,
@@ -348,10 +356,20 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
         for event in needed:
             event.synchronize()
         start_s = time.perf_counter()
+        ACTIVITY.check()
         execute(call)
     except BaseException as error:
-        raise LaneError(call.task, time.perf_counter() - start_s) from error
+        raise LaneError(call.task, time.perf_counter() - start_s) from _ended_by_others(error)
     return Ran(call.task, start_s, time.perf_counter())
+
+
+def _ended_by_others(error: BaseException) -> BaseException:
+    """Return the error, or in its place that another rank no longer takes part: numbers are anything then."""
+    if ACTIVITY.lost is None or not isinstance(error, Exception) or is_transport_error(error):
+        return error
+    found = PeerLostError(ACTIVITY.lost)
+    found.__cause__ = error
+    return found
 
 
 def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
