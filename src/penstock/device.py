@@ -40,6 +40,10 @@ class Event(Protocol):
         """Make the host wait until it has happened."""
         ...
 
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
     def elapsed_time(self, end_event: Event, /) -> float:
         """Return the milliseconds from this event to another, on the device's clock; both are timed."""
         ...
@@ -147,9 +151,13 @@ class Device(ABC):
 
 
 class Gpu(Device):
-    """A kind of device on which work is queued, in streams."""
+    """A kind of device on which work is queued, in streams.
+
+    collectives: the back end of process groups that exchange its tensors and no others.
+    """
 
     is_gpu = True
+    collectives: ClassVar[str]
 
     def check(self, holds: Tensor, message: str) -> None:
         """Stop the device with the message unless a truth on it holds; the host does not wait to learn it.
@@ -189,8 +197,11 @@ class Gpu(Device):
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
     @abstractmethod
-    def abort(self, group: ProcessGroup) -> None:
-        """End exchanges of a process group that have begun; it cannot be used afterwards."""
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        """End exchanges of process groups that have begun; these cannot be used afterwards.
+
+        What waits for the exchanges goes on, with any numbers and without an error.
+        """
 
 
 class Cpu(Device):
@@ -248,7 +259,7 @@ On other GPUs `grouped_mm` copies the ends to the host, waits, and loops over th
 class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
-    kind, backend = "cuda", "cpu:gloo,cuda:nccl"
+    kind, backend, collectives = "cuda", "cpu:gloo,cuda:nccl", "nccl"
 
     def current_stream(self, device: torch.device) -> Stream:
         return cast(Stream, torch.cuda.current_stream(device))
@@ -267,8 +278,14 @@ class Cuda(Gpu):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         tensor.record_stream(cast(torch.cuda.Stream, stream))
 
-    def abort(self, group: ProcessGroup) -> None:
-        group._get_backend(torch.device("cuda")).abort()
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+        backends[0]._group_start()  # one abort must not wait for the kernels of another communicator
+        try:
+            for backend in backends:
+                backend.abort()
+        finally:
+            backends[0]._group_end()
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -382,5 +399,13 @@ def wait_for_gpu() -> None:
 
 
 def device_of_backend(backend: str) -> torch.device:
-    """Return the kind of device whose tensors process groups of this backend are for."""
-    return torch.device("cuda" if "nccl" in backend else "cpu")
+    """Return the kind of device whose tensors process groups of this backend are for.
+
+    backend: by kind of device, as `torch.distributed.get_backend_config` says it. Gloo's name stands there
+    beside GPUs, too, whose tensors it would copy to the host.
+    """
+    known = backend.split(",")
+    for kind, device in _BY_KIND.items():
+        if isinstance(device, Gpu) and f"{kind}:{device.collectives}" in known:
+            return torch.device(kind)
+    return torch.device("cpu")

@@ -22,7 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,9 +35,9 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 import penstock
 from penstock.device import Event, Gpu, Stream
-from tests.support.card_autocast import register
+from tests.support import card_autocast, cardccl
+from tests.support.cardccl import KIND
 
-KIND = "card"
 ROOT = Path(penstock.__file__).parent
 
 Wait = tuple[str, int, str]
@@ -106,6 +106,10 @@ def _issues(path: Path) -> bool:
     return path.is_relative_to(ROOT) and path.name != "device.py"
 
 
+DATA: Any = Tensor.data
+"""The attribute as torch has it."""
+
+
 class Card(Tensor):
     """A tensor on the device; `held` has its numbers."""
 
@@ -124,6 +128,16 @@ class Card(Tensor):
         made.held = held
         MEMORY.add(held.untyped_storage())
         return made
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        DATA.__set__(self, other)
+        self.held = _held(other)
 
     def data_ptr(self) -> int:
         return self.held.data_ptr()
@@ -155,7 +169,8 @@ class Card(Tensor):
         del types
         kwargs = dict(kwargs or {})
         to_host = _moves(func, args, kwargs)
-        out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        run = partial(cardccl.exchange, func) if func.namespace == "c10d" else partial(_run, func)
+        out = run(tree_map(_held, args), tree_map(_held, kwargs))
         written = {
             id(value.held): value
             for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -164,6 +179,10 @@ class Card(Tensor):
         if to_host:
             return out
         return tree_map(lambda each: _on_card(each, written), out)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def _held(value: Any) -> Any:
@@ -263,6 +282,9 @@ class CardEvent:
     def synchronize(self) -> None:
         note("wait for an event")
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end_event: Event, /) -> float:
         assert isinstance(end_event, CardEvent)
         if not (self.timed and end_event.timed):
@@ -273,7 +295,7 @@ class CardEvent:
 class CardDevice(Gpu):
     """The device of `Card` tensors, for `penstock.device`. kernel: whether it has grouped kernels."""
 
-    kind, backend = KIND, "gloo"
+    kind, backend, collectives = KIND, f"cpu:gloo,{KIND}:{cardccl.NAME}", cardccl.NAME
 
     def __init__(self, *, kernel: bool = False) -> None:
         self.kernel = kernel
@@ -349,8 +371,11 @@ class CardDevice(Gpu):
         if not isinstance(tensor, Card):
             raise NotImplementedError("Could not run 'aten::record_stream' with the 'CPU' backend")
 
-    def abort(self, group: ProcessGroup) -> None:
-        del group
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
+        for group in groups:
+            communicator = cardccl.communicator_of(group)
+            if communicator is not None:
+                communicator.abort()
 
 
 class _Backend(_DummyBackendModule):
@@ -368,7 +393,8 @@ def install() -> torch.device:
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
     library.impl("_copy_from", _copy_from)
-    KEPT.extend([library, *register(KIND)])
+    KEPT.extend([library, *card_autocast.register(KIND)])
+    cardccl.register()
     return torch.device(KIND, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from penstock.topology.blame import answer_calls, explain, give_up
 from penstock.topology.rollcall import (
     ACTIVITY,
     Activity,
+    PeerLostError,
     Roll,
     RollCall,
     is_transport_error,
@@ -21,6 +23,7 @@ from penstock.topology.rollcall import (
     new_token,
     open_listener,
 )
+from penstock.topology.watch import Watch
 
 HERE = ("127.0.0.1", 1)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1."
@@ -148,6 +151,35 @@ def test_a_broken_exchange_is_explained_by_who_is_missing(three: Ranks) -> None:
 
 def test_without_a_roll_call_the_transport_has_the_word() -> None:
     assert explain(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:1."
+
+
+@pytest.mark.parametrize("end", ["leaves", "breaks off", "gives up"])
+def test_a_rank_that_watches_ends_its_exchanges_when_another_does_not_go_on(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("penstock.topology.watch.END_EXCHANGES", [ended.set])
+    monkeypatch.setattr(ACTIVITY, "lost", None)
+    first, second, third = (three.start(rank) for rank in range(3))
+    watch = Watch(first, 60.0, lambda error: None)
+    while not second._watchers:
+        time.sleep(0.001)
+    if end == "leaves":
+        second.close()
+        while watch._neighbour is not None:
+            time.sleep(0.001)
+        ACTIVITY.check()
+    elif end == "breaks off":
+        second._watchers.pop().close()
+    else:
+        monkeypatch.setattr(ACTIVITY, "failure", "task L0.X failed")
+        third.give_up()
+    if end != "leaves":
+        assert ended.wait(60.0)
+        with pytest.raises(PeerLostError, match="next rank" if end == "breaks off" else "rank 2 .*L0.X"):
+            ACTIVITY.check()
+    watch.stop()
+    assert ended.is_set() == (end != "leaves")
 
 
 def test_ranks_are_named() -> None:

@@ -23,6 +23,7 @@ from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
+from penstock.topology.rollcall import ACTIVITY, PeerLostError, is_transport_error
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
@@ -274,8 +275,13 @@ class StreamLanes:
                 spans.append((call.task, start, end))
         for wanted in order.last:
             main.wait_event(ends[wanted])
+        ACTIVITY.issued(self._now(main, timed=False))
         self._wait(hosted)
         found = [future.result() for future in hosted]
+        if ACTIVITY.lost is not None:
+            failure = LaneError(order.calls[-1][2].task, 0.0)
+            _stop_others(self._on_failure, failure)
+            raise failure from PeerLostError(ACTIVITY.lost)
         return (lambda: [*self._elapsed(origin, spans), *found]) if timed else list
 
     def close(self) -> None:
@@ -311,6 +317,7 @@ class StreamLanes:
     def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
+            ACTIVITY.check()
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
                     if tensor.device.type == self._device.type:  # numbers of the host belong to no stream
@@ -318,7 +325,7 @@ class StreamLanes:
         except BaseException as error:
             failure = LaneError(call.task, time.perf_counter() - start_s)
             _stop_others(self._on_failure, failure)
-            raise failure from error
+            raise failure from _ended_by_others(error)
 
     def _elapsed(self, origin: Event, spans: Sequence[tuple[Task, Event, Event]]) -> list[Ran]:
         """Return the times of a run. Waits for the device, so it is for traces and metrics only.
@@ -356,10 +363,20 @@ def run_on_host(call: Call, needed: Sequence[Happened], execute: Execute) -> Ran
         for event in needed:
             event.synchronize()
         start_s = time.perf_counter()
+        ACTIVITY.check()
         execute(call)
     except BaseException as error:
-        raise LaneError(call.task, time.perf_counter() - start_s) from error
+        raise LaneError(call.task, time.perf_counter() - start_s) from _ended_by_others(error)
     return Ran(call.task, start_s, time.perf_counter())
+
+
+def _ended_by_others(error: BaseException) -> BaseException:
+    """Return the error, or in its place that another rank no longer takes part: numbers are anything then."""
+    if ACTIVITY.lost is None or not isinstance(error, Exception) or is_transport_error(error):
+        return error
+    found = PeerLostError(ACTIVITY.lost)
+    found.__cause__ = error
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,15 @@ from typing import Final
 from torch._C._distributed_c10d import Store
 
 from penstock.topology.meeting_point import open_store, within
-from penstock.topology.rollcall import ACTIVITY, ANSWER_S, MOST_REASON, RollCall, is_transport_error
+from penstock.topology.rollcall import (
+    ACTIVITY,
+    ANSWER_S,
+    MOST_REASON,
+    PeerLostError,
+    RollCall,
+    is_transport_error,
+)
+from penstock.topology.watch import Watch
 
 CULPRITS_KEY: Final = "penstock/culprits"
 """Key under which ranks started by Penstock's launcher leave the numbers of ranks that do not answer."""
@@ -29,19 +37,37 @@ class _Process:
     """What connects this process with the others; nothing in a program that did not use `join`."""
 
     roll_call: RollCall | None = None
+    watch: Watch | None = None
     store: Store | None = None
     has_given_up = False
 
 
-def answer_calls(roll_call: RollCall | None, store: Store | None = None) -> None:
+def answer_calls(
+    roll_call: RollCall | None, store: Store | None = None, *, watches_s: float | None = None
+) -> None:
     """Set this process's roll call and the store at which it met the others; None ends both.
 
-    Earlier failures are forgotten.
+    Earlier failures are forgotten. watches_s: the timeout of exchanges that only this rank can end, so that
+    it has to watch the others; None = those of others end them.
     """
+    if _Process.watch is not None:
+        _Process.watch.stop()
     if _Process.roll_call is not None:
         _Process.roll_call.close()
     _Process.roll_call, _Process.store, _Process.has_given_up = roll_call, store, False
-    ACTIVITY.failure = None
+    ACTIVITY.failure = ACTIVITY.lost = None
+    _Process.watch = None
+    if roll_call is not None and watches_s is not None:
+        _Process.watch = Watch(roll_call, watches_s, _end_by)
+
+
+def is_watched() -> bool:
+    """Return whether this rank ends its exchanges itself when others fail."""
+    return _Process.watch is not None
+
+
+def _end_by(error: BaseException) -> None:
+    give_up(f"{type(error).__name__}: {reason(error)}")
 
 
 def explain(error: BaseException) -> str:
@@ -54,6 +80,8 @@ def explain(error: BaseException) -> str:
             give_up(ACTIVITY.failure)
         return reason(error)
     verdict = _hear()
+    if isinstance(error, PeerLostError):
+        return verdict or reason(error)
     return f"{verdict} ({reason(error)})" if verdict else reason(error)
 
 

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from itertools import count
+from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.config import ConfigError
-from penstock.topology.blame import explain
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.blame import explain, reason
+from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
+from penstock.topology.meeting_point import SPARE_S, within
+from penstock.topology.rollcall import ACTIVITY, ANSWER_S, named
 
 T = TypeVar("T")
+
+HOST_GROUP_S: Final = 60.0
+"""How long ranks wait for each other to make a group for tensors of the CPU, where nothing else is said."""
+
+_HOST_GROUPS: Final[WeakKeyDictionary[ProcessGroup, ProcessGroup]] = WeakKeyDictionary()
+"""By default group, the one that takes tensors of the CPU in its place."""
+_ATTEMPTS: Final = count()
+"""Counts the host groups that this process has tried to make, alike on all ranks."""
 
 
 class CommunicationError(RuntimeError):
@@ -26,7 +42,12 @@ class Control:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self._group = dist.group.WORLD if world_size > 1 else None
+        self._group = host_group() if world_size > 1 else None
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of all ranks that takes tensors of the CPU; None for one rank."""
+        return self._group
 
     def any(self, flag: bool, purpose: str) -> bool:
         """Return whether the flag of any rank is True."""
@@ -118,3 +139,56 @@ class Control:
                 yield
         except RuntimeError as error:
             raise CommunicationError(f"rank {self.rank}: {purpose} failed: {explain(error)}") from error
+
+
+def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:
+    """Return the group of all ranks that takes tensors of the CPU: the default group if that does.
+
+    A default group that others have made with backend="nccl" alone takes only those of GPUs. Beside it a Gloo
+    group is made, once, by way of the store at which its ranks have met. All ranks call this at the same
+    point. Raises CommunicationError if that does not succeed within the timeout, with the ranks that have not
+    come.
+    """
+    default = dist.group.WORLD
+    assert default is not None, "ranks have joined"
+    if torch.device("cpu") in default._device_types:
+        return default
+    if default not in _HOST_GROUPS:
+        _HOST_GROUPS[default] = _new_host_group(default, timeout_s)
+    return _HOST_GROUPS[default]
+
+
+def _new_host_group(default: ProcessGroup, timeout_s: float) -> ProcessGroup:
+    store, here, ranks = _get_default_store(), f"penstock/host-group-{next(_ATTEMPTS)}", range(default.size())
+
+    def make() -> ProcessGroup:
+        store.set(f"{here}/{default.rank()}", "")
+        # Gloo for all devices: torch looks for a back end of the device that others have bound to the group.
+        made = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(made, ProcessGroup), "it has all ranks"
+        return made
+
+    def absent() -> list[int]:
+        return [rank for rank in ranks if not store.check([f"{here}/{rank}"])]
+
+    check_interface(os.environ)
+    try:
+        return within(timeout_s + SPARE_S, make)
+    except RuntimeError as error:
+        try:
+            missing = within(ANSWER_S, absent)
+        except RuntimeError as silent:
+            found = f"the store of the process group does not answer ({reason(silent)})"
+        else:
+            found = (
+                f"{named(missing)} did not come: every rank must call Penstock at the same point"
+                if missing
+                else f"all ranks came, and Gloo could not connect them ({reason(error)}). It uses "
+                f"{in_use(os.environ)}; there are {listed()}. Name in {VARIABLE} the interface that all "
+                "other ranks reach"
+            )
+        raise CommunicationError(
+            f"rank {default.rank()} of {default.size()}: the default process group takes no tensors of the "
+            f"CPU (backend {dist.get_backend_config()}), and no Gloo group could be made beside it within "
+            f"{timeout_s:g} s: {found}. With init_process_group(backend='cpu:gloo,cuda:nccl') none is needed."
+        ) from error

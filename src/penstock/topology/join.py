@@ -17,26 +17,31 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Final, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 # torch.distributed exports these as well, but hides them from type checkers.
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
-from penstock.topology.blame import answer_calls, reason
-from penstock.topology.control import CommunicationError, Control
+from penstock.topology.blame import answer_calls, is_watched, reason
+from penstock.topology.control import CommunicationError, Control, host_group
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
 from penstock.topology.rollcall import RollCall, new_token, open_listener
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""
+
+_WATCHED: Final[WeakSet[ProcessGroup]] = WeakSet()
+"""Default groups of others whose ranks watch each other."""
 
 _CHANGES: Final = ExitStack()
 """Puts back what `join` has changed in this process besides connecting it."""
@@ -121,7 +126,8 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     store: Store = HashStore() if info == ALONE else _store(info, where, timeout_s)
     _connect(info, store, timeout_s, device)
     if info.world_size > 1:
-        answer_calls(_roll_call(info, where), store)
+        watches_s = timeout_s if device_of(device).is_gpu else None
+        answer_calls(_roll_call(info, where), store, watches_s=watches_s)
     if device_of(device).is_cpu and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
@@ -129,11 +135,19 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
 
 
 def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
-    """Return which process this is; connect it first to others that a launcher started, unless connected."""
+    """Return which process this is; connect it first to others that a launcher started, unless connected.
+
+    Raises CommunicationError, as `join` and `host_group` do.
+    """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        return ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
+        info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
+        if info.world_size > 1:
+            host_group(timeout_s)
+            if device_of(device).is_gpu:
+                _watch_in_group_of_others(info, timeout_s)
+        return info
     join(started, timeout_s, device)
     return started
 
@@ -268,6 +282,20 @@ def _connect(info: ProcessInfo, store: Store, timeout_s: float, device: torch.de
             f"Name in {VARIABLE} the interface that all other ranks reach, and check that no firewall closes "
             "ports between them."
         ) from error
+
+
+def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
+    """Let the ranks of a default group that others have made watch each other, once for every such group."""
+    default, store = dist.group.WORLD, _get_default_store()
+    assert default is not None, "ranks have joined"
+    if default in _WATCHED or is_watched():
+        return
+    _WATCHED.add(default)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    # Any other store is one of files or of one process: its ranks are on one machine.
+    where = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else "127.0.0.1:1"
+    answer_calls(_roll_call(info, where), store, watches_s=timeout_s)
 
 
 def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 
@@ -28,19 +28,45 @@ ANSWER_S: Final = 2.0
 BUSY_S: Final = 1.0
 """A rank that has been in no exchange for longer than this kept the others waiting."""
 TOKEN_BYTES: Final = 32
+BYE: Final = b"bye"
+"""What a rank that leaves in order says to the rank that watches it."""
+EXCHANGES: Final = frozenset({"inter", "intra", "device"})
+"""What may wait for other ranks in a step: lanes, and the host for the device."""
 MOST_BYTES: Final = 4096
 MOST_REASON: Final = 500
+WATCHES: Final = "watches"
+"""What a rank says that keeps its connection, in place of a note."""
+KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""After how many seconds without a sign of the other machine to ask for one, how often, how many times."""
 
 Address = tuple[str, int]
 
 
+class PeerLostError(dist.DistError):
+    """Exchanges of this rank were ended, as another rank no longer takes part in them."""
+
+
+class Happening(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+
 class Activity:
-    """What this rank is doing, for its answer. Every lane writes it, so writing must cost next to nothing."""
+    """What this rank is doing, for its answer. Every lane writes it, so writing must cost next to nothing.
+
+    lost: why exchanges of this rank were ended from outside, since another rank no longer takes part; what
+    they were to bring is then anything.
+    """
 
     def __init__(self) -> None:
         self._now: dict[str, tuple[object, float]] = {}
         self._left_s = time.monotonic()
+        self._issued: tuple[Happening, float] | None = None
         self.failure: str | None = None
+        self.lost: str | None = None
 
     def begin(self, lane: str, what: object) -> None:
         """Note that `lane` has begun with `what`, whose `str` is only made for an answer."""
@@ -52,8 +78,26 @@ class Activity:
 
     def fail(self, what: str, error: BaseException) -> None:
         """Remember why this rank stops, unless the error is only the effect of another rank's end."""
-        if not is_transport_error(error):
+        if self.lost is None and not is_transport_error(error):
             self.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0][:MOST_REASON]
+
+    def issued(self, end: Happening) -> None:
+        """Note that a half step has been given to the device, which has done it when `end` happens."""
+        self._issued = end, time.monotonic()
+
+    def check(self) -> None:
+        """Raise PeerLostError if exchanges of this rank were ended from outside."""
+        if self.lost is not None:
+            raise PeerLostError(self.lost)
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has been in an exchange of a step, or the device has not ended its half step."""
+        now_s = time.monotonic()
+        begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
+        if self._issued is not None and not self._issued[0].query():
+            begun.append(self._issued[1])
+        return now_s - min(begun, default=now_s)
 
     def begin_step(self) -> None:
         """Forget earlier failures when a step begins: they were caught, and do not explain a later end."""
@@ -71,11 +115,11 @@ class Activity:
     def answer(self) -> dict[str, Any]:
         """Return what other ranks are told."""
         now, now_s = dict(self._now), time.monotonic()
-        computing = now.pop("compute", None)
+        computing = None if "device" in now else now.pop("compute", None)
         what, since_s = computing or (None, self._left_s)
         doing = f"in {what}" if computing else "outside every exchange and task"
         return {
-            "exchanging": bool(now),
+            "exchanging": bool(now) or self.waited_s > 0,
             "doing": doing,
             "busy_s": now_s - since_s,
             "failure": self.failure,
@@ -130,19 +174,26 @@ class Roll:
 class RollCall:
     """This rank's part in roll calls: answers when it is called, and calls the others.
 
-    listener: bound and listening. addresses: of all ranks. token: what a caller must know.
+    listener: bound and listening. addresses: of all ranks. token: what a caller must know. told: what a rank
+    that has given up said last, for whoever watches.
     """
+
+    told: str | None = None
 
     def __init__(
         self, rank: int, listener: socket.socket, addresses: Sequence[Address], token: bytes
     ) -> None:
         self._rank, self._listener, self._addresses, self._token = rank, listener, addresses, token
         self._gone: dict[int, str | None] = {}
+        self._watchers: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, name="penstock-roll-call", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering, and take leave of the rank that watches this one."""
+        for watcher in self._watchers:
+            with watcher, suppress(OSError):  # it has ended before
+                watcher.sendall(BYE)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -155,6 +206,20 @@ class RollCall:
         answers = self._ask(others, note)
         gone = dict(self._gone)
         return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone)
+
+    def connect_to_neighbour(self) -> socket.socket:
+        """Return a connection to the next rank that lasts as long as that rank runs. Raises OSError.
+
+        Before a rank closes it in order, it sends `BYE`. A machine that is gone is noticed in seconds.
+        """
+        address = self._addresses[(self._rank + 1) % len(self._addresses)]
+        connection = socket.create_connection(address, timeout=ANSWER_S)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            if hasattr(socket, option):  # Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        connection.sendall(self._token + json.dumps(WATCHES).encode() + b"\n")
+        return connection
 
     def reaches(self, rank: int) -> bool:
         """Tell whether one other rank answers."""
@@ -175,8 +240,13 @@ class RollCall:
                 line = _read_line(connection)
                 if secrets.compare_digest(line[:TOKEN_BYTES], self._token):
                     note = json.loads(line[TOKEN_BYTES:])
+                    if note == WATCHES:
+                        self._watchers.append(socket.socket(fileno=connection.detach()))
+                        continue
                     if note is not None:
                         self._gone[note["rank"]] = note["failure"]
+                        why = f": {note['failure']}" if note["failure"] else ""
+                        self.told = f"rank {note['rank']} has ended{why}"
                     connection.sendall(json.dumps(ACTIVITY.answer()).encode())
 
 

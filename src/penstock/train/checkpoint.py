@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,8 @@ class Checkpoints:
         """Write all shards, on all ranks; return the digest of each file."""
         joining = Joining(state, self.stack.machinery.layout.mesh, self._control)
         writer, tensors = ShardWriter(work, joining), _stand_ins(state)
-        self._torch(purpose, lambda: save(tensors, storage_writer=writer, no_dist=not dist.is_initialized()))
+        everyone = self._everyone()
+        self._torch(purpose, lambda: save(tensors, storage_writer=writer, **everyone))
         digests: dict[str, str] = {}
         for each in self._control.gather(writer.digests, purpose):
             digests |= each
@@ -215,7 +216,8 @@ class Checkpoints:
         state = {name: held for name, held in state.items() if not dispensable(name, stored.entries)}
         self._check_fits(path, state, stored.entries)
         reader, tensors = StoredReader(stored, state), _stand_ins(state)
-        self._torch(purpose, lambda: load(tensors, storage_reader=reader, no_dist=not dist.is_initialized()))
+        everyone = self._everyone()
+        self._torch(purpose, lambda: load(tensors, storage_reader=reader, **everyone))
         self._together(purpose, lambda: self._accept(path, state))
         host_again(self.stack, self._together(purpose, lambda: read_hosted(path, self.stack)))
         return step_of(path)
@@ -297,6 +299,10 @@ class Checkpoints:
 
     def _together(self, purpose: str, work: Callable[[], T], rank: int | None = None) -> T:
         return together(self._control, purpose, work, rank)
+
+    def _everyone(self) -> dict[str, Any]:
+        """Return torch's words for the ranks of the run: its checkpoints exchange objects of hosts."""
+        return {"process_group": self._control.group, "no_dist": not dist.is_initialized()}
 
     def _torch(self, purpose: str, work: Callable[[], None]) -> None:
         """Call into torch's checkpoints, which raise the same error on all ranks.

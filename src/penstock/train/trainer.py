@@ -23,6 +23,7 @@ from penstock.report.summary import SUMMARY_FILE
 from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
+from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
@@ -191,6 +192,11 @@ class Trainer:
                 summary.save(self.config.output.dir)
         return summary
 
+    def _check_peers(self) -> None:
+        """Raise CommunicationError if what the device has done is anything, as another rank is gone."""
+        with self.control.naming("waiting for the device"):
+            ACTIVITY.check()
+
     def _step(self, step: int) -> StepMetrics:
         """Run one optimiser step and return its metrics; `step` counts from 0."""
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
@@ -205,6 +211,7 @@ class Trainer:
         assert self.stack.statistics is not None, "half a step has run"
         # On a GPU the host waits here, once, and once more before the clock is read.
         self.stack.statistics, (norm_value, loss_value) = self.stack.statistics.on_host(norm, loss)
+        self._check_peers()
         accepted = self.guard.accepts(step + 1, loss_value, norm_value)
         self.update.apply(accepted=accepted)
         if accepted:
@@ -212,6 +219,7 @@ class Trainer:
         else:
             self._skip(step + 1, loss_value, norm_value)
         device_of(self.stack.machinery.device).synchronize(self.stack.machinery.device)
+        self._check_peers()
         iteration_s = time.perf_counter() - start_s
         self.records = self.stack.records(step + 1)
         if self.records:

@@ -27,6 +27,7 @@ from penstock.runtime.gradients.clip import mark_all
 from penstock.runtime.transport import Transport, build_transport
 from penstock.runtime.transport.legs import HostCounts, Later, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig
+from penstock.topology.control import host_group
 
 
 class ExpertParallel:
@@ -71,6 +72,8 @@ class ExpertParallel:
         )
         self._ranks = ExpertRanks(self.layout, self._transport, self._device)
         watch_optimizers()
+        if self.layout.world_size > 1:
+            host_group(timeout_s)
         self._control = Control(self.layout.rank, self.layout.world_size)
         self._guards: weakref.WeakKeyDictionary[nn.Module, ExpertGuard] = weakref.WeakKeyDictionary()
 

@@ -62,6 +62,9 @@ class RecordedEvent:
     def synchronize(self) -> None:
         self._recorder.wait(self._recorder.thread, self.number)
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end_event: Event, /) -> float:
         return 1e3 * (cast(RecordedEvent, end_event).at_s - self.at_s)
 
@@ -69,7 +72,7 @@ class RecordedEvent:
 class RecordedGpu(Gpu, Cpu):
     """Stands for the CPU, in whose memory everything is, and says that it is a GPU."""
 
-    is_cpu = False
+    is_cpu, collectives = False, "gloo"
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -110,9 +113,9 @@ class RecordedGpu(Gpu, Cpu):
 
         return _Handover(recorder, threads.submit(run), ended)
 
-    def abort(self, group: ProcessGroup) -> None:
+    def abort(self, groups: Sequence[ProcessGroup]) -> None:
         """Cut all connections that were made while this device stood for the CPU: Gloo has no other way."""
-        del group
+        del groups
         Sockets.now().since(self._sockets).cut()
 
     def synchronize(self, device: torch.device) -> None:

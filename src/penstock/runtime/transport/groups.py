@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from penstock.runtime.transport.interface import LocalTransport, Transport, Tran
 from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
+from penstock.topology.watch import END_EXCHANGES
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The collective that PyTorch calls by another name from 2.13 on."""
@@ -181,13 +184,34 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
+    _live: ClassVar[WeakSet[NcclTransport]] = WeakSet()
+    """All of this process."""
+
     def __init__(self, groups: dict[Axes, dist.ProcessGroup], device: torch.device) -> None:
         super().__init__(groups)
-        self._device = gpu_of(device)
+        self._device, self._aborted = gpu_of(device), False
+        self._live.add(self)
 
     def abort(self) -> None:
-        for group in self._groups.values():
-            self._device.abort(group)
+        """End the exchanges of this transport and of all others of the process, whose kernels may be waiting.
+
+        Together, as NCCL would wait in one abort for a kernel that only another abort ends. On peers nothing
+        ends: they watch, see `penstock.topology.watch`.
+        """
+        self.abort_all()
+
+    @classmethod
+    def abort_all(cls) -> None:
+        """End all exchanges that have begun on GPUs."""
+        ending = [each for each in cls._live if not each._aborted]
+        groups = [group for each in ending for group in each._groups.values()]
+        for each in ending:
+            each._aborted = True
+        if groups:
+            ending[0]._device.abort(groups)
+
+
+END_EXCHANGES.append(NcclTransport.abort_all)
 
 
 def build_transports(layout: Layout, device: torch.device, parallel: ParallelConfig) -> Transports:

@@ -16,6 +16,7 @@ from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.transport import Transport
+from penstock.topology.rollcall import ACTIVITY
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -64,7 +65,9 @@ class HostCounts:
     @property
     def numbers(self) -> Counts:
         if self._there is not None:
-            self._there.synchronize()
+            with ACTIVITY.exchanging("device"):
+                self._there.synchronize()
+            ACTIVITY.check()
             self._there = None
         numbers: Counts = self._counts.numpy()
         return numbers
