@@ -14,7 +14,7 @@ from penstock.device import device_of
 from penstock.models import ModelConfig
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
-from penstock.topology import Layout
+from penstock.topology import Control, Layout
 from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import model_of
 from penstock.train.config import RunConfig
@@ -205,10 +205,18 @@ def host_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
-def device_bytes(device: torch.device) -> int:
-    """Return the memory of the device on which a rank computes, in bytes."""
-    own_bytes = device_of(device).memory_bytes(device)
-    return host_bytes() if own_bytes is None else own_bytes
+def device_bytes(device: torch.device, control: Control) -> int:
+    """Return the memory of the device on which this rank computes, in bytes. All ranks call it together.
+
+    Of a GPU that ranks share it is this rank's part.
+    """
+    kind = device_of(device)
+    everyone = control.gather(kind.identity(device), "counting ranks on every GPU")
+    own_bytes = kind.memory_bytes(device)
+    if own_bytes is None:
+        return host_bytes()
+    mine = everyone[control.rank]
+    return own_bytes // (everyone.count(mine) if mine else 1)
 
 
 def _gib(size_bytes: int) -> str:

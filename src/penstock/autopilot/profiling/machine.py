@@ -33,11 +33,11 @@ def here(device: torch.device) -> Machine:
 def memory_bytes(control: Control, device: torch.device) -> int:
     """Return the memory in bytes of the rank that has least, on all ranks; all call it together.
 
-    A rank has the memory of its GPU, or its part of what its machine, container or job may use.
+    A rank has the memory of its GPU, or its part of it, or of what its machine, container or job may use.
     """
     hosts = control.gather(platform.node(), "counting ranks per host")
     sharing = 1 if device_of(device).is_gpu else hosts.count(platform.node())
-    return min(control.gather(device_bytes(device) // sharing, "comparing memory of ranks"))
+    return min(control.gather(device_bytes(device, control) // sharing, "comparing memory of ranks"))
 
 
 def _field(path: Path, name: str) -> str | None:
