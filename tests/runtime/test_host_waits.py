@@ -155,8 +155,9 @@ def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
     case = case_of(**values)
     hosts = replace(hosts_of(case, values["moves"]), steps=3)
     pool = cards(case.world_size)
+    found = pool.run(carded_steps, case, hosts)
     plain = pool.run(plain_steps, replace(case, transport="direct"), hosts)
-    for ours, theirs in zip(pool.run(carded_steps, case, hosts), plain, strict=True):
+    for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
         for waits in ours.waits[1:]:  # the first step makes what lasts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch.distributed as dist
 
@@ -66,6 +66,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.transport not in (
+            known := get_args(TransportName)
+        ):  # parallelize and others are called with it
+            why = f"must be one of {', '.join(known)}"
+            raise ConfigError("parallel.transport", self.transport, why, "Leave it out, or use one of these.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import find_hazards
 from penstock.runtime.transport import GlooTransport, StagedTransport, Transport
 from penstock.topology import Layout, lane_groups
+from penstock.topology.groups import TransportName
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.exchange import EXPERTS, Case, model_of, rank_loss
 from tests.support.exchange import batch as batch_of
@@ -142,14 +143,15 @@ def test_a_lost_wait_and_a_buffer_used_again_are_reported(
 def through_a_layer(rank: int) -> None:
     """A layer in a loop of one's own; its gradients are those of the other transport."""
     case, found = Case(world=2), list[Tensor]()
-    for transport in ("staged", "direct"):
+    transports: tuple[TransportName, ...] = ("staged", "direct")
+    for transport in transports:
         exchange = penstock.ExpertParallel(num_experts=EXPERTS, transport=transport)
         model = model_of(case, exchange)
         rank_loss(model, batch_of(case, 0, rank)).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
         dist.barrier()
         exchange.close()
-    assert torch.allclose(*found, rtol=1e-10)
+    assert torch.allclose(found[0], found[1], rtol=1e-10)
 
 
 def through_parallelize(rank: int) -> None:
@@ -211,8 +213,9 @@ def fails_on_the_last(rank: int) -> str:
     tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
     with recorded(), pytest.raises(TaskError) as caught, penstock.session(None, *settings) as run:
         if rank:
-            run.model.model.register_full_backward_pre_hook(fail)
-            run.model.parts.parts[0].moe.experts.register_forward_pre_hook(fail)
+            moe = run.model.parts.parts[0].moe
+            assert moe is not None
+            moe.experts.register_forward_pre_hook(fail)
         run.model(tokens[:, :-1], tokens[:, 1:]).backward()
     return type(caught.value.__cause__).__name__
 
