@@ -130,8 +130,7 @@ class Device(ABC):
         """Make it the device that this process uses where none is named."""
 
     def identity(self, device: torch.device) -> str:
-        """Return what tells this device from all others in the world, where two processes must not share
-        one."""
+        """Return what tells this device from all others in the world; "" where processes need not know."""
         del device
         return ""
 
@@ -379,6 +378,11 @@ def using(device: Device) -> Iterator[None]:
 def count_gpus() -> int:
     """Return the number of GPUs that this process may use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def best_kind() -> torch.device:
+    """Return the kind of device on which this process can compute fastest: its GPUs, else the CPU."""
+    return torch.device("cuda" if count_gpus() else "cpu")
 
 
 def pick_device(local_rank: int) -> torch.device:

@@ -90,7 +90,7 @@ def session(
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
-    info = joined(read.parallel.timeout_s, device)
+    info = joined(read.parallel.timeout_s, device, read.parallel.transport)
     machinery = None
     try:
         with _counted() as outer:

@@ -12,17 +12,21 @@ import torch
 
 from penstock.device import using
 from penstock.schedule import SCHEDULES
+from penstock.topology.groups import TransportName
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
+from tests.runtime.recorded.test_steps import AXES, case_of, fits, hosts_of, named
 from tests.steps import PLAIN
 from tests.support.card import Card, CardDevice, Wait, counted, install
 from tests.support.layouts import Layout, engines, layout_case
-from tests.support.pairwise import pairwise
+from tests.support.pairwise import covering, pairwise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
+from tests.support.recorded import carded_steps, plain_steps
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))
+TRANSPORTS: tuple[TransportName, ...] = ("direct", "staged")
 NODES = {"node_size": 2}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,6 +45,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 ENGINES = [pair for pair in engines() if pair[1] == "gather" or pair[0] not in PLAIN or pair[0] == "penstock"]
 """Every schedule, and one of them with every form."""
+STAGING = "runtime/transport/groups.py"
 MORE = 2
 """Waits of a step beside those for the counts of dropless routing."""
 
@@ -56,7 +61,7 @@ class Carded:
 def step_on_card(rank: int, case: Case, kernel: bool, fault: str = "") -> Carded:
     """Run steps on this rank's stand-in for a GPU. kernel: whether it has grouped kernels."""
     device = install()
-    with using(CardDevice(kernel=kernel)):
+    with using(CardDevice(kernel=kernel, shared=case.transport == "staged")):
         stack = stack_of(rank, replace(case, card=True))
         result = result_of(stack, rank, case)
         optimizer = build_adamw(stack.model.named_parameters(), case.config.optimizer)
@@ -106,19 +111,32 @@ def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
     done = pools(case.world_size).run(step_on_card, case, kernel)
     check_result(merge([each.result for each in done]), case)
     for each in done:
-        assert sum(each.waits.values()) <= allowed(case), each.waits
+        check_waits(each.waits, case)
+
+
+def check_waits(waits: Mapping[Wait, int], case: Case) -> None:
+    staged = sum(count for (file, *_), count in waits.items() if file == STAGING)
+    assert sum(waits.values()) - staged <= allowed(case), waits
+    assert bool(staged) == (case.transport == "staged"), "then every transfer waits for its copy"
 
 
 @pytest.mark.slow
-@pairwise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True])
-def test_every_schedule(cards: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool) -> None:
-    check_on_card(cards, layout_case(layout, *engine), kernel)
+@pairwise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True], transport=TRANSPORTS)
+def test_every_schedule(
+    cards: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool, transport: TransportName
+) -> None:
+    check_on_card(cards, layout_case(layout, *engine, transport=transport), kernel)
 
 
 @pytest.mark.slow
-@pairwise(_fits, feature=FEATURES, layout=LAYOUTS, schedule=["flowmoe", "fsmoe", "penstock"])
-def test_every_feature(cards: Pools, feature: str, layout: Layout, schedule: str) -> None:
-    check_on_card(cards, layout_case(layout, schedule, "gather", **FEATURES[feature]), kernel=False)
+@pairwise(
+    _fits, feature=FEATURES, layout=LAYOUTS, schedule=["flowmoe", "fsmoe", "penstock"], transport=TRANSPORTS
+)
+def test_every_feature(
+    cards: Pools, feature: str, layout: Layout, schedule: str, transport: TransportName
+) -> None:
+    case = layout_case(layout, schedule, "gather", transport=transport, **FEATURES[feature])
+    check_on_card(cards, case, kernel=False)
 
 
 @pytest.mark.soak
@@ -129,6 +147,21 @@ def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any]
     if not _fits({"layout": layout, "engine": engine, "feature": feature}):
         pytest.skip("there is no such layout")
     check_on_card(cards, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
+
+
+@pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
+def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
+    """Whole steps of a training loop, in which parameters may be updated and experts may move."""
+    case = case_of(**values)
+    hosts = replace(hosts_of(case, values["moves"]), steps=3)
+    pool = cards(case.world_size)
+    found = pool.run(carded_steps, case, hosts)
+    plain = pool.run(plain_steps, replace(case, transport="direct"), hosts)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+        assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+        for waits in ours.waits[1:]:  # the first step makes what lasts
+            check_waits(waits, case)
 
 
 @pytest.mark.slow

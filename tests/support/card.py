@@ -293,12 +293,15 @@ class CardEvent:
 
 
 class CardDevice(Gpu):
-    """The device of `Card` tensors, for `penstock.device`. kernel: whether it has grouped kernels."""
+    """The device of `Card` tensors, for `penstock.device`. kernel: whether it has grouped kernels.
+
+    shared: whether all ranks have the same one.
+    """
 
     kind, backend, collectives = KIND, f"cpu:gloo,{KIND}:{cardccl.NAME}", cardccl.NAME
 
-    def __init__(self, *, kernel: bool = False) -> None:
-        self.kernel = kernel
+    def __init__(self, *, kernel: bool = False, shared: bool = False) -> None:
+        self.kernel, self.shared = kernel, shared
         self._stream = CardStream()
 
     def synchronize(self, device: torch.device) -> None:
@@ -340,6 +343,9 @@ class CardDevice(Gpu):
 
     def make_current(self, device: torch.device) -> None:
         pass
+
+    def identity(self, device: torch.device) -> str:
+        return str(device) if self.shared else ""
 
     def name(self, device: torch.device) -> str:
         return str(device)

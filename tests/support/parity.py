@@ -25,6 +25,7 @@ from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, Recompute, TokenLayout
 from penstock.topology import Layout, ParallelConfig
+from penstock.topology.groups import TransportName
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
@@ -58,7 +59,7 @@ class Case:
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
     several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
-    for one, see `tests.support.card`.
+    for one, see `tests.support.card`. transport: how tensors of GPUs travel.
     """
 
     world_size: int
@@ -87,6 +88,7 @@ class Case:
     recompute: Recompute = "none"
     packed: bool = False
     card: bool = False
+    transport: TransportName = "direct"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,11 +225,12 @@ def machinery(
     mp_size: int = 1,
     esp_size: int = 1,
     card: bool = False,
+    transport: TransportName = "direct",
 ) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
     one recording, so its lanes are made for each."""
     recorded = device_of(CPU).is_gpu
-    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card, recorded)
+    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card, transport, recorded)
     return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
 
@@ -240,6 +243,7 @@ def _machinery(
     mp_size: int,
     esp_size: int,
     card: bool,
+    transport: TransportName,
     recorded: bool,
 ) -> Machinery:
     del recorded  # such a device has other transports than a CPU
@@ -252,7 +256,7 @@ def _machinery(
         esp_size=esp_size,
     )
     device = install() if card else CPU
-    return build_machinery(layout, device, ParallelConfig(), "float32")
+    return build_machinery(layout, device, ParallelConfig(transport=transport), "float32")
 
 
 def machinery_of(rank: int, case: Case) -> Machinery:
@@ -265,6 +269,7 @@ def machinery_of(rank: int, case: Case) -> Machinery:
         mp_size=case.mp_size,
         esp_size=case.esp_size,
         card=case.card,
+        transport=case.transport,
     )
     return replace(found, layout=replace(found.layout, tokens=case.tokens))
 
@@ -369,7 +374,15 @@ def reference_case(case: Case) -> Case:
     """What the reference computes. Of a layout it has only the shares of the gate."""
     flat = replace(case.moe, dispatch="flat")
     alone = replace(
-        case, ep_size=None, node_size=None, moe=flat, scattered=False, esp_size=1, tokens="split", placer=None
+        case,
+        transport="direct",
+        ep_size=None,
+        node_size=None,
+        moe=flat,
+        scattered=False,
+        esp_size=1,
+        tokens="split",
+        placer=None,
     )
     if case.gate_shares == 1:
         groups = case.mesh.size(Group.DATA)

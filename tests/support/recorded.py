@@ -1,12 +1,13 @@
-"""Steps on a recorded device: what they compute, and what is found in their logs."""
+"""Steps on a recorded device, or on a card: what they compute and record, and what hosts wait for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from penstock.device import using
 from penstock.runtime import PipelinedStack
 from penstock.runtime.recorded.gpu import recorded
 from penstock.runtime.recorded.hazards import Hazard, find_hazards
@@ -14,30 +15,44 @@ from penstock.runtime.recorded.log import Entry, Launch
 from penstock.runtime.recorded.order import Issued, calls_of
 from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
+from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.hosted import Hosts, hosted_stack, turn_gates
 from tests.support.parity import Case, batch_of, stack_of
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank has computed, and what it has asked of its device. streams: that were given tasks."""
+    """What a rank has computed, and what it has asked of its device.
+
+    streams: that were given tasks. waits: of the host, in every step.
+    """
 
     losses: list[float]
     norms: list[float]
     hazards: list[Hazard] = field(default_factory=list)
     calls: list[Issued] = field(default_factory=list)
     streams: frozenset[str] = frozenset()
+    waits: list[dict[Wait, int]] = field(default_factory=list)
 
 
 def plain_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     """Steps as a training loop runs them, on the CPU as it is."""
-    return Ran(*_train(rank, case, hosts))
+    losses, norms, _ = _train(rank, case, hosts)
+    return Ran(losses, norms)
+
+
+def carded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
+    """The same steps on this rank's stand-in for a GPU."""
+    install()
+    with using(CardDevice(shared=case.transport == "staged")):
+        losses, norms, waits = _train(rank, replace(case, card=True), hosts)
+    return Ran(losses, norms, waits=waits)
 
 
 def recorded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     """The same steps on a recorded device."""
     with recorded() as recorder:
-        losses, norms = _train(rank, case, hosts)
+        losses, norms, _ = _train(rank, case, hosts)
     launches = (entry for entry in recorder.log if isinstance(entry, Launch))
     streams = {entry.actor.name for entry in launches if entry.actor.on_device}
     return Ran(losses, norms, find_hazards(recorder.log), calls_of(recorder.log), frozenset(streams))
@@ -50,27 +65,32 @@ def log_of_steps(rank: int, case: Case, hosts: Hosts) -> list[Entry]:
     return recorder.log
 
 
-def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float]]:
+def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float], list[dict[Wait, int]]]:
     stack = hosted_stack(rank, case, hosts) if hosts.slots else stack_of(rank, case)
     config = case.config.optimizer
     update = build_update(stack, build_optimizer(stack, config), config)
-    losses, norms = [], []
+    losses, norms, waits = [], [], []
     for step in range(hosts.steps):
-        loss = _loss_of(stack, rank, case)
-        norms.append(float(update.backward(loss, step + 1)))
+        with counted() as waited:
+            loss = _loss_of(stack, rank, case)
+            norm = update.backward(loss, step + 1)
+            update.apply(accepted=True)
+        waits.append(dict(waited))
+        norms.append(float(norm))
         losses.append(float(loss.detach()))
-        update.apply(accepted=True)
         if hosts.fresh:
             turn_gates(dict(stack.model.named_parameters()))
     update.flush()
     stack.eval()
     with torch.no_grad():
         losses.append(float(_loss_of(stack, rank, case)))
-    return losses, norms
+    return losses, norms, waits
 
 
 def _loss_of(stack: PipelinedStack, rank: int, case: Case) -> Tensor:
-    (tokens, labels), mine, valid = batch_of(case), case.mine(rank), case.valid
-    ids = torch.arange(len(tokens))
+    device, mine = stack.machinery.device, case.mine(rank)
+    tokens, labels = (each.to(device) for each in batch_of(case))
+    valid = None if case.valid is None else case.valid.to(device)
+    ids = torch.arange(len(tokens)).to(device)
     loss: Tensor = stack(tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine])
     return loss

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.config import ConfigError
+from penstock.device import Cpu, using
 from penstock.topology.control import CommunicationError
 from penstock.topology.interfaces import interface_names
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
@@ -212,6 +213,21 @@ def test_alone_needs_no_address_and_all_reduces_with_itself(clean: pytest.Monkey
         assert (total.item(), dist.get_world_size(), torch.get_num_threads()) == (1.0, 1, threads)
     finally:
         leave()
+    assert not dist.is_initialized()
+
+
+class WithNccl(Cpu):
+    """A device whose groups would need NCCL, which this machine lacks."""
+
+    backend = "cpu:gloo,cuda:nccl"
+
+
+def test_where_tensors_are_staged_nccl_is_left_out(clean: pytest.MonkeyPatch) -> None:
+    del clean
+    with using(WithNccl()):
+        join(ALONE, 10.0, CPU, "staged")
+    assert "nccl" not in str(dist.get_backend_config())
+    leave(aborts=True)
     assert not dist.is_initialized()
 
 

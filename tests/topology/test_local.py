@@ -55,6 +55,28 @@ def test_more_processes_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         local_processes(ParallelConfig(processes=2), Places(number=1, gpus=True), lambda _: None)
     assert caught.value.key == "parallel.processes"
+    assert "parallel.transport=staged" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("settings", "places", "processes"),
+    [({}, 1, 2), ({"processes": 4}, 1, 4), ({}, 4, 4), ({"mp_size": 4, "esp_size": 4}, 2, 4)],
+)
+def test_processes_share_gpus_where_tensors_are_staged(
+    settings: dict[str, int], places: int, processes: int
+) -> None:
+    parallel = ParallelConfig(transport="staged", **settings)  # type: ignore[arg-type]  # a table of settings
+
+    def check(ranks: int) -> object:
+        return Layout.build(parallel, ranks, 0, 8)
+
+    assert local_processes(parallel, Places(number=places, gpus=True), check) == processes
+
+
+def test_nothing_is_staged_where_there_is_no_gpu() -> None:
+    with pytest.raises(ConfigError) as caught:
+        local_processes(ParallelConfig(transport="staged"), cores(2), lambda _: None)
+    assert caught.value.key == "parallel.transport"
 
 
 def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
@@ -66,5 +88,6 @@ def test_where_none_is_possible_whoever_builds_the_run_says_why() -> None:
 
 def test_places_are_described() -> None:
     assert cores(2).describe(2) == "2 processes on 2 processor cores, one thread each"
+    assert "which they share" in Places(number=1, gpus=True).describe(2)
     assert "nothing is sent" in Places(number=1, gpus=True).describe(1)
     assert Places.here().number >= 1

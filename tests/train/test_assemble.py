@@ -12,7 +12,8 @@ from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.device import Cpu, using
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.topology import Control, Layout
+from penstock.runtime.recorded.gpu import recorded
+from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.assemble import (
     base_shape,
     build_machinery,
@@ -24,6 +25,7 @@ from penstock.train.assemble import (
     workload,
 )
 from penstock.train.config import Precision, RunConfig, TrainConfig
+from penstock.train.fits import device_bytes
 from tests.support.ranks import Pools
 
 CONFIG = RunConfig(
@@ -73,12 +75,50 @@ class OneForAll(Cpu):
         return f"GPU of {device}"
 
 
-def shared_by(rank: int) -> str:
+def shared_by(rank: int) -> tuple[str, bool]:
+    """Which setting is refused, and whether the error names the transport that allows it."""
     with using(OneForAll()), pytest.raises(ConfigError) as caught:
-        check_devices(torch.device("cpu"), Control(rank, 2))
-    return caught.value.key
+        check_devices(torch.device("cpu"), Control(rank, 2), "direct")
+    with recorded():
+        check_devices(torch.device("cpu"), Control(rank, 2), "staged")
+    return caught.value.key, "parallel.transport=staged" in caught.value.hint
 
 
 @pytest.mark.slow
 def test_two_ranks_on_one_gpu_are_refused_on_both(ranks: Pools) -> None:
-    assert ranks(2).run(shared_by) == ["parallel.processes"] * 2
+    assert ranks(2).run(shared_by) == [("parallel.processes", True)] * 2
+
+
+def asked_by_the_last(rank: int) -> str:
+    with recorded(), pytest.raises(ConfigError) as caught:
+        check_devices(CPU, Control(rank, 2), "staged" if rank else "direct")
+    return caught.value.key
+
+
+@pytest.mark.slow
+def test_all_ranks_must_ask_for_the_same_transport(ranks: Pools) -> None:
+    assert ranks(2).run(asked_by_the_last) == ["parallel.transport"] * 2
+
+
+def test_processors_have_nothing_to_stage() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_machinery(ALONE, CPU, ParallelConfig(transport="staged"), "float32")
+    assert caught.value.key == "parallel.transport"
+
+
+class HalfOfAll(OneForAll):
+    """The same, with memory of its own."""
+
+    def memory_bytes(self, device: torch.device, sharing: int = 1) -> int:
+        del device
+        return (1 << 30) // sharing
+
+
+def memory_on_a_shared_gpu(rank: int) -> int:
+    with using(HalfOfAll()):
+        return device_bytes(CPU, Control(rank, 2))
+
+
+@pytest.mark.slow
+def test_ranks_on_one_gpu_share_its_memory(ranks: Pools) -> None:
+    assert ranks(2).run(memory_on_a_shared_gpu) == [1 << 29] * 2

@@ -39,6 +39,7 @@ from penstock.topology import (
     ParallelConfig,
     find_node_size,
 )
+from penstock.topology.groups import TransportName
 from penstock.topology.join import joined
 from penstock.train.assemble import build_machinery
 
@@ -52,6 +53,7 @@ def parallelize(
     ep_plan: EpPlan | None = None,
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
+    transport: TransportName = "direct",
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
@@ -65,9 +67,9 @@ def parallelize(
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
     all. plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
     decision. ep_plan: which modules hold experts, as transformers writes it; None = as the family or the
-    model's configuration says. ranks_per_node, timeout_s: see ParallelConfig. Processes that torchrun or
-    Slurm has started are joined, unless they are joined already. Raises ValueError for a model that cannot be
-    scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
+    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig. Processes that
+    torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
+    that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
     if tp_size != 1:
         why = "attention stays the model's own, and how ranks could share it is not known"
@@ -80,12 +82,15 @@ def parallelize(
             ep_plan=ep_plan,
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
+            transport=transport,
         )
         return saved_together(model).train()
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
     found = _found(model, ep_plan)
-    parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    parallel = ParallelConfig(
+        ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
+    )
     with machinery_for(parallel, found.num_experts, next(model.parameters()).device) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
@@ -146,7 +151,7 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
     All ranks enter this context.
     The machinery is closed where the work inside fails.
     """
-    info, node_size = joined(parallel.timeout_s, device), None
+    info, node_size = joined(parallel.timeout_s, device, parallel.transport), None
     if info.launcher != "alone" and parallel.ranks_per_node is None:
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
     layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)

@@ -24,6 +24,7 @@ from penstock.decision import Decision
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.topology import ParallelConfig
+from penstock.topology.groups import TransportName
 
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that keeps transformers' threads from reading ahead, which needs memory twice."""
@@ -38,6 +39,7 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
+    transport: TransportName = "direct",
 ) -> Any:
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
@@ -49,7 +51,9 @@ def load_pretrained(
     """
     path = Path(folder)
     found, config = _skeleton(path)
-    parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+    parallel = ParallelConfig(
+        ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
+    )
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)

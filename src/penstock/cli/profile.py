@@ -133,7 +133,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
     decided(control, partial(_check_places, wanted), "looking where the cluster file is to be")
     config = on_device(config, device)
     sizes = config.model, config.moe, config.data.batch_per_device, layout
-    fits = partial(check_memory, *sizes, there_bytes=device_bytes(device))
+    fits = partial(check_memory, *sizes, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
     with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:

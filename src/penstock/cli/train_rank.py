@@ -86,7 +86,7 @@ class _Rank:
         try:
             device = pick_device(info.local_rank)
             keep_freed_memory()
-            join(info, config.parallel.timeout_s, device)
+            join(info, config.parallel.timeout_s, device, config.parallel.transport)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
         except (ConfigError, RefusalError) as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, get_args
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ Timeout = Annotated[
     float, Within(0, LONGEST_TIMEOUT_S, "at most a million seconds (twelve days) make sense", above=True)
 ]
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
+TransportName = Literal["direct", "staged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,8 @@ class ParallelConfig:
     timeout_s: how long a rank waits for the others before it gives up with an error.
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
+    transport: how tensors of GPUs travel: "direct" = over NCCL, which takes one process for each GPU;
+    "staged" = through pinned memory of the host and over Gloo, for several processes on one GPU.
     """
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
@@ -59,9 +62,15 @@ class ParallelConfig:
     ranks_per_node: Ranks | None = None
     timeout_s: Timeout = 60.0
     send_buffer_bytes: BufferBytes = 64 * 1024
+    transport: TransportName = "direct"
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.transport not in (
+            known := get_args(TransportName)
+        ):  # parallelize and others are called with it
+            why = f"must be one of {', '.join(known)}"
+            raise ConfigError("parallel.transport", self.transport, why, "Leave it out, or use one of these.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,17 +230,21 @@ INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
 
 
 def lane_groups(
-    layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS
+    layout: Layout,
+    timeout_s: float,
+    kinds: tuple[Axes, ...] = INTER_GROUPS,
+    backend: str | None = None,
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. It costs one connection per pair of ranks and group. Raises
-    RuntimeError if the others, or the store at which ranks meet, do not answer in time.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group. backend:
+    None = that of the default process group. Raises RuntimeError if the others, or the store at which ranks
+    meet, do not answer in time.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
     for kind in kinds:
         for ranks in layout.mesh.groups(kind):
-            make = partial(dist.new_group, list(ranks), timeout=timedelta(seconds=timeout_s))
+            make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
             group = within(timeout_s + SPARE_S, make)
             if layout.rank in ranks:
                 assert group is not None

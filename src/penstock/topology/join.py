@@ -33,6 +33,7 @@ from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls, is_watched, reason
 from penstock.topology.control import CommunicationError, Control, host_group
+from penstock.topology.groups import TransportName
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
 from penstock.topology.rollcall import RollCall, new_token, open_listener
@@ -109,8 +110,12 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     return host, int(port)
 
 
-def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
+def join(
+    info: ProcessInfo, timeout_s: float, device: torch.device, transport: TransportName = "direct"
+) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
+
+    transport: where tensors of GPUs are staged in the host's memory, NCCL is left out.
 
     `timeout_s` limits every wait of the rendezvous, and every later collective of the default group. A
     process on its own opens no port. Raises `ConfigError` if the launcher left no address, or Gloo is to use
@@ -124,7 +129,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
     check_interface(os.environ)
     _name_loopback(where)
     store: Store = HashStore() if info == ALONE else _store(info, where, timeout_s)
-    _connect(info, store, timeout_s, device)
+    _connect(info, store, timeout_s, "gloo" if transport == "staged" else device_of(device).backend)
     if info.world_size > 1:
         watches_s = timeout_s if device_of(device).is_gpu else None
         answer_calls(_roll_call(info, where), store, watches_s=watches_s)
@@ -134,7 +139,7 @@ def join(info: ProcessInfo, timeout_s: float, device: torch.device) -> None:
         torch.set_num_threads(1)
 
 
-def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
+def joined(timeout_s: float, device: torch.device, transport: TransportName = "direct") -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
     Raises CommunicationError, as `join` and `host_group` do.
@@ -148,7 +153,7 @@ def joined(timeout_s: float, device: torch.device) -> ProcessInfo:
             if device_of(device).is_gpu:
                 _watch_in_group_of_others(info, timeout_s)
         return info
-    join(started, timeout_s, device)
+    join(started, timeout_s, device, transport)
     return started
 
 
@@ -260,13 +265,13 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
         raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
 
 
-def _connect(info: ProcessInfo, store: Store, timeout_s: float, device: torch.device) -> None:
+def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) -> None:
     """Start torch's default process group, in which every rank connects to every other."""
     timeout = timedelta(seconds=timeout_s)
 
     def start() -> None:
         dist.init_process_group(
-            backend=device_of(device).backend,
+            backend=backend,
             store=store,
             rank=info.rank,
             world_size=info.world_size,

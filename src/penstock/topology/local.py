@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config import ConfigError
-from penstock.device import count_gpus
+from penstock.device import best_kind, count_gpus, device_of
 from penstock.topology.cgroup import cpu_limit
 from penstock.topology.groups import ParallelConfig
 from penstock.words import counted
 
+STAGED = "parallel.transport=staged"
 LEAST = 2
 """Least number of processes: with fewer there is nothing to send and nothing to overlap."""
 
@@ -49,7 +50,9 @@ class Places:
         if self.gpus:
             where = f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}"
             alone = "nothing is sent, so a schedule has nothing to hide and all take the same time"
-            return f"{where}: {alone}" if processes == 1 else f"{where}, one each"
+            if processes == 1:
+                return f"{where}: {alone}"
+            return f"{where}, one each" if processes <= self.number else f"{where}, which they share"
         on = counted(self.number, "processor core")
         if self.cores:
             on = f"{on} (there are {self.cores}, and a limit of the container or job allows no more time)"
@@ -74,27 +77,47 @@ def local_processes(parallel: ParallelConfig, places: Places, check: Callable[[i
 
     More processes than places only wait for each other, fewer leave places idle: the answer is the largest
     number from two up to that of the places (at least two) that `check` accepts, or else the smallest above.
-    A GPU takes one process, so there the answer is at most their number, and on one GPU it is one.
+    NCCL takes one process for each GPU: there the answer is at most their number, and on one GPU it is one.
     check: raises ConfigError for a number of processes that cannot share something. Where it refuses them
     all, the answer is the number of places, and building the run raises the error.
 
     Raises:
-        ConfigError: for more processes than GPUs.
+        ConfigError: for more processes than GPUs, unless these may share one; for tensors that are to be
+            staged where there is no GPU.
     """
+    if parallel.transport == "staged" and not places.gpus:
+        raise nothing_to_stage("this machine shows no GPU")
+    exclusive = places.gpus and parallel.transport == "direct"
     if parallel.processes is not None:
-        if places.gpus and parallel.processes > places.number:
+        if exclusive and parallel.processes > places.number:
             raise ConfigError(
                 "parallel.processes",
                 parallel.processes,
                 f"this machine has {counted(places.number, 'GPU')}, and NCCL takes one process for each",
-                f"Use {places.number} at most, or hide GPUs (CUDA_VISIBLE_DEVICES=) and compute on cores.",
+                f"Use {places.number} at most, let processes share a GPU with {STAGED}, or hide GPUs "
+                "(CUDA_VISIBLE_DEVICES=) and compute on cores.",
             )
         return parallel.processes
-    least = 1 if places.gpus else LEAST
+    least = 1 if exclusive else LEAST
     best = max(least, places.number)
-    above = range(0) if places.gpus else range(best + 1, 4 * best + 1)
+    above = range(0) if exclusive else range(best + 1, 4 * best + 1)
     wanted = (*range(best, least - 1, -1), *above)
     return next((number for number in wanted if _is_possible(number, check)), best)
+
+
+def nothing_to_stage(found: str) -> ConfigError:
+    """Return the error of a run that stages the tensors of GPUs in the host's memory, and has no GPU."""
+    why = f"{found}, and processors exchange what is in the host's memory anyway"
+    hint = 'Leave it out (it is "direct"), or let this process see a GPU (CUDA_VISIBLE_DEVICES).'
+    return ConfigError("parallel.transport", "staged", why, hint)
+
+
+def staging_device() -> torch.device:
+    """Return the kind of device whose tensors are staged. Raises ConfigError where there is no GPU."""
+    device = best_kind()
+    if not device_of(device).is_gpu:
+        raise nothing_to_stage("this process sees no GPU")
+    return device
 
 
 def _is_possible(number: int, check: Callable[[int], object]) -> bool:

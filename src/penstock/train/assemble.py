@@ -31,6 +31,8 @@ from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.step.shape import Updating
 from penstock.topology import Control, Layout, ParallelConfig
+from penstock.topology.groups import TransportName
+from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
 
@@ -40,10 +42,10 @@ def build_machinery(
 ) -> Machinery:
     """Build transport, lanes and groups for this rank. Every rank must call it at the same point.
 
-    Raises CommunicationError if another rank does not, ConfigError if two ranks have one GPU.
+    Raises CommunicationError if another rank does not, ConfigError if ranks cannot exchange tensors so.
     """
     control = Control(layout.rank, layout.world_size)
-    check_devices(device, control)
+    check_devices(device, control, parallel.transport)
     with control.naming("connecting the ranks of every group"):
         transports = build_transports(layout, device, parallel)
     rounds = _meant(precision, device) == "bfloat16"
@@ -57,17 +59,29 @@ def build_machinery(
     )
 
 
-def check_devices(device: torch.device, control: Control) -> None:
-    """Raise ConfigError, on all ranks, if two of them compute on one GPU, which NCCL refuses without a
-    reason."""
+def check_devices(device: torch.device, control: Control, transport: TransportName) -> None:
+    """Raise ConfigError, on all ranks, if two of them compute on one GPU: NCCL refuses it without a reason.
+
+    Tensors that are staged in the host's memory may share a GPU, but must be on one, and on all ranks so.
+    """
+    everyone = control.gather((transport, device_of(device).identity(device)), "comparing GPUs")
+    for rank, (other, _) in enumerate(everyone):
+        if other != everyone[0][0]:
+            why = f"is so on rank 0, and on rank {rank} it is {other}, which exchanges in another way"
+            raise ConfigError("parallel.transport", everyone[0][0], why, "Give all ranks the same.")
+    if transport == "staged":
+        if not device_of(device).is_gpu:
+            raise nothing_to_stage(f"ranks compute on {device.type}")
+        return
     ranks: dict[str, int] = {}
-    for rank, identity in enumerate(control.gather(device_of(device).identity(device), "comparing GPUs")):
+    for rank, (_, identity) in enumerate(everyone):
         if identity and ranks.setdefault(identity, rank) != rank:
             raise ConfigError(
                 "parallel.processes",
                 control.world_size,
                 f"ranks {ranks[identity]} and {rank} would share a GPU, and NCCL takes one process for each",
-                "Start one for each GPU, or hide GPUs (CUDA_VISIBLE_DEVICES=) to compute on processors.",
+                f"Start one for each GPU, let them share it with {STAGED}, or hide GPUs "
+                "(CUDA_VISIBLE_DEVICES=) to compute on processors.",
             )
 
 

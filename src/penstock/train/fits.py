@@ -14,7 +14,7 @@ from penstock.device import device_of
 from penstock.models import ModelConfig
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
-from penstock.topology import Layout
+from penstock.topology import Control, Layout
 from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import model_of
 from penstock.train.config import RunConfig
@@ -205,11 +205,16 @@ def host_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
-def device_bytes(device: torch.device, sharing: int = 1) -> int:
-    """Return the bytes that one of `sharing` ranks may have on a device: of a GPU what is free, of a machine
-    all."""
-    own_bytes = device_of(device).memory_bytes(device, sharing)
-    return host_bytes() // sharing if own_bytes is None else own_bytes
+def device_bytes(device: torch.device, control: Control) -> int:
+    """Return what this rank may have of the memory of its device, in bytes. All ranks call it together.
+
+    Of a GPU that is what is free, or this rank's part of it; of a machine all.
+    """
+    kind = device_of(device)
+    everyone = control.gather(kind.identity(device), "counting ranks on every GPU")
+    mine = everyone[control.rank]
+    own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
+    return host_bytes() if own_bytes is None else own_bytes
 
 
 def _gib(size_bytes: int) -> str:

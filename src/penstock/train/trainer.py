@@ -100,7 +100,7 @@ class Trainer:
             config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
         )
         check_layouts(self.layout, config.data.batch_per_device, control)
-        there_bytes = device_bytes(device)
+        there_bytes = device_bytes(device, control)
         control.agreed(
             lambda: check_run(config, self.layout, there_bytes=there_bytes), "comparing memory with the model"
         )

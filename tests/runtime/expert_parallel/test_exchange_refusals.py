@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -19,7 +21,7 @@ def test_without_a_process_group() -> None:
         penstock.ExpertParallel(num_experts=8)
 
 
-def refusal(rank: int, num_experts: int, options: dict[str, int], dispatch: str) -> str:
+def refusal(rank: int, num_experts: int, options: dict[str, Any], dispatch: str) -> str:
     """What a rank is told."""
     del rank
     try:
@@ -37,6 +39,7 @@ def refusal(rank: int, num_experts: int, options: dict[str, int], dispatch: str)
     [
         (6, {}, "flat", ("moe.num_experts = 6", "evenly by 4 ranks", "Nearest valid: 8")),
         (8, {"ep_size": 3}, "flat", ("ep_size = 3", "must divide", "Nearest valid: 2")),
+        (8, {"transport": "nvlink"}, "flat", ("transport", "direct, staged")),
         (8, {"ep_size": 0}, "flat", ("ep_size = 0", "Nearest valid: 1")),
         (8, {"ranks_per_node": 3}, "flat", ("ranks_per_node = 3", "must divide", "Nearest valid: 2")),
         (8, {}, "hierarchical_1d", ("hierarchical_1d", "over several nodes", "Use flat")),
@@ -45,7 +48,7 @@ def refusal(rank: int, num_experts: int, options: dict[str, int], dispatch: str)
     ],
 )
 def test_layouts_that_do_not_fit(
-    ranks: Pools, num_experts: int, options: dict[str, int], dispatch: str, told: tuple[str, ...]
+    ranks: Pools, num_experts: int, options: dict[str, Any], dispatch: str, told: tuple[str, ...]
 ) -> None:
     for message in ranks(4).run(refusal, num_experts, options, dispatch):
         assert all(part in message for part in told), message

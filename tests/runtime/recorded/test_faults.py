@@ -31,6 +31,8 @@ PLAIN: Mapping[str, Any] = {
     "recompute": "none",
     "capacity_factor": None,
     "routing": "even",
+    "samples": "even",
+    "transport": "direct",
 }
 CASES: Mapping[str, Mapping[str, Any]] = {
     "two streams": PLAIN,

@@ -15,6 +15,7 @@ from penstock.moe import MoEConfig
 from penstock.runtime.recorded.order import find_disorder
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import Recompute
+from penstock.topology.groups import TransportName
 from tests.runtime.test_moving import small
 from tests.support.hosted import Hosts
 from tests.support.layouts import engines, schedule_of
@@ -42,6 +43,8 @@ AXES: dict[str, Any] = {
     "recompute": ("none", "blocks", "experts"),
     "capacity_factor": (None, 1.0),
     "routing": ("even", "one rank"),
+    "samples": ("even", "none on the last"),
+    "transport": ("direct", "staged"),
 }
 
 
@@ -58,7 +61,7 @@ def fits(known: Mapping[str, Any]) -> bool:
         return False
     if layout is not None and dispatch != "flat" and layout != "two nodes of two":
         return False
-    if capacity_factor is not None and moves != "nothing":
+    if capacity_factor is not None and (moves != "nothing" or known.get("samples", "even") != "even"):
         return False
     return dispatch != "node_once" or (capacity_factor is None and moves in ("nothing", "experts"))
 
@@ -72,11 +75,18 @@ def case_of(
     recompute: Recompute,
     capacity_factor: float | None,
     routing: str,
+    samples: str,
+    transport: TransportName,
 ) -> Case:
-    """A small step with two MoE layers, cut in all ways. routing: which ranks get rows."""
+    """A small step with two MoE layers, cut in all ways.
+
+    routing: which ranks get rows. samples: which have some.
+    """
     form = next(form for name, form in engines() if name == schedule)
+    ranks = LAYOUTS[layout]
+    groups = ranks["world_size"] // ranks.get("mp_size", 1)
     return Case(
-        **{"ep_size": None, **LAYOUTS[layout]},
+        **{"ep_size": None, **ranks},
         schedule=replace(schedule_of(schedule, form), all_reduce_chunk_bytes=2048),
         model=ModelConfig(num_layers=2, hidden_size=16, num_heads=4, seq_len=6, vocab_size=12),
         moe=MoEConfig(
@@ -90,10 +100,12 @@ def case_of(
             shared_ffn_hidden_size=8,
         ),
         batch=4,
+        batches=() if samples == "even" else (*[4] * (groups - 1), 0),
         placer=RandomHomes() if moves in ("samples", "both") else None,
         sharded=sharded,
         recompute=recompute,
         busy_experts=(0, 1) if routing == "one rank" else (),
+        transport=transport,
     )
 
 
@@ -107,7 +119,8 @@ def hosts_of(case: Case, moves: str) -> Hosts:
 def check(ranks: Pools, case: Case, moves: str) -> None:
     """Run the case on threads and on a recorded device."""
     hosts, pool = hosts_of(case, moves), ranks(case.world_size)
-    plain, found = (pool.run(steps, case, hosts) for steps in (plain_steps, recorded_steps))
+    plain = pool.run(plain_steps, replace(case, transport="direct"), hosts)
+    found = pool.run(recorded_steps, case, hosts)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
@@ -127,12 +140,16 @@ def test_pairs_of_options(ranks: Pools, values: Mapping[str, Any]) -> None:
 
 
 def everything() -> Iterator[dict[str, Any]]:
-    """All that can be combined, with one routing and the other in turn."""
-    axes = {**AXES, "layout": LAYOUTS, "routing": (None,)}
-    turns = cycle((*AXES["routing"], *AXES["routing"][::-1]))
-    cases = (dict(zip(axes, values, strict=True)) for values in product(*axes.values()))
-    for case, routing in zip(filter(fits, cases), turns, strict=False):
-        yield {**case, "routing": routing}
+    """All that can be combined, with one routing, samples and transport and the others in turn."""
+    turning = ("routing", "samples", "transport")
+    axes = {**AXES, "layout": LAYOUTS, **dict.fromkeys(turning, (None,))}
+    each = [dict(zip(turning, values, strict=True)) for values in product(*(AXES[axis] for axis in turning))]
+    turns = cycle((*each, *each[::-1]))
+    for values in product(*axes.values()):
+        case = dict(zip(axes, values, strict=True))
+        if fits({**case, "samples": "even"}):
+            turned = {**case, **next(turns)}
+            yield turned if fits(turned) else {**turned, "samples": "even"}
 
 
 @pytest.mark.soak

@@ -9,9 +9,9 @@ from penstock.mesh import Group
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.passes import SampleMoves
 from penstock.step.plain import PlainStep
-from penstock.step.shape import ExpertForm
+from penstock.step.shape import ExpertForm, TokenLayout, Updating
 from tests.step.passes.pictures import check_picture
-from tests.step.support import names, reads
+from tests.step.support import ancestors, names, reads
 from tests.steps import task_at
 
 PLAIN = PlainStep(moe_layers=(False, True, False, True, False), shared_experts=True).graph()
@@ -89,6 +89,19 @@ def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
     assert reads(graph, "L0.RO.m0.c0.F")["rows"] == "L0.XS.m0.c0.F"
     for op in ("HV", "HL"):
         assert reads(graph, f"L0.{op}.m0.F")["passengers"] == "L0.SM.m0.F"
+
+
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+def test_who_asks_the_next_gate_waits_for_the_parameters_of_that_gate(tokens: TokenLayout) -> None:
+    """Of ranks that share attention they are partial, and gathered by tasks of their own."""
+    sharing = Sharing(mp_size=2, esp_size=2, tokens=tokens)
+    updating = Updating(clips=True, replicas=True)
+    shape = StepShape(moe_layers=(True, True), moves_samples=True, sharing=sharing, updating=updating)
+    graph = build_graph(shape)
+    counts, gate = task_at(graph, "L0.SC.m0.F"), task_at(graph, "L1.GT.m0.F")
+    assert counts.reads == gate.reads
+    gathers = {task for task in graph.tasks if task.forward and set(task.writes) & set(gate.reads)}
+    assert gathers and gathers <= ancestors(graph, counts)
 
 
 @pytest.mark.parametrize(("mp_size", "esp_size"), [(3, 2), (2, 3), (4, 6)])

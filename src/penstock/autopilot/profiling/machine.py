@@ -33,12 +33,12 @@ def here(device: torch.device) -> Machine:
 def memory_bytes(control: Control, device: torch.device) -> int:
     """Return the memory in bytes of the rank that has least, on all ranks; all call it together.
 
-    A rank has what is free of its GPU, or its part of what its machine, container or job may use. Call it
-    when process groups have been used: communicators of GPUs take memory beside tensors.
+    A rank has what is free of its GPU, its part of that, or of what its machine, container or job may use.
+    Call it when process groups have been used: communicators of GPUs take memory beside tensors.
     """
-    mine = platform.node(), device_of(device).identity(device)
-    sharing = control.gather(mine, "counting ranks per device").count(mine)
-    return min(control.gather(device_bytes(device, sharing), "comparing memory of ranks"))
+    hosts = control.gather(platform.node(), "counting ranks per host")
+    sharing = 1 if device_of(device).is_gpu else hosts.count(platform.node())
+    return min(control.gather(device_bytes(device, control) // sharing, "comparing memory of ranks"))
 
 
 def _field(path: Path, name: str) -> str | None:

@@ -28,6 +28,8 @@ from penstock.runtime.transport import Transport, build_transport
 from penstock.runtime.transport.legs import HostCounts, Later, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig
 from penstock.topology.control import host_group
+from penstock.topology.groups import TransportName
+from penstock.topology.local import staging_device
 
 
 class ExpertParallel:
@@ -46,8 +48,9 @@ class ExpertParallel:
     not use `torch.utils.checkpoint` with use_reentrant=True inside (around the layer it may be either).
 
     num_experts: of a layer, in total. ep_size: none = all ranks. ranks_per_node: for a hierarchical dispatch.
-    One instance serves all layers. Every rank must build it at the same point. Raises ConfigError for sizes
-    that do not fit.
+    transport: "staged" = layers are on GPUs that ranks may share, see ParallelConfig, whatever the default
+    process group is for. One instance serves all layers. Every rank must build it at the same point. Raises
+    ConfigError for sizes that do not fit.
     """
 
     def __init__(
@@ -57,15 +60,20 @@ class ExpertParallel:
         ep_size: int | None = None,
         ranks_per_node: int | None = None,
         timeout_s: float = 60.0,
+        transport: TransportName = "direct",
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
                 "ExpertParallel needs a process group: call torch.distributed.init_process_group before, or "
                 "build the layer without an exchange to hold all experts here"
             )
-        parallel = ParallelConfig(ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s)
+        parallel = ParallelConfig(
+            ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
+        )
         self.layout = Layout.build(parallel, dist.get_world_size(), dist.get_rank(), num_experts)
         self._device = device_of_backend(dist.get_backend_config())
+        if transport == "staged":
+            self._device = staging_device()
         inside = (Group.NODE, Group.RAIL) if self.layout.ep_nodes > 1 else ()
         self._transport: Transport = build_transport(
             self.layout, self._device, parallel, (*INTER_GROUPS, *inside)

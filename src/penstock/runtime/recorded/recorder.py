@@ -156,7 +156,7 @@ class Recorder:
         if not accesses and call is None:
             return
         thread = self.thread
-        here = call is None and all(access.block.in_host for access in accesses)
+        here = bool(accesses) and all(access.block.in_host for access in accesses)
         actor = thread if here else self.stream
         self.log.append(Launch(actor, thread, self.task, op, tuple(accesses), call))
 

@@ -1,4 +1,7 @@
-"""Transports over process groups: Gloo for CPU tensors, NCCL for CUDA; every lane has groups of its own."""
+"""Transports over process groups: Gloo for CPU tensors, NCCL for CUDA; every lane has groups of its own.
+
+Tensors of GPUs that are staged in the host's memory go over Gloo, too.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class GroupTransport(ABC):
         members = self._members[group]
         following = members[neighbour(self._groups[group].rank(), 1, size)]
         self.traffic[following] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
-        dist.all_reduce(tensor, group=self._groups[group])
+        self._sum(tensor, self._groups[group])
 
     def all_to_all(
         self,
@@ -89,6 +92,10 @@ class GroupTransport(ABC):
                 "session: build what is to run now on machinery of its own"
             )
         return self._groups[kind]
+
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum over the group, in place."""
+        dist.all_reduce(tensor, group=group)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
@@ -181,6 +188,57 @@ def exchange(inbox: Sequence[Tensor], outbox: Sequence[Tensor], group: dist.Proc
                 transfer.wait()
 
 
+class StagedTransport(GlooTransport):
+    """Tensors of GPUs over Gloo, through pinned memory of the host: several ranks can share a GPU.
+
+    A transfer copies what it sends to the host in the lane's stream, waits there for the end of this copy,
+    exchanges, and puts a copy of what came into the same stream. So results are waited for by events, as
+    those of any task. The thread that issues tasks waits meanwhile: under a transfer runs what was issued
+    before it.
+
+    Pinned memory is PyTorch's: it is given out again when the copies that were issued with it have ended.
+    """
+
+    def __init__(
+        self,
+        make_groups: Callable[[], dict[Axes, dist.ProcessGroup]],
+        device: torch.device,
+        send_buffer_bytes: int = 0,
+    ) -> None:
+        super().__init__(make_groups, send_buffer_bytes)
+        self._device = gpu_of(device)
+
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        sums = self._sent(tensor)
+        super()._sum(sums, group)
+        tensor.copy_(sums, non_blocking=True)
+
+    def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        found = rows.new_empty(sum(sizes), *rows.shape[1:])
+        came = self._device.pinned(found.shape, found.dtype)
+        exchange(came.split(list(sizes)), [self._sent(rows)] * group.size(), group)
+        return found.copy_(came, non_blocking=True)
+
+    def _fill(
+        self,
+        received: Tensor,
+        output_splits: list[int],
+        rows: Tensor,
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        came = self._device.pinned(received.shape, received.dtype)
+        super()._fill(came, output_splits, self._sent(rows), input_splits, group)
+        received.copy_(came, non_blocking=True)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's numbers in memory of the host, once they are there."""
+        host, there = self._device.to_host(tensor)
+        if there is not None:
+            there.synchronize()
+        return host
+
+
 class NcclTransport(GroupTransport):
     """CUDA tensors over NCCL, on the stream that is current in the lane."""
 
@@ -232,6 +290,8 @@ def build_transport(
     if layout.world_size == 1:
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
+    if parallel.transport == "staged":
+        return StagedTransport(partial(make_groups, backend="gloo"), device, parallel.send_buffer_bytes)
     if device_of(device).is_gpu:
         return NcclTransport(make_groups(), device)
     return GlooTransport(make_groups, parallel.send_buffer_bytes)

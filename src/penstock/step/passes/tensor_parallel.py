@@ -156,11 +156,15 @@ class _Rewriting:
         return self._settled(made, split=split) if tokenwise else self._on_part(made) if split else made
 
     def _settled(self, task: Task, *, split: bool) -> Task:
-        """Return a task that has whole parameters; on this rank's tokens its gradients are partial."""
+        """Return a task that has whole parameters; on this rank's tokens their gradients are partial.
+
+        So are those of parameters of another layer: where samples move, a task asks the next layer's gate.
+        """
         reads = task.reads
         if split or self._how.copies_differ:
-            whole, partial = (_parameters(state, task.layer) for state in (REPLICATED, PARTIAL))
-            reads = tuple(partial if state == whole else state for state in reads)
+            layers = self._moe_layers | {task.layer}
+            partial = {_parameters(REPLICATED, layer): _parameters(PARTIAL, layer) for layer in layers}
+            reads = tuple(partial.get(state, state) for state in reads)
         settled = replace(task, reads=reads)
         return self._on_part(settled) if split else settled
 
