@@ -66,6 +66,11 @@ def is_watched() -> bool:
     return _Process.watch is not None
 
 
+def has_ended() -> bool:
+    """Return whether this rank or another has told that it ends, so that nobody is watched any more."""
+    return _Process.has_given_up or ACTIVITY.lost is not None
+
+
 def _end_by(error: BaseException) -> None:
     give_up(f"{type(error).__name__}: {reason(error)}")
 

@@ -31,7 +31,7 @@ from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
 from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
-from penstock.topology.blame import answer_calls, is_watched, reason
+from penstock.topology.blame import answer_calls, has_ended, is_watched, reason
 from penstock.topology.control import CommunicationError, Control, host_group
 from penstock.topology.groups import TransportName
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
@@ -290,10 +290,16 @@ def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) ->
 
 
 def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
-    """Let the ranks of a default group that others have made watch each other, once for every such group."""
+    """Let the ranks of a default group that others have made watch each other.
+
+    That is once for every such group, and again after a failure that the program has survived.
+    """
     default, store = dist.group.WORLD, _get_default_store()
     assert default is not None, "ranks have joined"
-    if default in _WATCHED or is_watched():
+    if default in _WATCHED:
+        if not Control(info.rank, info.world_size).any(has_ended(), "asking whether ranks are watched"):
+            return
+    elif is_watched():
         return
     _WATCHED.add(default)
     while isinstance(store, PrefixStore):
