@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cost import Issuing
+from penstock.cost.issuing import FEWEST, KERNELS
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group, Mesh, Seconds
 from penstock.ops import Op
 from penstock.schedule import Schedule
@@ -244,3 +247,45 @@ def test_records_hold_every_task_of_every_rank_once() -> None:
         assert record.start_s == timeline.times[task].start[rank]
         assert record.end_s == timeline.times[task].end[rank]
     assert max(record.end_s for record in found.values()) == timeline.iteration_s
+
+
+# ---- one thread that hands out all tasks -------------------------------------------------------------------
+
+
+def test_small_tasks_take_as_long_as_handing_them_out() -> None:
+    """Four pieces of five tasks and an all-reduce, a millisecond each, of which the device needs a part."""
+    graph, schedule = fsmoe(4)
+    issuing = Issuing(task_s=1e-3 - FEWEST * 1e-4, kernel_s=1e-4)
+    with_experts = 17 * 1e-3 + 4 * (1e-3 + (KERNELS[Op.EXPERTS] - FEWEST) * 1e-4)
+    timeline = simulate(schedule, graph, lambda _: 1e-4, issuing=issuing)
+    assert timeline.iteration_s == pytest.approx(with_experts)
+    long = simulate(schedule, graph, lambda _: 1.0, issuing=issuing).iteration_s
+    assert long == pytest.approx(simulate(schedule, graph, lambda _: 1.0).iteration_s, rel=1e-2)
+
+
+def test_the_host_waits_for_counts_before_it_hands_out_what_they_cut() -> None:
+    """Counts take 5 s on the device; what stands after their first reader is not handed out before."""
+    plan = example_plan("flowmoe")
+    counts, issuing = task_at(plan.graph, "L0.N.m0.F"), Issuing(task_s=1e-3, kernel_s=0.0)
+    times = simulate(
+        plan.schedule, plan.graph, lambda task: 5.0 if task is counts else 0.01, issuing=issuing
+    ).times
+    order = slot_order(plan.schedule.lanes, plan.graph.needs.__getitem__)
+    reader = next(place for place, task in enumerate(order) if counts in plan.graph.needs[task])
+    assert all(times[task].start[0] >= times[counts].end[0] for task in order[reader:])
+    assert any(times[task].start[0] < times[counts].end[0] for task in order[:reader] if task is not counts)
+
+
+@given(shapes(), seeds, seeds, st.floats(0, 2), st.floats(0, 1))
+def test_handing_out_only_prolongs_steps(
+    shape: StepShape, orders: int, durations: int, task_s: float, kernel_s: float
+) -> None:
+    graph = build_graph(shape)
+    schedule, issuing = Schedule("random", random_orders(graph, orders)), Issuing(task_s, kernel_s)
+    cost = random_seconds(graph, durations).__getitem__
+    with_it = simulate(schedule, graph, cost, issuing=issuing).iteration_s
+    assert with_it >= simulate(schedule, graph, cost).iteration_s
+    issued_s = sum(issuing.seconds(task) for task in graph.tasks if task.lane is not Lane.HOST)
+    assert with_it >= issued_s * (1 - 1e-12)
+    arrays = simulate(schedule, graph, lambda task: np.array([cost(task)]), issuing=issuing)
+    assert arrays.iteration_s == pytest.approx(with_it)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from penstock.cost import Issuing
 from penstock.graph import Graph, Interval, Lane, Task, longest_path
-from penstock.graph.paths import Clock, path_ends
+from penstock.graph.paths import Clock, path_ends, slot_order
 from penstock.mesh import Mesh, Seconds
+from penstock.ops import Op
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
 
 T = TypeVar("T")
+
+READ_BY_THE_HOST: Final = (Op.COUNTS,)
+"""Ops whose results are split sizes of transfers: NCCL takes them from the host, which waits for them when it
+issues the first transfer."""
+
 RankCost = Callable[[Task], Any]
 """Seconds of a task: one number for all ranks, or an array [ranks]."""
 
@@ -77,25 +84,64 @@ class _AlikeClock:
         return start + self.seconds[task]
 
 
-def simulate(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> Timeline:
-    """Return when every task runs. A task starts once its inputs and the task before it on its lane end."""
+def simulate(
+    schedule: Schedule,
+    graph: Graph,
+    cost: RankCost,
+    mesh: Mesh | None = None,
+    issuing: Issuing | None = None,
+) -> Timeline:
+    """Return when every task runs. A task starts once its inputs and the task before it on its lane end.
+
+    issuing: of the thread that hands out all tasks; None = every lane has its own.
+    """
     mesh = mesh or Mesh()
-    needs = graph.needs.__getitem__
     seconds = {task: cost(task) for order in schedule.lanes.values() for task in order}
     if any(isinstance(each, np.ndarray) for each in seconds.values()):
-        return Timeline(longest_path(schedule.lanes, needs, _RankClock(seconds.__getitem__, mesh)), mesh)
-    alike = longest_path(schedule.lanes, needs, _AlikeClock(seconds))
+        clock = _RankClock(seconds.__getitem__, mesh)
+        return Timeline(_times(schedule, graph, clock, seconds.__getitem__, issuing), mesh)
+    alike = _times(schedule, graph, _AlikeClock(seconds), seconds.__getitem__, issuing)
     times = np.array(list(alike.values()), dtype=np.float64).reshape(-1, 2, 1)
     shown = np.broadcast_to(times, (len(times), 2, mesh.world_size))  # no copy per rank
     return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, mesh)
 
 
-def iteration_s(schedule: Schedule, graph: Graph, cost: RankCost, mesh: Mesh | None = None) -> float:
+def _times(
+    schedule: Schedule, graph: Graph, clock: Clock[Any], cost: RankCost, issuing: Issuing | None
+) -> dict[Task, Interval[Any]]:
+    """Return the start and the end of every task."""
+    if issuing is None:
+        return longest_path(schedule.lanes, graph.needs.__getitem__, clock)
+    times: dict[Task, Interval[Any]] = {}
+    free = {lane: clock.zero() for lane in schedule.lanes}
+    host = clock.zero()
+    for task in slot_order(schedule.lanes, graph.needs.__getitem__):
+        ready = free[task.lane]
+        for need in graph.needs[task]:
+            ready = clock.latest(ready, times[need].end)
+            if need.lane is Lane.HOST or need.op in READ_BY_THE_HOST:
+                host = clock.latest(host, times[need].end)
+        start = clock.latest(ready, host)
+        if task.lane is not Lane.HOST:  # those have a thread of their own
+            host = host + issuing.seconds(task)
+            start = clock.latest(start, host - cost(task))  # it ends after its last operation was issued
+        times[task] = Interval(start, clock.end(task, start))
+        free[task.lane] = times[task].end
+    return times
+
+
+def iteration_s(
+    schedule: Schedule,
+    graph: Graph,
+    cost: RankCost,
+    mesh: Mesh | None = None,
+    issuing: Issuing | None = None,
+) -> float:
     """Return the seconds of a simulated iteration, as `simulate` would; faster, as no timeline is made."""
     seconds = [cost(task) for task in graph.tasks]
-    if any(isinstance(each, np.ndarray) for each in seconds):
+    if issuing is not None or any(isinstance(each, np.ndarray) for each in seconds):
         known = dict(zip(graph.tasks, seconds, strict=True))
-        return simulate(schedule, graph, known.__getitem__, mesh).iteration_s
+        return simulate(schedule, graph, known.__getitem__, mesh, issuing).iteration_s
     return max(path_ends(schedule.places(graph), graph.links, seconds))
 
 

@@ -29,12 +29,14 @@ from penstock.cost.cluster_file import PAIR, LinkModel
 from penstock.cost.doubts import OVERRAN
 from penstock.cost.span import Span
 from penstock.decision import Decision, ScheduleConfig
+from penstock.device import Cpu, using
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.plan.published.parm import parm_models
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
+from tests.support.card import CardDevice, install
 from tests.support.ranks import Pools
 
 TINY = (
@@ -422,3 +424,24 @@ def test_several_groups_at_once_tell_nothing_of_cards() -> None:
     )
     assert rates_with_links(ClusterConfig(), links, nodes=4).link_rate_of == "device"
     assert rates_with_links(ClusterConfig(), links[:2], nodes=1).link_rate_of == "device"
+
+
+def issuing_measured(rank: int) -> tuple[float, float, float]:
+    """The host's time for a task and an operation, in a profile on a stand-in for a GPU; and on a CPU."""
+    config, layout = tiny(), Layout(world_size=1, ep_size=1, rank=rank)
+    found = []
+    for device, kind in ((install(), CardDevice()), (torch.device("cpu"), Cpu())):
+        with using(kind):
+            machinery = build_machinery(layout, device, config.parallel, "float32")
+            file = ClusterFile(name="rates", nodes=1, ranks_per_node=1)
+            rates = measure_tasks(config, machinery, 0.1, file, limits=Limits(clock=ticking())).rates
+            machinery.lanes.close()
+            found.append(rates)
+    on_card, on_cpu = found
+    return on_card.issue_task_s, on_card.issue_kernel_s, on_cpu.issue_task_s + on_cpu.issue_kernel_s
+
+
+@pytest.mark.slow
+def test_a_profile_knows_how_long_one_thread_hands_out_tasks(cards: Pools) -> None:
+    ((task_s, kernel_s, on_cpu_s),) = cards(1).run(issuing_measured)
+    assert kernel_s > 0 and task_s >= 0 and on_cpu_s == 0

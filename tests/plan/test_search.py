@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from penstock.config import ConfigError
+from penstock.cost import ClusterConfig
 from penstock.decision import Decision, Field, register, unregister
 from penstock.plan import (
     Candidate,
@@ -234,3 +235,16 @@ def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
     assert start in everything
     for choice in neighbours(each, start):
         assert choice in everything and choice != start
+
+
+def test_small_steps_are_cut_less_where_one_thread_hands_out_all_tasks() -> None:
+    """A GPU that needs microseconds for a task; a host that needs as long for a tenth of one."""
+    fast = ClusterConfig(flops_per_s=1e14, link_bytes_per_s=1e10, link_latency_s=1e-6, task_overhead_s=1e-6)
+    threads, one = (
+        problem(cluster=replace(fast, issue_task_s=task_s, issue_kernel_s=kernel_s))
+        for task_s, kernel_s in ((0.0, 0.0), (3e-5, 5e-6))
+    )
+    many, few = (find_plan(each).best for each in (threads, one))
+    assert len(few.plan.graph.tasks) < len(many.plan.graph.tasks)
+    same = evaluate(one, many.choice)
+    assert few.predicted_s < same.predicted_s and many.predicted_s < few.predicted_s

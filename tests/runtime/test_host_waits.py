@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.device import using
+from penstock.cost.issuing import kernels_of
+from penstock.device import Stream, using
+from penstock.graph import Task
 from penstock.schedule import SCHEDULES
 from penstock.topology.groups import TransportName
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
 from tests.runtime.recorded.test_steps import AXES, case_of, fits, hosts_of, named
 from tests.steps import PLAIN
-from tests.support.card import Card, CardDevice, Wait, counted, install
+from tests.support.card import OPERATIONS, Card, CardDevice, Wait, counted, install
 from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import covering, pairwise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
@@ -189,3 +192,49 @@ def two_devices(rank: int) -> tuple[bool, bool, list[float]]:
 def test_tensors_of_two_devices_do_not_meet(cards: Pools) -> None:
     """A number alone may come from the host."""
     assert cards(1).run(two_devices) == [(True, True, [2, 2, 2])]
+
+
+# ---- operations of tasks -----------------------------------------------------------------------------------
+
+
+class Counting(CardDevice):
+    """Notes what is given to the device for every task."""
+
+    def __init__(self) -> None:
+        super().__init__(kernel=True)
+        self.begun = 0
+        self.operations: dict[Task, int] = {}
+
+    @contextmanager
+    def running(self, task: object, stream: Stream) -> Iterator[None]:
+        del stream
+        before = OPERATIONS.total()
+        yield
+        assert isinstance(task, Task)
+        self.operations[task] = OPERATIONS.total() - before
+
+
+def operations_of_tasks(rank: int, case: Case) -> dict[str, float]:
+    """The mean number of operations of each op's tasks."""
+    device, counting = install(), Counting()
+    with using(counting):
+        stack = stack_of(rank, replace(case, card=True))
+        mine, (tokens, labels) = case.mine(rank), batch_of(case)
+        ids = torch.arange(len(tokens))[mine].to(device)
+        stack(tokens[mine].to(device), labels[mine].to(device), ids).backward()
+    found: dict[str, list[int]] = {}
+    for task, count in counting.operations.items():
+        found.setdefault(task.op, []).append(count)
+    return {op: sum(counts) / len(counts) for op, counts in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "schedule", "form"), [((2, 1, 2, 1), "penstock", "gather"), ((4, 2, 2, 2), "parm_s1", "s1")]
+)
+def test_tasks_give_a_device_as_many_operations_as_plans_assume(
+    cards: Pools, layout: Layout, schedule: str, form: Any
+) -> None:
+    case = replace(layout_case(layout, schedule, form), double=False)
+    for op, counted_ones in cards(layout[0]).run(operations_of_tasks, case)[0].items():
+        assert 0.4 * kernels_of(op) - 2 <= counted_ones <= 1.6 * kernels_of(op) + 2, (op, counted_ones)

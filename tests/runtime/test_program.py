@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
+from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime.executor import Execution
@@ -225,6 +226,19 @@ def test_what_starts_earlier_is_issued_earlier(plan: StepPlan, silent: list[Axes
         assert all(
             [task for task in issued if lane_of[task] is lane] == order for lane, order in orders.items()
         )
+
+
+@draws(40)
+@given(plans())
+def test_a_simulation_issues_in_the_same_order(plan: StepPlan) -> None:
+    """Where a step has two halves, which is where steps stop."""
+    spans = program_of(plan).spans
+    halves = [
+        {call.task.phase is Phase.FORWARD for calls in span.values() for call in calls} for span in spans
+    ]
+    assume(halves == [{True}, {False}])
+    issued = [call.task for span in spans for _, call in in_issue_order(span)]
+    assert issued == slot_order(plan.schedule.lanes, plan.graph.needs.__getitem__)
 
 
 def test_counts_are_waited_for_with_work_in_the_queues() -> None:

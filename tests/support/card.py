@@ -169,6 +169,8 @@ class Card(Tensor):
         del types
         kwargs = dict(kwargs or {})
         to_host = _moves(func, args, kwargs)
+        if _computes(func):
+            OPERATIONS[func.overloadpacket.__name__] += 1
         run = partial(cardccl.exchange, func) if func.namespace == "c10d" else partial(_run, func)
         out = run(tree_map(_held, args), tree_map(_held, kwargs))
         written = {
@@ -183,6 +185,17 @@ class Card(Tensor):
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*args, **kwargs)
+
+
+OPERATIONS: Counter[str] = Counter()
+"""What the device was given to do, by name, without views and memory that is only set aside."""
+
+SETS_ASIDE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "record_stream"}
+
+
+def _computes(func: Any) -> bool:
+    aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
+    return all(each.is_write for each in aliases) and func.overloadpacket.__name__ not in SETS_ASIDE
 
 
 def _held(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
+from penstock.cost.issuing import Issuing
 from penstock.cost.measured import MeasuredCost
 from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
@@ -14,6 +15,7 @@ __all__ = [
     "ClusterConfig",
     "ClusterFile",
     "HeldBytes",
+    "Issuing",
     "MeasuredCost",
     "ProfiledCluster",
     "RoutedCost",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self
 
 from penstock.config import Within, check_bounds
+from penstock.cost.issuing import Issuing
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
@@ -22,6 +23,10 @@ Rate = Annotated[float, Within(1e-3, MOST_RATE, "beyond, durations leave the ran
 
 StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
 """Seconds before the first byte moves."""
+
+
+HostTime = Annotated[float, Within(0, 1, "a second is a thousand times what a slow host takes")]
+"""Seconds of the thread that issues tasks to a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,9 @@ class ClusterConfig:
     link_latency_s, link_bytes_per_s: between nodes (or between ranks where nodes are not known), one
     direction. link_rate_of: whose rate that is. `device`: every device has a card of its own; `node`: the
     devices of a node share so much. intra_latency_s, intra_bytes_per_s: between ranks of one node, always of
-    one device. task_overhead_s: fixed cost of any compute task.
+    one device. task_overhead_s: fixed cost of any compute task. issue_task_s, issue_kernel_s: of the thread
+    that hands tasks to a GPU, for each task and for each operation in it; 0 on CPUs, where every lane has a
+    thread of its own.
     """
 
     flops_per_s: Rate = 3e10
@@ -60,9 +67,17 @@ class ClusterConfig:
     intra_latency_s: StartUp = 2e-4
     intra_bytes_per_s: Rate = 1e9
     task_overhead_s: StartUp = 1e-4
+    issue_task_s: HostTime = 0.0
+    issue_kernel_s: HostTime = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def issuing(self) -> Issuing | None:
+        """What handing out tasks takes of one thread; None where every lane has its own."""
+        found = Issuing(self.issue_task_s, self.issue_kernel_s)
+        return found if found.task_s or found.kernel_s else None
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         """Return the cluster with these factors on bandwidth between and inside nodes, and speed of devices.

@@ -11,7 +11,7 @@ from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Lane, Task
+from penstock.graph.task import Lane, Phase, Task
 
 T = TypeVar("T")
 
@@ -71,6 +71,44 @@ def issue_order(
                 yield task
         if progress == remaining:
             raise ScheduleError(_deadlock(lanes, heads, needs, done))
+
+
+def slot_order(lanes: Mapping[Lane, Sequence[Task]], needs: Callable[[Task], Sequence[Task]]) -> list[Task]:
+    """Return all tasks in the order in which they start where every task takes one slot, as in a picture.
+
+    One thread that hands out all tasks takes this order. Forward tasks come first: the other half of a step
+    is handed out when its loss is asked for gradients. A task stands after what it needs.
+    """
+    order: list[Task] = []
+    done: set[Task] = set()
+    place = {lane: number for number, lane in enumerate(Lane)}
+
+    def needs_of_half(task: Task) -> list[Task]:
+        return [need for need in needs(task) if need not in done]
+
+    for forward in (True, False):
+        half = {
+            lane: [task for task in tasks if (task.phase is Phase.FORWARD) == forward]
+            for lane, tasks in lanes.items()
+        }
+        times = longest_path(half, needs_of_half, _Slots())
+        order += sorted(times, key=lambda task: (times[task].start, place[task.lane]))
+        done.update(times)
+    return order
+
+
+class _Slots:
+    """A clock on which every task takes one slot."""
+
+    def zero(self) -> int:
+        return 0
+
+    def latest(self, first: int, second: int) -> int:
+        return max(first, second)
+
+    def end(self, task: Task, start: int) -> int:
+        del task
+        return start + 1
 
 
 def path_ends(

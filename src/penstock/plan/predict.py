@@ -48,13 +48,15 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Return the seconds of an iteration. Deterministic: random draws have a fixed seed."""
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster):
-        return iteration_s(plan.schedule, plan.graph, problem.cost(choice, plan.shape), problem.mesh)
+        cost = problem.cost(choice, plan.shape)
+        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, cluster.issuing)
     return step_ratio(problem) * simulated_s(problem, choice, plan, cluster)
 
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
     """Return when every task is expected to run: as long as `predict_s` says, but without scatter."""
-    timeline = simulate(plan.schedule, plan.graph, _cost(problem, choice, plan), problem.mesh)
+    cost, issuing = _cost(problem, choice, plan), problem.cluster.issuing
+    timeline = simulate(plan.schedule, plan.graph, cost, problem.mesh, issuing)
     return timeline.stretched(predict_s(problem, choice, plan) / timeline.iteration_s)
 
 
@@ -65,7 +67,8 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
     """
     cost = _cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
-    before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh) for each in costs)
+    issuing = problem.cluster.issuing
+    before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh, issuing) for each in costs)
     return predict_s(problem, choice, plan) * now_s / before_s
 
 
@@ -100,7 +103,8 @@ def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: Pro
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))
     costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in draws] if jitter else [cost]
-    return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks) for each in costs]))
+    issuing = cluster.issuing
+    return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks, issuing) for each in costs]))
 
 
 def closing_s(problem: Problem) -> float:

@@ -266,7 +266,8 @@ class Problem:
         return cut(choice, self.uncut(choice), self.gradients)
 
     def simulate(self, choice: Decision, plan: StepPlan) -> Timeline:
-        return simulate(plan.schedule, plan.graph, self.cost(choice, plan.shape), self.mesh)
+        cost = self.cost(choice, plan.shape)
+        return simulate(plan.schedule, plan.graph, cost, self.mesh, self.cluster.issuing)
 
     def bound(self, choice: Decision, plan: StepPlan) -> LowerBound:
         """Return the time that no order of the same tasks beats."""

@@ -47,7 +47,13 @@ class LaneError(Exception):
 
 
 class Lanes(Protocol):
-    """Runs the calls of a span; each starts when the call before it and those that it waits for are done."""
+    """Runs the calls of a span; each starts when the call before it and those that it waits for are done.
+
+    issued_s: by task, how long a thread that hands out all tasks was busy with it when times were last asked
+    for, waits for the device included; empty where every lane has a thread of its own.
+    """
+
+    issued_s: dict[Task, float]
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         """Run all calls, then return a function that gives their times. Raises LaneError.
@@ -65,6 +71,7 @@ class ThreadLanes:
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
+        self.issued_s: dict[Task, float] = {}
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         del timed  # two looks at the clock cost less than to ask whether they are wanted
@@ -248,6 +255,7 @@ class StreamLanes:
         self._kind = gpu_of(device)
         self._streams: dict[Lane, Stream] = {}
         self._orders: dict[int, tuple[Span, IssueOrder]] = {}
+        self.issued_s: dict[Task, float] = {}
         self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
@@ -265,6 +273,7 @@ class StreamLanes:
                 work = partial(run_on_host, call, needed, execute)
                 hosted.append(self._kind.submit(self._host, call.task, work))
                 continue
+            begun_s = time.perf_counter()
             stream = main if lane is Lane.COMPUTE else self._stream(lane, origin)
             for event in needed:
                 stream.wait_event(event)
@@ -273,6 +282,8 @@ class StreamLanes:
             if timed or (lane, number) in order.awaited:
                 ends[lane, number] = end = self._now(stream, timed)
                 spans.append((call.task, start, end))
+            if timed:
+                self.issued_s[call.task] = time.perf_counter() - begun_s
         for wanted in order.last:
             main.wait_event(ends[wanted])
         ACTIVITY.issued(self._now(main, timed=False))
@@ -405,18 +416,19 @@ def issue_order_of(span: Span) -> IssueOrder:
 def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
     """Return all calls in the order in which one thread issues them; a function of the span alone.
 
-    That is the order in which they start where every task takes one slot, as in the schedule's picture. What
-    starts earlier is issued earlier: when the host waits for the counts of a microbatch, the device has the
-    experts of the one before in its queues, and a combine is issued before the experts that it runs beside.
-    Lane by lane, as far as each can, would issue both too late: the host would wait for counts with empty
-    queues, and combines would stand behind all experts.
+    A simulation takes the same order (`graph.paths.slot_order`): that in which they start where every task
+    takes one slot, as in the schedule's picture. What starts earlier is issued earlier: when the host waits
+    for the counts of a microbatch, the device has the experts of the one before in its queues, and a combine
+    is issued before the experts that it runs beside. Lane by lane, as far as each can, would issue both too
+    late: the host would wait for counts with empty queues, and combines would stand behind all experts.
     """
     starts: list[tuple[int, int, Lane, Call]] = []
     ends: dict[Lane, list[int]] = {lane: [] for lane in span}
+    places = {lane: number for number, lane in enumerate(Lane)}
     left = sum(map(len, span.values()))
     while len(starts) < left:
         before = len(starts)
-        for place, (lane, calls) in enumerate(span.items()):
+        for lane, calls in span.items():
             mine = ends[lane]
             while len(mine) < len(calls):
                 call = calls[len(mine)]
@@ -425,7 +437,7 @@ def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
                 slots = [ends[other][count - 1] for other, count in call.waits]
                 start = max([0, *mine[-1:], *slots])
                 mine.append(start + 1)
-                starts.append((start, place, lane, call))
+                starts.append((start, places[lane], lane, call))
         assert len(starts) > before, "a checked schedule does not deadlock"
     starts.sort(key=lambda each: each[:2])
     return [(lane, call) for _, _, lane, call in starts]

@@ -24,6 +24,7 @@ from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
+from penstock.cost.issuing import kernels_of
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
@@ -75,7 +76,7 @@ def measure_tasks(
     tasks = tuple(_models(runs, alone, file.rates))
     found = replace(
         file,
-        rates=_with_overhead(file.rates, tasks),
+        rates=_with_issuing(_with_overhead(file.rates, tasks), stack.machinery.lanes.issued_s),
         tasks=tasks,
         jitter=_jitter(alone),
         slowness=slowness,
@@ -92,6 +93,21 @@ def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterC
     """Return the rates with the least overhead of a measured task, for tasks that were not measured."""
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
     return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
+
+
+def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> ClusterConfig:
+    """Return the rates with the host's time for each task and each of its operations, if one thread has it.
+
+    Of an op the median counts. A first transfer after counts also waits for the device, so the line follows
+    what most ops agree on.
+    """
+    by_op = defaultdict[str, list[float]](list)
+    for task, seconds in issued_s.items():
+        by_op[task.op].append(seconds)
+    if not by_op:
+        return rates
+    line = fit_line([(kernels_of(op), median_low(found)) for op, found in by_op.items()])
+    return replace(rates, issue_task_s=max(0.0, line.alpha_s), issue_kernel_s=max(0.0, line.beta))
 
 
 def sample_of(config: RunConfig) -> RunConfig:
