@@ -160,6 +160,66 @@ def test_no_number_that_json_lacks_is_planned_with(
     assert "rates.link_latency_s = " in refused(words, capsys)
 
 
+RATES = [
+    *(("flops_per_s", value) for value in (3, 1e5, 1e30)),
+    *(("memory_bytes_per_s", value) for value in (0, 3, 1e30)),
+    *((f"{link}_bytes_per_s", value) for link in ("link", "intra") for value in (-1, 3, 1e30)),
+    *((f"{link}_latency_s", value) for link in ("link", "intra") for value in (0, 1e-300, 1e5)),
+    *(("task_overhead_s", value) for value in (0, 1e-300, 1e5)),
+]
+"""Rates of no machine, by their name in [cluster] and in the `rates` of a cluster file."""
+
+
+@pytest.mark.parametrize(("name", "value"), RATES)
+def test_a_rate_of_no_machine_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, value: float
+) -> None:
+    tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    key = f"cluster.{name} = "
+    assert refused(["train", str(tiny), f"cluster.{name}={value}"], capsys).startswith(f"penstock: {key}")
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": {name: value}}))
+    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.rates.{name} = ")
+
+
+@pytest.mark.parametrize(
+    ("list_", "name", "value"),
+    [("links", "alpha_s", 1e5), ("links", "beta_s_per_byte", 1.0), ("tasks", "alpha_s", 1e5)],
+)
+def test_a_line_of_no_machine_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, list_: str, name: str, value: float
+) -> None:
+    link = {"collective": "all_to_all", "group": "ep", "lane": "inter", "ranks": 2, "alpha_s": 1e-4}
+    task = {"op": "AT", "phase": "F", "alpha_s": 1e-4, "scale": 1.0}
+    entry = {**({**link, "beta_s_per_byte": 1e-9} if list_ == "links" else task), name: value}
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, list_: [entry]}))
+    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.{list_}[0].{name} = ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in ("layers", "batch_per_rank", "seq_len", "hidden_size", "ffn_hidden_size")),
+        *((name, 0) for name in ("num_experts", "top_k", "ranks", "ep_size", "mp_size", "esp_size")),
+        *(("seq_len", value) for value in (-1, 1 << 70)),
+        *((name, 1 << 40) for name in ("moe_layers", "top_k", "ep_size")),
+    ],
+)
+def test_a_saved_plan_of_no_step_is_not_shown(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
+) -> None:
+    table = json.loads(saved[0].read_text())
+    table["sizes"][name] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(table))
+    said = refused(["plan", "--show", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.sizes.{name} = ") and said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"

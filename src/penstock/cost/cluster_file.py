@@ -58,9 +58,9 @@ COLLECTIVES = (
 
 
 AGAIN = "Measure it again, or correct the number."
-Seconds = Annotated[float, Within(0, 1e6, "a million seconds are twelve days")]
+Seconds = Annotated[float, Within(0, 1e3, "nothing waits a quarter of an hour to begin", hint=AGAIN)]
 SecondsPerUnit = Annotated[
-    float, Within(0, 1e3, "nothing is slower than a byte in that time", True, hint=AGAIN)
+    float, Within(0, 1e-3, "modems of 1990 took a millisecond for a byte", True, hint=AGAIN)
 ]
 Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
 Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=AGAIN)]

@@ -91,7 +91,7 @@ def measure_tasks(
 def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterConfig:
     """Return the rates with the least overhead of a measured task, for tasks that were not measured."""
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
-    return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
+    return rates.measured(task_overhead_s=min(overheads)) if overheads else rates
 
 
 def sample_of(config: RunConfig) -> RunConfig:
