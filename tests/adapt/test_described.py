@@ -208,7 +208,22 @@ def test_a_model_is_no_larger_than_memory_and_its_weights(saved: Path, tmp_path:
         penstock.load_pretrained(folder)
 
 
-VALUES = (HUGE, 1 << 20, 10**30, -1, 0, 1e300, None, True, "x", "org/x", [], [HUGE], {}, {"": "org/x"})
+VALUES: tuple[Any, ...] = (
+    HUGE,
+    1 << 20,
+    10**30,
+    -1,
+    0,
+    1e300,
+    None,
+    True,
+    "x",
+    "org/x",
+    [],
+    [HUGE],
+    {},
+    {"": "org/x"},
+)
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def read_recording(path: Path) -> Recording:
         lines = _lines(path, file)
         _, first = next(lines, (1, b"{}"))
         model = _header(path, _json(path, 1, first))
-        steps, loads, samples, held = [], [], list[Counts | None](), 0
+        steps, loads, samples, held = list[int](), [], list[Counts | None](), 0
         for number, line in lines:
             step, load_YE, of_samples = _step(path, number, _json(path, number, line), model)
             if steps and step <= steps[-1]:
