@@ -36,8 +36,8 @@ from penstock.plan import (
     PlanFile,
     Problem,
     evaluate,
-    explain,
     find_plan,
+    reasons,
 )
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
@@ -271,7 +271,7 @@ def find(
         found = searched()
     beat()
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    return found, (*explain(problem, found, memory).lines, *found.searched.lines, *doubts)
+    return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts)
 
 
 def numbered(lines: Sequence[str], number: int) -> list[str]:

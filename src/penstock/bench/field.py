@@ -20,7 +20,7 @@ from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
-from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
+from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import interval_s
 from penstock.plan.published import planners
@@ -178,7 +178,7 @@ def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
         name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
         for name in stacks.config.compare.schedules
     }
-    notes = (*explain(problem, found).lines, *_doubts(problem))
+    notes = (*reasons(problem, found).lines, *_doubts(problem))
     return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
@@ -259,5 +259,5 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     published = planners(problem)
     plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: found.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
-    notes = (*explain(problem, found).lines, *_doubts(problem))
+    notes = (*reasons(problem, found).lines, *_doubts(problem))
     return RealField(stacks, iterations, notes=notes)

@@ -67,13 +67,14 @@ class FoundPlan:
     """The best plan found, and its alternatives.
 
     others: the next best of other schedules or cuts, best first. lower_bound_s: the least bound over all
-    cuts. searched: how much was examined to find it.
+    cuts. searched: how much was examined to find it. effort: what a budget of 1 was.
     """
 
     best: Candidate
     others: tuple[Candidate, ...]
     lower_bound_s: float
     searched: Searched
+    effort: Effort = "usual"
 
 
 def find_plan(
@@ -309,6 +310,7 @@ class _Search:
                 late=late,
                 skipped=tuple(self._unplanned),
             ),
+            effort=self._effort,
         )
 
     def _fits(self, choice: Decision) -> bool:
