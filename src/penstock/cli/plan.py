@@ -34,7 +34,7 @@ from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
 from penstock.plan.search import FoundPlan
-from penstock.plan.subject import ELEMENT_BYTES, Overrides, precision_of, rate_notes
+from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
 from penstock.workloads import RoutingConfig
@@ -173,7 +173,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     cluster = _cluster(options)
     subject, routed = _subject(options, cluster)
     memory = _memory(options.memory_gib, subject.memory_bytes)
-    budget = 1.0 if options.budget is None else options.budget
+    budget = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
     if options.out is not None:
         check_out(options.out, EXAMPLE)
@@ -361,34 +361,10 @@ def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
-    from penstock.autopilot import layouts
-    from penstock.autopilot.run_problem import open_runs, run_problem
-    from penstock.config import load
-    from penstock.topology import Layout
-    from penstock.train.config import RunConfig
+    from penstock.autopilot.run_subject import run_subject
 
-    config = load(RunConfig, options.config, options.overrides).resolved(file.ranks)
-    wanted = config.train.precision
-    precision, why = precision_of(file, None if wanted == "auto" else wanted)
-    config = config.computing_in(precision)
-    notes = tuple(rate_notes(file, precision))
-    if (options.layout or config.plan.layout) == AUTO:
-        found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
-        config, notes = layouts.with_layout(config, found.best.sizes), (*notes, *found.lines)
-    experts = config.moe.num_experts
-    layout = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
-    plain, *sharded = [run_problem(run, layout, file) for run in open_runs(config)]
-    return Subject(
-        title=str(options.config),
-        cluster_name=file.name,
-        problem=plain,
-        precision=precision,
-        why_precision=why,
-        sharded=sharded[0] if sharded else None,
-        memory_bytes=file.memory_bytes,
-        notes=notes,
-        movable=config.placement.weighed,
-    )
+    memory = _memory(options.memory_gib, file.memory_bytes)
+    return run_subject(options.config, options.overrides, file, layout=options.layout, memory=memory)
 
 
 def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:

@@ -79,6 +79,7 @@ class Subject:
     """A problem with its description. notes: remarks on the numbers for users.
 
     precision: in which products are computed and rows travel; why_precision: the reason, as text.
+    budget: of the search, if nothing else is said.
     sharded: the problem with a sharded optimiser, where the faster of the two is sought. movable: what may
     be weighed against a known routing.
     """
@@ -92,6 +93,7 @@ class Subject:
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
+    budget: float = 1.0
 
     @property
     def step(self) -> str:
