@@ -149,6 +149,30 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 
 
 @pytest.mark.slow
+def test_it_ends_by_the_clock_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine where nothing gets done: with the first plans and the first layout."""
+    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda budget: lambda: budget > 0)
+    words = [*SMALL, "--layout", "auto"]
+    said = " ".join(run(words, capsys).split())
+    for part in (
+        "1 layout compared",
+        "were not looked at",
+        "The search took too long",
+        "not planned in the",
+    ):
+        assert part in said
+    found = json.loads(run([*words, "--json"], capsys))
+    assert found["search"]["late"] and not found["complete"] and found["why"]["faster"] == {}
+    assert found["why"]["faster_not_planned"] == [
+        "inter-node bandwidth",
+        "intra-node bandwidth",
+        "faster devices",
+    ]
+
+
+@pytest.mark.slow
 def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

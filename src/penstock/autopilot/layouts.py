@@ -18,6 +18,7 @@ from penstock.config import ConfigError, IndivisibleError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan.effort import time_limit
 from penstock.plan.layouts import FoundLayouts, LayoutSizes, layout_sizes, rank_layouts
 from penstock.plan.plan_config import AUTO
 from penstock.plan.space import forced
@@ -106,7 +107,7 @@ def run_layouts(
 ) -> FoundLayouts:
     """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits.
 
-    given: decisions that every plan has, by name.
+    given: decisions that every plan has, by name. It ends by the clock, with what is ranked by then.
     """
     return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
 
@@ -261,4 +262,5 @@ def _ranked(
         each = _possible(config, sizes, world_size, 0, node_size)
         return forced(run_problem(each.config, each.layout, file), given)
 
-    return rank_layouts(_tried(config, world_size, node_size), problem_of, memory)
+    tried, ends = _tried(config, world_size, node_size), time_limit(config.plan.budget)
+    return rank_layouts(tried, problem_of, memory, ends=ends)

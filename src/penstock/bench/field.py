@@ -22,6 +22,7 @@ from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
+from penstock.plan.effort import time_limit
 from penstock.plan.predict import interval_s
 from penstock.plan.published import planners
 from penstock.topology import Control, Layout
@@ -196,7 +197,7 @@ def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     """
 
     def search(beat: Beat) -> FoundPlan:
-        return find_plan(problem, progress=lambda _: beat())
+        return find_plan(problem, progress=lambda _: beat(), ends=time_limit())
 
     return decided_slowly(control, search, "choosing a plan", timeout_s)
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +27,7 @@ from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
-from penstock.plan.effort import PLACEMENTS, check_budget
+from penstock.plan.effort import PLACEMENTS, SEARCH_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
 from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
@@ -160,7 +159,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help=f"search effort as a multiple of the usual one (default: 1, which is "
-        f"{PLACEMENTS['usual']:,} simulated tasks)",
+        f"{PLACEMENTS['usual']:,} simulated tasks, and {SEARCH_S:g} s at most for each search)",
     )
 
 
@@ -180,7 +179,10 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     weighed: Weighed | None = None
     started = time.monotonic()
     with _progress() as progress:
-        find = partial(find_plan, memory=memory, progress=progress, budget=budget)
+
+        def find(problem: Problem) -> FoundPlan:
+            ends = time_limit(budget)
+            return find_plan(problem, memory=memory, progress=progress, budget=budget, ends=ends)
 
         def replan(how: Mapping[str, float]) -> tuple[Problem, FoundPlan]:
             changed, found, _ = _found(_subject(options, cluster.faster(**how))[0], find)
@@ -301,7 +303,8 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         sizes = Overrides(**given, recompute=again, precision=precision)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options)
-        found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
+        memory = _memory(options.memory_gib, file.memory_bytes)
+        found = find_layouts(options.model, file, sizes, memory, time_limit(options.budget or 1.0))
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))
         return _shared(subject, options)
