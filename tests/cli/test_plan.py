@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,22 @@ def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
+def test_what_if_is_what_the_command_says_of_the_changed_cluster(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With another layout and optimiser, too, where these are open: whole iterations are compared then."""
+    path = tmp_path / "cluster.json"
+    words = [*SMALL, "--budget", "0.0001", "--json", "--ep-size", "2"]
+    words += ["--layout", "auto", "--sharded-optimizer", "auto"]
+    now = json.loads(run(words, capsys))
+    find_cluster("flowmoe-cluster-2").faster(compute=2.0).save(path)
+    then = json.loads(run([str(path) if word == "flowmoe-cluster-2" else word for word in words], capsys))
+    alike = now["sizes"]["sharded_optimizer"] == then["sizes"]["sharded_optimizer"]
+    before_s, after_s = (each["why"]["predicted_s"] if alike else each["predicted_s"] for each in (now, then))
+    assert now["why"]["faster"]["faster devices"] == pytest.approx(after_s / before_s)
+
+
+@pytest.mark.slow
 def test_a_plan_is_saved_shown_and_can_be_replayed(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +146,30 @@ def test_what_a_budget_cut_short_is_said_everywhere(
     saved = PlanFile.read(path)
     assert saved.search is not None and saved.search.stopped == "better cuts"
     assert said in " ".join(run(["plan", "--show", str(path)], capsys).split())
+
+
+@pytest.mark.slow
+def test_it_ends_by_the_clock_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine where nothing gets done: with the first plans and the first layout."""
+    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda budget: lambda: budget > 0)
+    words = [*SMALL, "--layout", "auto"]
+    said = " ".join(run(words, capsys).split())
+    for part in (
+        "1 layout compared",
+        "were not looked at",
+        "The search took too long",
+        "not planned in the",
+    ):
+        assert part in said
+    found = json.loads(run([*words, "--json"], capsys))
+    assert found["search"]["late"] and not found["complete"] and found["why"]["faster"] == {}
+    assert found["why"]["faster_not_planned"] == [
+        "inter-node bandwidth",
+        "intra-node bandwidth",
+        "faster devices",
+    ]
 
 
 @pytest.mark.slow
@@ -237,6 +278,21 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
     assert "tiny.toml on flowmoe-cluster-2" in text and "1 layer (1 MoE)" in text
 
 
+@pytest.mark.slow
+def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = tmp_path / "cluster.json"
+    ClusterFile(name="by hand", nodes=1, ranks_per_node=2, device="H100").save(cluster)
+    words = ["plan", str(write_config(tmp_path)), "--cluster", str(cluster), "--budget", "0.0001"]
+    usual = json.loads(run([*words, "--json"], capsys))
+    exact = json.loads(run([*words, "--json", "train.precision=float32"], capsys))
+    assert (usual["precision"], exact["precision"]) == ("bfloat16", "float32")
+    smaller, larger = (each["why"]["memory_parts_bytes"]["activations"] for each in (usual, exact))
+    assert smaller < larger
+    assert re.search(r"^dtype +float32 ", run([*words, "train.precision=float32"], capsys), re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -262,6 +318,8 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         (["plan", "--show", "p.json", "--out", "q.json"], '--out = "q.json"'),
         (["plan", "--show", "p.json", "--memory-gib", "2"], "--memory-gib = 2.0"),
         (["plan", "--show", "p.json", "--ep-size", "2"], "--ep-size = 2"),
+        (["plan", "--show", "p.json", "--precision", "auto"], '--precision = "auto"'),
+        (["plan", "configs/tiny.toml", "--precision", "auto", "--cluster", "fsmoe-testbed-b"], "section.key"),
         (["plan", "configs/tiny.toml", "--show", "p.json"], 'CONFIG = "configs/tiny.toml"'),
     ],
 )

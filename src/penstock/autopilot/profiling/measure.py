@@ -129,6 +129,7 @@ def _with_links(
         ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links, layout.nodes),
         links=links,
+        precision="float32" if machinery.autocast_dtype is None else "bfloat16",
         doubts=(OVERRAN,) if limits.overran else (),
     )
 
