@@ -1,16 +1,18 @@
-"""`python -m benchmarks.published.refit`: rates of shipped clusters from tasks that the papers measured.
+"""`python -m benchmarks.published.refit [FILE ...]`: rates of clusters from tasks that the papers measured.
 
 A row is what a paper says a task took. The same task is priced by `StepCost`, and the rates are those that
 miss the rows least, as ratios. Iterations of plain expert parallelism are among them, since nothing overlaps
 in those: what attention and all-reduce leave of one is experts and all-to-alls. Iterations of systems that
-overlap are not: they are to be predicted. No torch.
+overlap are not: they are to be predicted. Other rates for these clusters can be given as files. No torch.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -155,12 +157,32 @@ def _with(rates: ClusterConfig, changes: Mapping[str, float]) -> ClusterConfig:
     return ClusterConfig(**values)
 
 
-def table(name: str) -> str:
+@dataclass(frozen=True)
+class Misses:
+    """How far some rows are from their prices, as parts of what was measured."""
+
+    errors: tuple[float, ...]
+
+    @property
+    def words(self) -> str:
+        """The least, the median and the most of them as text."""
+        if not self.errors:
+            return "none"
+        low, middle, high = (100 * f(self.errors) for f in (min, median, max))
+        return f"{len(self.errors)} rows, {low:+.0f} to {high:+.0f} %, median {middle:+.0f} %"
+
+
+def misses(file: ClusterFile, *, fitted: bool) -> Misses:
+    """What the file's prices miss: the rows that rates are fitted to, or those that are left out."""
+    rows = [row for row in ROWS if row.cluster == file.name and bool(row.left_out) is not fitted]
+    return Misses(tuple(row.predicted_ms(file) / row.measured_ms - 1 for row in rows))
+
+
+def table(file: ClusterFile) -> str:
     """Every row of a cluster as measured and as its file prices it, in Markdown."""
-    file = find_cluster(name)
     head = "| model | task | measured ms | priced ms | ratio | |"
     lines = [head, "|---|---|---:|---:|---:|---|"]
-    for row in (row for row in ROWS if row.cluster == name):
+    for row in (row for row in ROWS if row.cluster == file.name):
         priced_ms = row.predicted_ms(file)
         ratio, note = priced_ms / row.measured_ms, f"not fitted: {row.left_out}" if row.left_out else ""
         lines.append(
@@ -170,12 +192,15 @@ def table(name: str) -> str:
 
 
 def main() -> None:
-    """Prints the rates that the rows say, and how well the shipped files price the rows."""
-    for name, free in FREE.items():
-        shipped = find_cluster(name)
-        rates = refit(shipped).rates
-        fitted = (f"{each} {getattr(rates, each):g}" for names in free for each in names)
-        print(f"{name}: {', '.join(fitted)}\n\n{table(name)}\n")
+    """Prints the rates that the rows say, and how well the given or the shipped files price the rows."""
+    for name in sys.argv[1:] or FREE:
+        file = find_cluster(name)
+        rates = refit(file).rates
+        fitted = (f"{each} {getattr(rates, each):g}" for names in FREE[file.name] for each in names)
+        print(f"{name}: {', '.join(fitted)}\n\n{table(file)}\n")
+        for what, is_fitted in (("fitted", True), ("left out", False)):
+            print(f"{what}: {misses(file, fitted=is_fitted).words}")
+        print()
 
 
 if __name__ == "__main__":

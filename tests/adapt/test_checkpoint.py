@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.adapt.checkpoint import _begin
+from penstock.config import ConfigError
 from penstock.train.checkpoint import CheckpointError
 from tests.support.adapted import Batch, small
 from tests.support.killed import left_by_kills
@@ -175,6 +176,17 @@ def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
         save_file(stored, tmp_path / "optimizer.safetensors")
         with pytest.raises(ValueError, match=words):
             penstock.load_optimizer(model, optimizer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[3]", "[{}]", '[{"parameters": 3}]', '[{"parameters": [3]}]', "[" * 100_000]
+)
+def test_a_list_of_groups_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    model = penstock.parallelize(small("mixtral"))
+    (tmp_path / "optimizer.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        penstock.load_optimizer(model, optimizer_of(model), tmp_path)
+    assert caught.value.key == str(tmp_path / "optimizer.json")
 
 
 def save_with_little_room(rank: int, world: int, folder: str) -> str:

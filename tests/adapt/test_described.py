@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -11,10 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import penstock
+from penstock.adapt.limits import DEEPEST
 from penstock.adapt.own import PenstockConfig, PenstockForCausalLM
+from penstock.cli import main
+from penstock.cli.codes import BAD_USAGE
+from penstock.config import ConfigError
 from tests.support.adapted import small
 from tests.support.runs import refused
 
@@ -68,16 +75,16 @@ BOTH: list[tuple[Change, str]] = [
     (partial(cut_to, 0), rf"{ONE} cannot be read as safetensors"),
     (without_tensors, rf"{ONE}: no tensors are in there"),
     (indexed("{}"), rf"{INDEX} has no weight_map"),
-    (indexed("[]"), rf"{INDEX} holds list, and no JSON object"),
-    (indexed("{"), rf"{INDEX} is not JSON: .* Copy it again"),
+    (indexed("[]"), rf"{INDEX}: holds list, and no JSON object"),
+    (indexed("{"), rf"{INDEX}: is not JSON: .* Copy it again"),
     (indexed('{"weight_map": {"lm_head.weight": 3}}'), rf"{INDEX} has no weight_map"),
     (indexed('{"weight_map": {"lm_head.weight": "gone"}}'), "gone cannot be read as safetensors"),
     (
         indexed('{"weight_map": {"lm_head.weight": "../gone"}}'),
         r"\.json names \.\./gone: .* lead nowhere else",
     ),
-    (holding("config.json", "{"), r"config\.json is not JSON"),
-    (holding("config.json", "{}"), r"config\.json names no model_type"),
+    (holding("config.json", "{"), r"config\.json: is not JSON"),
+    (holding("config.json", "{}"), r"config\.json: model_type: is not there"),
     (saying(model_type="nonsense"), r"config\.json describes no model that transformers knows: .*nonsense"),
 ]
 """What is wrong, and what is said of it, in a folder of either."""
@@ -90,6 +97,53 @@ MIXTRAL: list[tuple[Change, str]] = [
     (saying(num_experts_per_tok=9), r"num_experts_per_tok = 9, and there are num_local_experts = 8"),
     (saying(num_attention_heads=0), r"config\.json: transformers cannot make a causal language model"),
 ]
+
+
+def nested(depth: int) -> str:
+    return f'{{"model_type": "mixtral", "x": {"[" * depth}{"]" * depth}}}'
+
+
+def pipe_for_weights(folder: Path) -> None:
+    (folder / ONE).unlink()
+    os.mkfifo(folder / ONE)
+
+
+HUGE = 1 << 31
+KEYS: list[tuple[Change, str]] = [
+    *(
+        (saying(**{name: HUGE}), f"config.json: {name}")
+        for name in ("num_hidden_layers", "num_local_experts")
+    ),
+    *((saying(**{name: HUGE}), f"config.json: {name}") for name in ("num_labels", "hidden_size")),
+    (saying(num_hidden_layers=10**400), "config.json: num_hidden_layers"),
+    (saying(sections={"moe": {"num_experts": HUGE}}), "config.json: sections.moe.num_experts"),
+    (saying(attn_implementation="org/kernel"), "config.json: attn_implementation"),
+    (saying(attn_implementation={"": "org/kernel"}), "config.json: attn_implementation."),
+    (saying(_attn_implementation_internal="flash_attention_2"), "config.json: _attn_implementation_internal"),
+    (saying(experts_implementation="sonicmoe"), "config.json: experts_implementation"),
+    (saying(text_config={"attn_implementation": "a/b"}), "config.json: text_config.attn_implementation"),
+    (saying(configuration_files=["config.5.0.0.json"]), "config.json: configuration_files"),
+    *(
+        (
+            saying(quantization_config={"quant_method": method}),
+            "config.json: quantization_config.quant_method",
+        )
+        for method in ("gptq", "awq", "bitsandbytes", "torchao")
+    ),
+    (saying(quantization_config={}), "config.json: quantization_config"),
+    (
+        saying(text_config={"quantization_config": {"quant_method": "fp8"}}),
+        "config.json: text_config.quantization_config.quant_method",
+    ),
+    (holding("config.json", nested(100_000)), "config.json"),
+    (holding("config.json", nested(DEEPEST + 1)), "config.json"),
+    (holding("config.json", f'{{"model_type": "{"x" * (1 << 22)}"}}'), "config.json"),
+    (holding("generation_config.json", "{"), "generation_config.json"),
+    (holding("generation_config.json", "[]"), "generation_config.json"),
+    (holding("generation_config.json", nested(100_000)), "generation_config.json"),
+    (pipe_for_weights, ONE),
+]
+"""What would hang, fetch code or raise an error of transformers, and the end of the key that is named."""
 
 OWN: list[tuple[Change, str]] = [
     (saying(hidden_size=24), r"config\.json describes no model .*hidden_size = 24, and sections say 16"),
@@ -119,6 +173,79 @@ def test_a_model_to_be_spread_is_refused(
         penstock.load_pretrained(folder)
     said = refused(capsys, "generate", folder, "--prompt", "ab")
     assert said.strip() == f"penstock: {caught.value}" and "\n" not in said.strip()
+
+
+@pytest.mark.parametrize(("change", "key"), KEYS)
+def test_a_setting_is_refused_by_its_key(
+    saved: Path, tmp_path: Path, change: Change, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(saved / "mixtral", tmp_path / "mixtral")
+    change(folder)
+    with pytest.raises(ConfigError) as caught:
+        penstock.load_pretrained(folder)
+    assert caught.value.key == str(folder / key)
+    (tmp_path / "text").write_text("several words")
+    for command in (
+        ("generate", folder, "--prompt", "ab"),
+        ("evaluate", folder, tmp_path / "text"),
+        ("convert", folder, tmp_path / "new"),
+    ):
+        assert refused(capsys, *command).strip() == f"penstock: {caught.value}"
+
+
+def test_a_folder_that_asks_for_tuples_is_read(saved: Path, tmp_path: Path) -> None:
+    """`return_dict: false` changes how results are handed over, and not what is computed."""
+    folder = shutil.copytree(saved / "mixtral", tmp_path / "mixtral")
+    saying(return_dict=False)(folder)
+    assert main(["generate", str(folder), "--prompt", "ab", "--max-new-tokens", "1"]) == 0
+
+
+def test_a_model_is_no_larger_than_memory_and_its_weights(saved: Path, tmp_path: Path) -> None:
+    """Where every size by itself would do."""
+    folder = shutil.copytree(saved / "mixtral", tmp_path / "mixtral")
+    saying(hidden_size=1 << 20, intermediate_size=1 << 20)(folder)
+    with pytest.raises(ValueError, match=r"config\.json: the model that it describes has"):
+        penstock.load_pretrained(folder)
+
+
+VALUES: tuple[Any, ...] = (
+    HUGE,
+    1 << 20,
+    10**30,
+    -1,
+    0,
+    1e300,
+    None,
+    True,
+    "x",
+    "org/x",
+    [],
+    [HUGE],
+    {},
+    {"": "org/x"},
+)
+
+
+@pytest.mark.slow
+@given(data=st.data())
+def test_no_value_of_a_setting_hangs_or_ends_in_a_traceback(
+    saved: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    data: st.DataObject,
+) -> None:
+    """Any setting of either file, with any of these values: the model answers, or one line says why not."""
+    kind = data.draw(st.sampled_from(("mixtral", "own")))
+    folder = shutil.copytree(saved / kind, tmp_path_factory.mktemp("drawn") / "model")
+    file = folder / data.draw(st.sampled_from(("config.json", "generation_config.json")))
+    table = json.loads(file.read_text())
+    name = data.draw(st.sampled_from([*sorted(table), "attn_implementation", "num_labels", "num_beams"]))
+    file.write_text(json.dumps({**table, name: data.draw(st.sampled_from(VALUES))}))
+    capsys.readouterr()
+    code = main(["generate", str(folder), "--prompt", "ab", "--max-new-tokens", "2"])
+    said = capsys.readouterr().err.strip()
+    assert code in (0, BAD_USAGE)
+    assert code == 0 or (said.startswith("penstock: ") and "\n" not in said), said
 
 
 @pytest.mark.parametrize(("change", "words"), [*BOTH, *OWN])

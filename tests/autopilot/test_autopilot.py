@@ -12,14 +12,14 @@ import pytest
 
 from penstock.autopilot import Autopilot
 from penstock.autopilot.planned import Planned
-from penstock.autopilot.retune import Tuning, best_simulated
+from penstock.autopilot.retune import TUNING_S, Tuning, best_simulated
 from penstock.autopilot.trials import TRIAL_STEPS
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.decision import Decision, Partition
 from penstock.decision.partition import TAIL, Portion, Slot
 from penstock.plan import PlanFile
-from penstock.plan.plan_config import PlanConfig
+from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
 from penstock.plan.tuner import SizeRange
 from penstock.topology import Control, Layout
 from penstock.train.assemble import gradient_bytes
@@ -291,6 +291,21 @@ def test_the_first_size_may_be_one_of_partial_gradients() -> None:
     planned = Planned(problem=each, choice=choice, plan=each.plan(choice))
     tuning = Tuning(PlanConfig(tuner="grid"), planned, {}, Control(0, 1), seed=0)
     assert tuning.turn().choice.all_reduce_chunk_bytes == 1 << 22
+
+
+def test_tuning_ends_by_the_time_of_its_steps_with_the_sizes_that_were_tried() -> None:
+    each = problem((True, True), all_reduce_bytes=1 << 22)
+    choice = Decision(schedule="flowmoe", microbatches=2, all_reduce_chunk_bytes=1 << 16)
+    planned = Planned(problem=each, choice=choice, plan=each.plan(choice))
+    config = PlanConfig(tuner="grid", samples=6, sample_steps=5)
+    tuning, ran = Tuning(config, planned, {}, Control(0, 1), seed=0), 0
+    tuning.turn()
+    while tuning.best is None:
+        ran += 1
+        if tuning.note(1.0 if ran <= 5 else TUNING_S):
+            tuning.turn()
+    assert ran == 5 + DROPPED_STEPS + 1
+    assert tuning.best.seconds == 1.0 and "4 sizes not tried" in tuning.line
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.autopilot.planned import Planned, Rival
-from penstock.autopilot.trials import TRIAL_STEPS, Trials, worth_while
+from penstock.autopilot.trials import TRIAL_STEPS, TRIALS_S, Trials, worth_while
 from penstock.decision import Decision
 from penstock.plan import PlanFile, evaluate
 from penstock.plan.candidate import whole_s
@@ -66,6 +66,20 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     assert columns.split() == ["plan", "predicted", "measured"]
     assert rows[1] == f"     2   200.0 ms   300.0 ms  {CHOICES[1].words}"
     assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+
+
+def test_trials_end_by_the_time_of_their_steps_with_the_plans_that_were_tried() -> None:
+    """The first plan gets a step that counts, whatever it takes."""
+    hour = dict.fromkeys(("penstock", "flowmoe", "sequential"), 3600.0)
+    trials, ran = run(hour)
+    assert ran == ["penstock"] * (DROPPED_STEPS + 1)
+    kept = trials.turn
+    assert kept.choice == CHOICES[0] and set(kept.misses) == {"penstock"} and kept.trial is not None
+    assert "2 plans not tried" in trials.lines[-1]
+    slow = {"penstock": 0.5, "flowmoe": 0.9 * TRIALS_S / DROPPED_STEPS, "sequential": 0.1}
+    trials, ran = run(slow)
+    assert ran == ["penstock"] * TRIAL_STEPS + ["flowmoe"] * (DROPPED_STEPS + 1)
+    assert trials.turn.choice == CHOICES[0] and "1 plan not tried" in trials.lines[-1]
 
 
 def test_later_predictions_are_corrected_like_the_first() -> None:

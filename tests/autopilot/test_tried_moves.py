@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.autopilot.planned import Planned
-from penstock.autopilot.trials import TRIAL_STEPS
+from penstock.autopilot.trials import TRIAL_STEPS, TRIALS_S
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.config import load
 from penstock.cost import ClusterFile
@@ -49,6 +49,12 @@ def tried(new_s: float, old_s: float) -> tuple[TriedMoves, list[str]]:
         if trial.note(10.0 if first else {"sequential": new_s, "flowmoe": old_s}[schedule], []):
             now = trial.turn
     return trial, ran
+
+
+def test_turns_of_very_long_steps_end_when_one_step_counts() -> None:
+    trial, ran = tried(1.1 * TRIALS_S, 0.4)
+    assert ran == ["sequential"] * (DROPPED_STEPS + 1) + ["flowmoe"] * TRIAL_STEPS
+    assert trial.turn.choice == OLD and "for 3 and 6 steps" in trial.lines[0]
 
 
 def test_the_new_plan_stays_where_its_steps_are_shorter() -> None:

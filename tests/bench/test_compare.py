@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from dataclasses import dataclass
+from itertools import count
 
 import pytest
 
@@ -74,6 +75,18 @@ def test_a_stop_leaves_the_rounds_before_it(whole: int) -> None:
     assert found.notes == (("a note", stopped) if whole < ROUNDS else ("a note",))
     text = render(summarise(found, nodes=1, devices=1, inter_rate_bit_per_s=None))
     assert ("1.00 [1.00, 1.00]" in text) == (whole > 1), "one round has no interval"
+
+
+@pytest.mark.parametrize("hours", [1, 60])
+def test_rounds_end_by_the_clock_with_those_that_are_complete(hours: int) -> None:
+    """After one at least: here every look at the clock comes so many hours after the one before."""
+    looks = count(0, 3600 * hours)
+    config = CompareConfig(warmup=WARMUP, rounds=ROUNDS, limit_s=7 * 3600)
+    found = compare(OneEntry(stop_at=0), config, clock=lambda: float(next(looks)))
+    whole = 2 if hours == 1 else 1
+    assert [len(rank) for rank in found.samples["flowmoe"]] == [whole]
+    assert found.notes[0] == "a note"
+    assert "compare.limit_s" in found.notes[1] and f"{whole} of {ROUNDS}" in found.notes[1]
 
 
 @pytest.mark.parametrize("stop_at", [1, BEFORE + WARMUP + 1])

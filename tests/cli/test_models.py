@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 import penstock
 from penstock.adapt.asking import Judgement, judge, open_model
-from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint
+from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint, to_checkpoint
 from penstock.cli import main
+from penstock.config import ConfigError
+from penstock.train.storage.record import RECORD
+from penstock.train.storage.sums import SUMS, digest_of, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.adapted import COMMON, small
 from tests.support.ranks import Pools
@@ -225,6 +228,49 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         name, *options = map(str, more)
         assert words in refused(capsys, name, tmp_path / "bytes", *options)
     assert "several words" in said(capsys, "generate", tmp_path / "bytes", "--prompt", "several words")
+
+
+def with_settings(folder: Path, section: str, name: str, value: object) -> Path:
+    """A checkpoint of Penstock whose record has another value of a setting, or, with `...`, lacks it."""
+    sizes = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}
+    path = to_checkpoint(PenstockForCausalLM(PenstockConfig({"model": sizes})), folder)
+    record = json.loads((path / RECORD).read_text())
+    table = record["settings"].setdefault(section, {})
+    if value is ...:
+        del table[name]
+    else:
+        table[name] = value
+    (path / RECORD).write_text(json.dumps(record))
+    write_sums(path, {file.name: digest_of(file) for file in path.iterdir() if file.name != SUMS})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        *(("model", name, ...) for name in ("num_layers", "hidden_size", "num_heads", "seq_len")),
+        *(("moe", name, ...) for name in ("num_experts", "top_k")),
+        ("data", "tokenizer", 3),
+    ],
+)
+def test_a_checkpoint_without_a_setting_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, name: str, value: object
+) -> None:
+    path = with_settings(tmp_path / "run", section, name, value)
+    with pytest.raises(ConfigError) as caught:
+        open_model(tmp_path / "run")
+    assert caught.value.key == f"{path / RECORD}: settings.{section}.{name}"
+    said_of = refused(capsys, "generate", tmp_path / "run", "--prompt", "a")
+    assert said_of.strip() == f"penstock: {caught.value}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("hidden_size", 1 << 20), ("num_layers", 2)])
+def test_a_checkpoint_is_compared_with_its_settings_before_memory_is_allocated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
+) -> None:
+    with_settings(tmp_path / "run", "model", name, value)
+    said_of = refused(capsys, "generate", tmp_path / "run", "--prompt", "a")
+    assert "holds another model than its settings say" in said_of and said_of.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,22 @@ def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
+def test_what_if_is_what_the_command_says_of_the_changed_cluster(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With another layout and optimiser, too, where these are open: whole iterations are compared then."""
+    path = tmp_path / "cluster.json"
+    words = [*SMALL, "--budget", "0.0001", "--json", "--ep-size", "2"]
+    words += ["--layout", "auto", "--sharded-optimizer", "auto"]
+    now = json.loads(run(words, capsys))
+    find_cluster("flowmoe-cluster-2").faster(compute=2.0).save(path)
+    then = json.loads(run([str(path) if word == "flowmoe-cluster-2" else word for word in words], capsys))
+    alike = now["sizes"]["sharded_optimizer"] == then["sizes"]["sharded_optimizer"]
+    before_s, after_s = (each["why"]["predicted_s"] if alike else each["predicted_s"] for each in (now, then))
+    assert now["why"]["faster"]["faster devices"] == pytest.approx(after_s / before_s)
+
+
+@pytest.mark.slow
 def test_a_plan_is_saved_shown_and_can_be_replayed(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +149,30 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 
 
 @pytest.mark.slow
+def test_it_ends_by_the_clock_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine where nothing gets done: with the first plans and the first layout."""
+    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda budget: lambda: budget > 0)
+    words = [*SMALL, "--layout", "auto"]
+    said = " ".join(run(words, capsys).split())
+    for part in (
+        "1 layout compared",
+        "were not looked at",
+        "The search took too long",
+        "not planned in the",
+    ):
+        assert part in said
+    found = json.loads(run([*words, "--json"], capsys))
+    assert found["search"]["late"] and not found["complete"] and found["why"]["faster"] == {}
+    assert found["why"]["faster_not_planned"] == [
+        "inter-node bandwidth",
+        "intra-node bandwidth",
+        "faster devices",
+    ]
+
+
+@pytest.mark.slow
 def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
     saved: tuple[Path, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -160,6 +201,66 @@ def test_no_number_that_json_lacks_is_planned_with(
     assert "rates.link_latency_s = " in refused(words, capsys)
 
 
+RATES = [
+    *(("flops_per_s", value) for value in (3, 1e5, 1e30)),
+    *(("memory_bytes_per_s", value) for value in (0, 3, 1e30)),
+    *((f"{link}_bytes_per_s", value) for link in ("link", "intra") for value in (-1, 3, 1e30)),
+    *((f"{link}_latency_s", value) for link in ("link", "intra") for value in (0, 1e-300, 1e5)),
+    *(("task_overhead_s", value) for value in (0, 1e-300, 1e5)),
+]
+"""Rates of no machine, by their name in [cluster] and in the `rates` of a cluster file."""
+
+
+@pytest.mark.parametrize(("name", "value"), RATES)
+def test_a_rate_of_no_machine_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, value: float
+) -> None:
+    tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
+    key = f"cluster.{name} = "
+    assert refused(["train", str(tiny), f"cluster.{name}={value}"], capsys).startswith(f"penstock: {key}")
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": {name: value}}))
+    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.rates.{name} = ")
+
+
+@pytest.mark.parametrize(
+    ("list_", "name", "value"),
+    [("links", "alpha_s", 1e5), ("links", "beta_s_per_byte", 1.0), ("tasks", "alpha_s", 1e5)],
+)
+def test_a_line_of_no_machine_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, list_: str, name: str, value: float
+) -> None:
+    link = {"collective": "all_to_all", "group": "ep", "lane": "inter", "ranks": 2, "alpha_s": 1e-4}
+    task = {"op": "AT", "phase": "F", "alpha_s": 1e-4, "scale": 1.0}
+    entry = {**({**link, "beta_s_per_byte": 1e-9} if list_ == "links" else task), name: value}
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, list_: [entry]}))
+    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.{list_}[0].{name} = ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in ("layers", "batch_per_rank", "seq_len", "hidden_size", "ffn_hidden_size")),
+        *((name, 0) for name in ("num_experts", "top_k", "ranks", "ep_size", "mp_size", "esp_size")),
+        *(("seq_len", value) for value in (-1, 1 << 70)),
+        *((name, 1 << 40) for name in ("moe_layers", "top_k", "ep_size")),
+    ],
+)
+def test_a_saved_plan_of_no_step_is_not_shown(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: int
+) -> None:
+    table = json.loads(saved[0].read_text())
+    table["sizes"][name] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(table))
+    said = refused(["plan", "--show", str(path)], capsys)
+    assert said.startswith(f"penstock: {path}.sizes.{name} = ") and said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Path(__file__).parents[2] / "configs" / "tiny.toml"
@@ -175,6 +276,21 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
     ]
     text = run(words, capsys)
     assert "tiny.toml on flowmoe-cluster-2" in text and "1 layer (1 MoE)" in text
+
+
+@pytest.mark.slow
+def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cluster = tmp_path / "cluster.json"
+    ClusterFile(name="by hand", nodes=1, ranks_per_node=2, device="H100").save(cluster)
+    words = ["plan", str(write_config(tmp_path)), "--cluster", str(cluster), "--budget", "0.0001"]
+    usual = json.loads(run([*words, "--json"], capsys))
+    exact = json.loads(run([*words, "--json", "train.precision=float32"], capsys))
+    assert (usual["precision"], exact["precision"]) == ("bfloat16", "float32")
+    smaller, larger = (each["why"]["memory_parts_bytes"]["activations"] for each in (usual, exact))
+    assert smaller < larger
+    assert re.search(r"^dtype +float32 ", run([*words, "train.precision=float32"], capsys), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +318,8 @@ def test_a_training_configuration_is_planned(capsys: pytest.CaptureFixture[str])
         (["plan", "--show", "p.json", "--out", "q.json"], '--out = "q.json"'),
         (["plan", "--show", "p.json", "--memory-gib", "2"], "--memory-gib = 2.0"),
         (["plan", "--show", "p.json", "--ep-size", "2"], "--ep-size = 2"),
+        (["plan", "--show", "p.json", "--precision", "auto"], '--precision = "auto"'),
+        (["plan", "configs/tiny.toml", "--precision", "auto", "--cluster", "fsmoe-testbed-b"], "section.key"),
         (["plan", "configs/tiny.toml", "--show", "p.json"], 'CONFIG = "configs/tiny.toml"'),
     ],
 )

@@ -141,7 +141,7 @@ def test_every_chunk_has_what_its_slices_have(step: Step) -> None:
 def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
     """With almost no overheads, the experts' seconds do not depend on how many chunks there are."""
     shape, work, routing = step
-    free = replace(CLUSTER, task_overhead_s=1e-15)
+    free = replace(CLUSTER, task_overhead_s=1e-12)
     cut = RoutedCost(shape, work, free, routing.counts(0))
     whole = RoutedCost(replace(shape, chunks=1, degree_backward=0), work, free, routing.counts(0))
 
@@ -151,7 +151,7 @@ def test_experts_compute_every_row_once_in_either_direction(step: Step) -> None:
 
     for forward in (True, False):
         ours, theirs = (experts_s(cost, forward=forward) for cost in (cut, whole))
-        np.testing.assert_allclose(ours, theirs, atol=1e-12)  # the overheads of some dozens of tasks
+        np.testing.assert_allclose(ours, theirs, atol=1e-10)  # the overheads of some dozens of tasks
 
 
 @given(steps(capacity=False))

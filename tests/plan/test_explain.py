@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.cost import ClusterConfig, ProfiledCluster, Span
 from penstock.cost.cluster_file import LinkModel
 from penstock.graph import Lane
 from penstock.ops import Op
-from penstock.plan import MemoryBudget, explain, find_plan
+from penstock.plan import MemoryBudget, Problem, explain, find_plan, reasons
+from penstock.plan.effort import Effort
 from penstock.words import change, gib, lane_words, mib, milliseconds
-from tests.plan.problems import FILE, problem
+from tests.plan.problems import FILE, problem, problems
+from tests.support.draws import draws
 
 SLOW_LINK = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e7, link_latency_s=1e-5)
 SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency_s=1e-6)
@@ -33,6 +39,41 @@ def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lan
     assert all(0 < share <= 1 + 1e-9 for share in told.busy.values())
     assert told.faster[what] == min(told.faster.values()) < 0.7
     assert all(0.4 < ratio < 1.001 for ratio in told.faster.values())
+
+
+HOW = {
+    "inter-node bandwidth": {"inter": 2.0},
+    "intra-node bandwidth": {"intra": 2.0},
+    "faster devices": {"compute": 2.0},
+}
+
+
+@pytest.mark.slow
+@draws(3)
+@given(problems(), st.sampled_from((0.02, 0.05)), st.sampled_from(get_args(Effort)))
+def test_what_if_is_what_planning_again_would_show(each: Problem, budget: float, effort: Effort) -> None:
+    """On a changed cluster, with the same budget, over the time of the plan that is shown."""
+    found = find_plan(each, budget=budget, effort=effort)
+    told = explain(each, found)
+    shown = dict(re.findall(r"2x ([\w -]+?) ([+-][\d.]+ %)", told.lines[4]))
+    assert set(shown) == set(told.faster) == set(HOW)
+    for what, how in HOW.items():
+        changed = replace(each, cluster=each.cluster.faster(**how))
+        then = find_plan(changed, budget=budget, effort=effort).best
+        assert told.faster[what] == pytest.approx(then.predicted_s / found.best.predicted_s)
+        assert shown[what] == change(then.predicted_s, found.best.predicted_s)
+
+
+def test_what_the_clock_has_cut_short_is_not_compared() -> None:
+    each = problem((True,))
+    late = find_plan(each, budget=0.01, effort="low", ends=lambda: True)
+    whole = find_plan(each, budget=0.01, effort="low")
+    assert explain(each, late).faster == {} and set(explain(each, late).late) == set(HOW)
+    some = explain(each, whole, replan=lambda how: (each, late if "inter" in how else whole))
+    assert some.faster == {"intra-node bandwidth": 1.0, "faster devices": 1.0}
+    assert some.to_dict()["faster_not_planned"] == [*some.late] == ["inter-node bandwidth"]
+    assert "2x inter-node bandwidth" in some.lines[4] and "2x inter-node bandwidth -" not in some.lines[4]
+    assert reasons(each, whole).faster == {} and len(reasons(each, whole).lines) == 5
 
 
 @pytest.mark.slow

@@ -8,16 +8,19 @@ from typing import Any, get_args
 
 import pytest
 
+from penstock.config import ConfigError
 from penstock.decision import Decision, Field, Movable, register, unregister
 from penstock.decision.moving import ExpertMoves, SampleMoves, Split
-from penstock.decision.record import RowForm
+from penstock.decision.record import PriorityName, RowForm
 from penstock.dispatch import DISPATCHES
 from penstock.plan import Problem, find_plan
 from penstock.plan.layouts import LayoutSizes, rank_layouts
+from penstock.plan.moving import weigh, with_routing
 from penstock.plan.published import planners
-from penstock.plan.space import space
+from penstock.plan.space import forced, space
 from penstock.plan.starts import first_choices
 from penstock.step.shape import Recompute
+from penstock.workloads import RoutingConfig
 from tests.plan.problems import problem, with_sharing
 
 WARMTH = Field(name="warmth", type=int, default=0, values=lambda asked, choice: (7,))
@@ -50,6 +53,18 @@ FORCED: list[tuple[Problem, str, object]] = [
     *((small(dispatches=(value,)), "dispatch", value) for value in DISPATCHES),
     *((replace(small(), compressions=(value,)), "compression", value) for value in get_args(RowForm)),
     *((replace(small(), recompute=(value,)), "recompute", value) for value in get_args(Recompute)),
+    *(
+        (forced(small(), {name: value}), name, value)
+        for name, value in (
+            *(("schedule", name) for name in ("sequential", "lina", "fsmoe", "flowmoe", "penstock")),
+            ("microbatches", 2),
+            ("chunks", 5),
+            ("chunks", 32),
+            ("backward_chunks", 7),
+            ("all_reduce_chunk_bytes", 12345),
+            *(("priority", name) for name in get_args(PriorityName)),
+        )
+    ),
 ]
 
 
@@ -77,12 +92,58 @@ def test_a_forced_setting_holds_in_every_answer(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["samples", "experts", "dispatch", "compression", "recompute"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("samples", "experts", "dispatch", "compression", "recompute"),
+        *("schedule", "microbatches", "chunks", "backward_chunks", "all_reduce_chunk_bytes", "priority"),
+    ],
+)
 def test_a_search_shows_nothing_else(name: str) -> None:
     each, _, value = [case for case in FORCED if case[1] == name][-1]
     found = find_plan(each, effort="low")
     assert {candidate.choice.value(name) for candidate in (found.best, *found.others)} == {value}
     assert not found.searched.skipped
+
+
+def test_settings_that_go_together_hold_together() -> None:
+    each = forced(
+        small(), {"schedule": "penstock", "microbatches": 2, "chunks": 4, "priority": "critical_path"}
+    )
+    found = find_plan(each, budget=0.01)
+    for choice in [
+        *(choice for _, choice in answers(each)),
+        found.best.choice,
+        *(x.choice for x in found.others),
+    ]:
+        assert (choice.schedule, choice.microbatches, choice.chunks) == ("penstock", 2, 4)
+        assert choice.priority == "critical_path"
+    moves = replace(each, movable=Movable(experts=("none", "planned")))
+    routed = with_routing(moves, RoutingConfig.parse("hot_expert"), moves.movable)
+    weighed = weigh(routed, [found.best.choice])
+    assert {weighed.still.choice.priority, weighed.best.choice.priority} == {"critical_path"}
+
+
+def test_an_expert_form_that_is_set_holds() -> None:
+    for form in ("gather", "s1", "s2"):
+        each = forced(with_sharing(small(), 2, 2), {"expert_form": form})
+        assert {choice.form for _, choice in answers(each)} == {form}
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"schedule": "parm_s1"}, "schedule.name"),
+        ({"schedule": "sequential", "microbatches": 2}, "schedule.microbatches"),
+        ({"schedule": "fsmoe", "priority": "search"}, "schedule.priority"),
+        ({"microbatches": 3}, "schedule.microbatches"),
+        ({"expert_form": "s1"}, "schedule.expert_form"),
+    ],
+)
+def test_what_no_plan_could_keep_is_refused(given: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        forced(small(), given)
+    assert caught.value.key == key
 
 
 @pytest.mark.usefixtures("warmth")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from penstock.config import ConfigError
@@ -41,6 +43,15 @@ def test_what_does_not_fit_is_counted() -> None:
     assert fewer.too_large and len(fewer.ranked) + fewer.too_large == len(sizes)
     with pytest.raises(ConfigError, match="no layout fits"):
         find_layouts("Mixtral-7B", TESTBED, SIZES, MemoryBudget(bytes=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", [1, 3])
+def test_the_comparison_of_layouts_ends_by_the_clock_with_what_it_has(compared: int) -> None:
+    looks = count(1)
+    some = find_layouts("Mixtral-7B", TESTBED, SIZES, ends=lambda: next(looks) >= compared)
+    assert len(some.ranked) == compared and some.late == (2 + 2 + 2) * (1 + 2 * 2) - compared
+    assert f"{some.late} were not looked at" in some.lines[-1]
 
 
 def test_what_does_not_divide_is_left_out_and_named() -> None:

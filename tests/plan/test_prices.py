@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
+from penstock.config.bounds import bounded_fields
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.plan import explain, find_plan
 from tests.plan.problems import FILE, problem
@@ -64,15 +66,21 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
         find_plan(problem(cluster=on(fast)))
 
 
-EXTREME = st.sampled_from((5e-324, 1e-300, 1e-30, 1e-6, 1.0, 1e9, 1e30, 1e300, 1.7e308))
+TYPES = bounded_fields(ClusterConfig)
+EXTREMES = [
+    st.sampled_from((bounds.low, math.sqrt(bounds.low * bounds.high), bounds.high))
+    for bounds in (get_args(TYPES[key])[1] for key in RATES)
+]
+"""The least and the largest that a file may say of each rate, and a number between them."""
 
 
 @pytest.mark.slow
 @draws(20)
-@example((1.0, 1.0, 5e-324, 1.0, 5e-324, 1.0, 5e-324), True)
-@given(st.tuples(*[EXTREME] * len(RATES)), st.booleans())
-def test_any_positive_numbers_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:
-    rates = rated(dict(zip(RATES, values, strict=True)))
+@example((1e18, 1e18, 1e-12, 1e18, 1e-12, 1e18, 1e-12), True)
+@given(st.tuples(*EXTREMES), st.booleans())
+def test_any_rates_of_a_file_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:
+    given: dict[str, Any] = dict(zip(RATES, values, strict=True))
+    rates = ClusterConfig(**given)
     each = problem((True,), cluster=rates if plain else on(rates), dispatches=("flat", "hierarchical_2d"))
     try:
         found = find_plan(each, budget=0.01)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig
 from penstock.decision import Decision, Field, register, unregister
 from penstock.plan import (
     Candidate,
@@ -238,12 +237,9 @@ def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
 
 
 def test_small_steps_are_cut_less_where_one_thread_hands_out_all_tasks() -> None:
-    """A GPU that needs microseconds for a task; a host that needs as long for a tenth of one."""
-    fast = ClusterConfig(flops_per_s=1e14, link_bytes_per_s=1e10, link_latency_s=1e-6, task_overhead_s=1e-6)
-    threads, one = (
-        problem(cluster=replace(fast, issue_task_s=task_s, issue_kernel_s=kernel_s))
-        for task_s, kernel_s in ((0.0, 0.0), (3e-5, 5e-6))
-    )
+    """Where handing out the tasks of a step takes as long as the device needs for them."""
+    threads = problem()
+    one = problem(cluster=replace(threads.cluster, issue_task_s=5e-4, issue_kernel_s=5e-5))
     many, few = (find_plan(each).best for each in (threads, one))
     assert len(few.plan.graph.tasks) < len(many.plan.graph.tasks)
     same = evaluate(one, many.choice)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterFile
+from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.clusters import find_cluster, names
+from penstock.cost.devices import Computing
 from penstock.decision import Decision
 from penstock.models import PRESETS
 from penstock.ops import Op
@@ -47,6 +48,33 @@ def test_mixtral_on_testbed_b() -> None:
     assert any("7 layers and 256 tokens" in note for note in subject.notes)
     assert "4 ranks of a node share attention, samples and every expert" in subject.ranks
     assert subject.memory_bytes == TESTBED_B.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "wanted", "precision", "flops_per_s"),
+    [
+        ("A100", None, None, "bfloat16", 1e13),
+        ("V100", None, None, "float32", 1e13),
+        ("cpu", None, None, "float32", 1e13),
+        ("A100", "float32", None, "float32", 1e13),
+        ("A100", "float32", "bfloat16", "bfloat16", 1.6e14),
+        ("V100", "float32", "bfloat16", "bfloat16", 1e13),
+        ("A100", None, "float32", "float32", 1e13),
+    ],
+)
+def test_bytes_and_operations_are_of_the_precision_that_is_told(
+    device: str, own: Computing | None, wanted: Computing | None, precision: str, flops_per_s: float
+) -> None:
+    rates = ClusterConfig(flops_per_s=1e13)
+    file = ClusterFile(name="x", nodes=2, ranks_per_node=2, rates=rates, device=device, precision=own)
+    subject = published_problem("GPT2-Tiny-MoE", file, Overrides(layers=1, precision=wanted))
+    work, cluster = subject.problem.workload, subject.problem.cluster
+    assert subject.precision == precision and subject.why_precision
+    assert work.element_bytes == {"float32": 4, "bfloat16": 2}[precision]
+    assert work.all_reduce_bytes[0] == (4 * work.hidden_size**2 + work.hidden_size * work.num_experts) * 4
+    assert cluster.flops_per_s == pytest.approx(flops_per_s)
+    converted = wanted == "bfloat16" and own == "float32"
+    assert any("float32" in note for note in subject.notes) is converted
 
 
 def test_elsewhere_mixtral_has_its_published_sizes() -> None:

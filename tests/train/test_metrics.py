@@ -137,6 +137,16 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_place(tmp_path: Path, brok
     assert path.read_bytes() == before
 
 
+def test_steps_out_of_order_are_an_error_with_their_place(tmp_path: Path) -> None:
+    path = record(tmp_path, range(1, 4), resume_step=0)
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    for lines, place in (((first, third, second), 3), ((first, first, third), 2)):
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(ValueError, match=rf"metrics\.jsonl, line {place}: is step"):
+            MetricsWriter(tmp_path, resume_step=3)
+        assert path.read_bytes() == b"".join(lines)
+
+
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, 0, [TensorBoard(tmp_path, 0, LAYERS)]) as writer:
         for number in range(1, 5):

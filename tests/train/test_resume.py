@@ -20,6 +20,8 @@ from penstock.config import ConfigError, load
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.storage.record import RECORD
+from penstock.train.storage.sums import digest_of, read_sums, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
@@ -190,6 +192,17 @@ def test_another_model_is_refused_before_anything_is_written(copied: Path, overr
     assert caught.value.key == override.partition("=")[0]
     after = {path: path.read_bytes() for path in (copied / "run").iterdir() if path.is_file()}
     assert after == before
+
+
+def test_a_checkpoint_without_a_size_of_its_model_is_refused(copied: Path) -> None:
+    path = checkpoint(copied, 6)
+    record = json.loads((path / RECORD).read_text())
+    del record["settings"]["moe"]["top_k"]
+    (path / RECORD).write_text(json.dumps(record))
+    write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
+    with pytest.raises(ConfigError) as caught:
+        run(copied, "train.resume=true", "train.steps=9")
+    assert caught.value.key.endswith(f"{RECORD}: settings.moe.top_k")
 
 
 def test_what_may_change_is_listed(copied: Path) -> None:

@@ -147,9 +147,23 @@ def test_experts_that_choose_may_take_any_number_of_a_sample(tmp_path: Path) -> 
     assert counts[0, 0, 1].tolist() == [4, 4, 4, 4], "where nothing is known of a sample, as the whole batch"
 
 
+@pytest.mark.parametrize(("step", "wrong"), [(3, "4"), (7, "4"), (1, "3"), ("9" * 5000, "3")])
+def test_a_file_with_steps_out_of_order_is_not_continued(tmp_path: Path, step: int | str, wrong: str) -> None:
+    """Steps 1, `step`, 3: the line that is wrong is named, and nothing is lost."""
+    lines = [STEP.replace("1", str(number), 1) for number in (1, step, 3)]
+    path = write(tmp_path / "routing.jsonl", HEADER, *lines)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        RoutingRecorder(path, MODEL, resume_step=8)
+    assert caught.value.why.startswith(f"line {wrong} ")
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        ([HEADER, STEP, STEP], "line 3 is step 1 after step 1, and steps count up"),
+        ([HEADER, STEP.replace("1", "5", 1), STEP], "line 3 is step 1 after step 5, and steps count up"),
         ([HEADER.replace("}", ', "experts_choose": 1}')], "line 1 experts_choose is 1, and neither true nor"),
         (
             [HEADER.replace("}", ', "experts_choose": true}'), STEP.replace("6", "0")],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.adapt.described import empty_model, quiet, read_config
-from penstock.adapt.weights import refuse_misfits, stored_tensors
+from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
+from penstock.adapt.described import CONFIG, GENERATION, in_one_line, setting_of
+from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.words import Words, words_of
+from penstock.config import ConfigError
 from penstock.train.storage.finished import all_checkpoints, is_complete
 from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.sums import SUMS
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""
+
+LONGEST = 2048
+"""Tokens of a window, where the model has more positions or does not say how many."""
+
+MOST_BEAMS = 64
+"""Most beams: memory is needed for each."""
+
+FIXED = {"return_dict_in_generate": False, "num_return_sequences": 1, "cache_implementation": None}
+"""Arguments of `generate` that a folder's own settings of generation do not change."""
 
 AT_ONCE = 8
 """Most windows that are judged together."""
@@ -87,9 +99,16 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
         model = from_checkpoint(checkpoint)
-    elif (path / "config.json").is_file():
+    elif (path / CONFIG).is_file():
+        if (path / ADAPTERS).is_file():
+            raise ValueError(
+                f"{path} holds adapters of peft ({ADAPTERS}) beside a model, which would be left out: put "
+                "them into the model with PeftModel.from_pretrained(model, folder), and save what "
+                "merge_and_unload() returns"
+            )
         model = read_whole(path)
     else:
+        refuse_adapters(path)
         raise ValueError(
             f"{path} is neither a Hugging Face model folder (config.json), nor a checkpoint or an output "
             "folder of penstock train"
@@ -100,33 +119,27 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
 
 
 def _data_of(checkpoint: Path) -> Mapping[str, Any]:
-    """Return section [data] of the run that wrote a checkpoint; empty for one made from a folder."""
+    """Return section [data] of the run that wrote a checkpoint; empty for one made from a folder.
+
+    Raises ConfigError where the tokenizer in there is no text.
+    """
     found = (Record.read(checkpoint).settings or {}).get("data", {})
-    return found if isinstance(found, Mapping) else {}
+    table = found if isinstance(found, Mapping) else {}
+    if not isinstance(named := table.get("tokenizer"), str | None):
+        key = f"{checkpoint / RECORD}: settings.data.tokenizer"
+        raise ConfigError(key, named, "must be a path or `bytes`", "Use another checkpoint.")
+    return table
 
 
 def read_whole(folder: Path) -> Any:
     """Read the model in a folder of transformers, Penstock's own kind included.
 
-    Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
+    Raises ValueError if a tensor is missing, or is not the model's.
     """
-    from transformers import AutoModelForCausalLM
-
     import penstock.adapt.own  # noqa: F401  # makes its kind known
 
-    config = read_config(folder)
-    empty_model(folder, config)
-    stored_tensors(folder)  # names a damaged file, which transformers would not
-    with quiet():
-        model, told = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    refuse_misfits(folder, told)
-    return model
+    opened = ModelFolder.open(folder)
+    return opened.read(type(opened.model), opened.tensors, opened.dtype)
 
 
 def find_checkpoint(path: Path) -> Path | None:
@@ -191,13 +204,31 @@ def generate(
     torch.manual_seed(sampling.seed)
     prompt_1L = torch.tensor([tokens], device=opened.model.device)
     beams = opened.model.generation_config.num_beams or 1  # among several, the text is known at the end
+    if not isinstance(beams, int) or not 1 <= beams <= MOST_BEAMS:
+        raise ConfigError(
+            f"{GENERATION}: num_beams", beams, "memory is needed for each", f"Use 1 to {MOST_BEAMS}."
+        )
     telling = Telling(opened.words, prompt, say) if beams == 1 else None
-    out_1L = opened.model.generate(prompt_1L, max_new_tokens=most, streamer=telling, **sampling.options)
+    with _naming("generate"):
+        out_1L = opened.model.generate(
+            prompt_1L, max_new_tokens=most, streamer=telling, **FIXED, **sampling.options
+        )
     whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may drop the first space of a text
     text = whole[len(opened.words.decode(tokens)) :]
     if telling is None:
         say(prompt + text)
     return text
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn what a model's own code raises inside this context into a ValueError of one line."""
+    try:
+        yield
+    except OSError:  # of where the text is shown
+        raise
+    except Exception as error:  # foreign code may raise anything
+        raise ValueError(f"the model cannot {what}: {in_one_line(error)}") from error
 
 
 def judge(
@@ -209,13 +240,14 @@ def judge(
 ) -> Judgement:
     """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
-    length: tokens of a window; None = the number of positions that the model has, 2048 at most. name: of the
-    text. say: called after every batch with the progress. Raises ValueError for a text of fewer than two
+    length: tokens of a window; None = the number of positions that the model has, at most `LONGEST`. name: of
+    the text. say: called after every batch with the progress. Raises ValueError for a text of fewer than two
     tokens.
     """
     config = opened.model.config.get_text_config()
-    most = int(getattr(config, "max_position_embeddings", 2048))
-    length = min(most, 2048) if length is None else length
+    most = setting_of(config, "max_position_embeddings")
+    most = most if isinstance(most, int) and most > 0 else LONGEST
+    length = min(most, LONGEST) if length is None else length
     if not 1 <= length <= most:
         raise ValueError(f"windows of {length} tokens: use 1 to {most}, for which the model has positions")
     tokens = torch.tensor(opened.words.encode(text), device=opened.model.device)
@@ -225,7 +257,8 @@ def judge(
     total, done = 0.0, 0
     with torch.no_grad():
         for given_BL, wanted_BL in _windows(tokens, length, at_once):
-            logits_TV = opened.model(input_ids=given_BL).logits.flatten(0, 1)
+            with _naming("judge a text"):
+                logits_TV = opened.model(input_ids=given_BL).logits.flatten(0, 1)
             pieces = (each.split(TOKENS_AT_ONCE) for each in (logits_TV, wanted_BL.flatten()))
             for logits, wanted in zip(*pieces, strict=True):
                 losses_T = F.cross_entropy(logits.float(), wanted, reduction="none")

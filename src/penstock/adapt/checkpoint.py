@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
@@ -29,6 +29,7 @@ from penstock.adapt.export import expert_axes
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
+from penstock.config import UNSET, ConfigError, read_json
 from penstock.mesh import Group as Ranks
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.train.checkpoint import together
@@ -99,9 +100,26 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         refuse_cut_off(path)
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
-    saved: list[Group] = json.loads((path / GROUPS).read_text(encoding="utf-8"))
+    saved = _read_groups(path / GROUPS)
     _check_names(path, states.groups, saved)
     states.take(path / STATE, saved)
+
+
+def _read_groups(file: Path) -> list[Group]:
+    """Read the groups of an optimiser's parameters. Raises ConfigError about the file for anything else."""
+    hint = "Copy it again, or go on from another checkpoint."
+    saved = read_json(file, hint)
+    if not isinstance(saved, list) or not all(map(_is_group, saved)):
+        raise ConfigError(str(file), UNSET, "holds no groups of an optimizer's parameters", hint)
+    return saved
+
+
+def _is_group(group: object) -> bool:
+    """Return whether this is a table that lists the names of parameters."""
+    if not isinstance(group, dict):
+        return False
+    lists = (group.get("parameters"), group.get(WITHOUT, []))
+    return all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
 
 
 def is_trained(folder: Path) -> bool:
@@ -240,8 +258,14 @@ class _States:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{file} cannot be read as safetensors: {error}. Copy it again, or go on from "
+                "another checkpoint"
+            ) from error
         _check_complete(file, {logical.rpartition(":")[0] for logical in shapes}, saved)
         for logical, shape in shapes.items():
             name, _, key = logical.rpartition(":")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from logging import ERROR, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from penstock.adapt.limits import COPY, Held, check_code, check_memory, check_sizes, few_modules
+from penstock.config import UNSET, ConfigError, read_text, shorten
 
 CONFIG = "config.json"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -20,13 +23,19 @@ FORMER, FORMER_CHECKPOINT = ".former-model", ".unfinished-former-"
 """Folders for the files that a save replaces, until the new ones are in their place: inside of the folder of
 a model, and beside the folder of a checkpoint, whose name follows."""
 
-COPY = "Copy it again from where the model's files come from"
+GENERATION = "generation_config.json"
+MOST_BYTES = 1 << 22
+"""Largest size of a JSON file of settings."""
+
+MOST_WORDS = 600
+"""Most characters of a message from elsewhere that is shown."""
 
 
-def read_config(folder: Path) -> Any:
-    """Read the configuration in a folder. Raises ValueError, naming the file, if it describes no model."""
-    from transformers import AutoConfig
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read the configuration in a folder, as it stands there.
 
+    Raises ValueError, naming the file, if it is none, asks for code, or is that of quantized weights.
+    """
     file = folder / CONFIG
     if not file.is_file():
         refuse_cut_off(folder)
@@ -36,7 +45,21 @@ def read_config(folder: Path) -> Any:
         )
     table = read_table(file)
     if not isinstance(table.get("model_type"), str):
-        raise ValueError(f"{file} names no model_type, so it is not known what model it is of. {COPY}")
+        why = "is not there, so it is not known what model the folder is of"
+        raise ConfigError(f"{file}: model_type", UNSET, why, f"{COPY}.")
+    check_code(file, table)
+    return table
+
+
+def config_of(folder: Path, table: Mapping[str, Any], held: Held) -> Any:
+    """Return the configuration that a folder describes, of a model no larger than its weights bear out.
+
+    table: as `read_description` returns it. Raises ValueError, naming the file, if it describes no model.
+    """
+    from transformers import AutoConfig
+
+    file = folder / CONFIG
+    check_sizes(file, table, held)
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -44,6 +67,8 @@ def read_config(folder: Path) -> Any:
         raise ValueError(
             f"{file} describes no model that transformers knows: {in_one_line(error)}. {COPY}"
         ) from error
+    for part in (config, config.get_text_config()):
+        part.return_dict = True  # a model of transformers runs with no other value
     _check_experts(file, config.get_text_config())
     return config
 
@@ -59,29 +84,47 @@ def refuse_cut_off(folder: Path) -> None:
             )
 
 
-def empty_model(folder: Path, config: Any) -> Any:
+def empty_model(folder: Path, config: Any, held: Held) -> Any:
     """Return the causal language model of a configuration, without values.
 
-    Raises ValueError, naming the file, where transformers cannot make it.
+    Raises ValueError, naming the file, where transformers cannot make it, or weights do not bear it out.
     """
     from transformers import AutoModelForCausalLM
 
     try:
-        with quiet(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        with quiet(), torch.device("meta"), few_modules(held):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
         why = f"transformers cannot make a causal language model of it: {in_one_line(error)}"
         raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error
+    check_memory(folder / CONFIG, model, held)
+    return model
 
 
-def read_table(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises ValueError, naming the file, for anything else."""
+def read_generation(folder: Path) -> Any:
+    """Read the settings of generation in a folder, if it has some. Raises ValueError, naming the file."""
+    from transformers import GenerationConfig
+
+    file = folder / GENERATION
+    if not file.exists():
+        return None
+    table = read_table(file)
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {in_one_line(error)}. {COPY}") from error
+        with quiet():
+            return GenerationConfig.from_dict(table)
+    except Exception as error:  # whatever its own checks raise
+        raise ValueError(f"{file} holds no settings of generation: {in_one_line(error)}. {COPY}") from error
+
+
+def read_table(file: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises ConfigError about the file for anything else."""
+    text = read_text(file, str(file), f"{COPY}.", most_bytes)
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(str(file), UNSET, f"is not JSON: {in_one_line(error)}", f"{COPY}.") from error
     if not isinstance(table, dict):
-        raise ValueError(f"{file} holds {type(table).__name__}, and no JSON object. {COPY}")
+        raise ConfigError(str(file), UNSET, f"holds {type(table).__name__}, and no JSON object", f"{COPY}.")
     return table
 
 
@@ -135,5 +178,5 @@ def _check_experts(file: Path, config: Any) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """Return the type and message of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """Return the type and message of an error in one line, which may name a value of any length."""
+    return shorten(f"{type(error).__name__}: {' '.join(str(error).split())}", MOST_WORDS)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from penstock.adapt.build import machinery_for, scheduled
-from penstock.adapt.described import empty_model, quiet, read_config
 from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.experts import keep_shares
 from penstock.adapt.families import FAMILIES, family_of
 from penstock.adapt.family import Family
 from penstock.adapt.guess import guess
 from penstock.adapt.look import Found, look
+from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.scheduled import engine_of
-from penstock.adapt.weights import StoredTensor, refuse_misfits, share_of_experts, stored_tensors
+from penstock.adapt.weights import StoredTensor, share_of_experts
 from penstock.decision import Decision
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
@@ -49,16 +49,17 @@ def load_pretrained(
     see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is missing, of another
     shape, or not the model's, ConfigError for sizes that do not fit.
     """
-    path = Path(folder)
-    found, config = _skeleton(path)
+    opened = ModelFolder.open(Path(folder))
+    found = _skeleton(opened)
     parallel = ParallelConfig(
         ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
     )
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-        tensors = _share_of(found, path, held)
-        model = _filled(found, config, tensors, held, dtype or config.dtype or torch.float32).to(device)
+        tensors = _share_of(found, opened, held)
+        model = _filled(found, opened, tensors, held, dtype or opened.config.dtype or torch.float32)
+        model = model.to(device)
         return scheduled(found.of(model), machinery, parallel, plan).train()
 
 
@@ -67,11 +68,12 @@ def reload(model: Any, folder: str | Path) -> None:
 
     Raises ValueError if the folder holds another model.
     """
-    found, config = _skeleton(Path(folder))
+    opened = ModelFolder.open(Path(folder))
+    found = _skeleton(opened)
     layout = engine_of(model).layout
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    tensors = _share_of(found, Path(folder), held)
-    state = _filled(found, config, tensors, held, next(model.parameters()).dtype).state_dict()
+    tensors = _share_of(found, opened, held)
+    state = _filled(found, opened, tensors, held, next(model.parameters()).dtype).state_dict()
     mine = without_marks(model.state_dict())
     if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
@@ -80,18 +82,11 @@ def reload(model: Any, folder: str | Path) -> None:
             tensor.copy_(state[name])
 
 
-def _skeleton(folder: Path) -> tuple[Found, Any]:
-    """Return the parts of the model in a folder, without its weights, and its configuration."""
+def _skeleton(opened: ModelFolder) -> Found:
+    """Return the parts of the model in a folder, without its weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    config = read_config(folder)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{folder} holds quantized numbers (quantization_config), which cannot be trained: load it with "
-            "from_pretrained, dequantized, and call parallelize or save it"
-        )
-    model = empty_model(folder, config)
-    config = model.config  # that of the text part, where a model also sees or hears
+    model = opened.model
     family = family_of(model)
     if family is None:
         guess(model, brought_by(model))  # where there is nothing to spread, parallelize would refuse it, too
@@ -106,41 +101,31 @@ def _skeleton(folder: Path) -> tuple[Found, Any]:
             "with the model's numbers can it be seen whether steps compute the same: load the model with "
             "from_pretrained, and call parallelize"
         )
-    return found, config
+    return found
 
 
-def _share_of(found: Found, folder: Path, held: Sequence[int]) -> dict[str, StoredTensor]:
+def _share_of(found: Found, opened: ModelFolder, held: Sequence[int]) -> dict[str, StoredTensor]:
     """Return the tensors in a folder that a rank with these experts reads."""
     ids = {id(p) for experts in found.experts for p in experts.parameters()}
     named = found.model.named_parameters(remove_duplicate=False)
     rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
-    return share_of_experts(stored_tensors(folder), found.model, rows, held, found.num_experts)
+    return share_of_experts(opened.tensors, found.model, rows, held, found.num_experts)
 
 
 def _filled(
-    found: Found, config: Any, tensors: dict[str, StoredTensor], held: Sequence[int], dtype: torch.dtype
+    found: Found,
+    opened: ModelFolder,
+    tensors: dict[str, StoredTensor],
+    held: Sequence[int],
+    dtype: torch.dtype,
 ) -> Any:
     """Return the model with a share of experts, read from these tensors."""
-    from transformers import GenerationConfig
-
     plain = type(found.model)
-    folder = next(iter(tensors.values())).file.parent
-    with _one_after_the_other(), quiet():
-        model, told = _small_class(plain, found.family, held).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported, and refused below
-        )
-    refuse_misfits(folder, told)
+    with _one_after_the_other():
+        model = opened.read(_small_class(plain, found.family, held), tensors, dtype)
     model.__class__ = plain
     for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
-    model.config._name_or_path = str(folder)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 

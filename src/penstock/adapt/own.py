@@ -7,6 +7,7 @@ Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from penstock.config import from_dict, to_dict
+from penstock.adapt.weights import some_of
+from penstock.config import from_dict, shorten, to_dict
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.topology import Control
 from penstock.train.checkpoint import STEP, open_stored, verify
+from penstock.train.resume_settings import check_sizes_given
 from penstock.train.storage.owned import MOMENTS
 from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Outgoing, write_shard
@@ -57,7 +60,7 @@ class PenstockConfig(PreTrainedConfig):
         tables = {} if sections is None else sections
         if not isinstance(tables, Mapping) or not all(isinstance(each, Mapping) for each in tables.values()):
             raise ValueError(
-                f"sections = {sections!r}: write the settings of [model] and [moe] as two tables"
+                f"sections = {shorten(repr(sections))}: write the settings of [model] and [moe] as two tables"
             )
         self.sections = {
             "model": to_dict(from_dict(ModelConfig, dict(tables.get("model", {})), "model")),
@@ -167,21 +170,40 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
     record = verify(path, Control(0, 1))
     if record.settings is None:
         raise ValueError(f"{path} does not say what model it holds: an earlier version of Penstock wrote it")
-    model = PenstockForCausalLM(PenstockConfig(record.settings, tokenizer_digest=record.tokenizer))
-    wanted = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
+    check_sizes_given(record.settings, path)
+    config = PenstockConfig(record.settings, tokenizer_digest=record.tokenizer)
     stored = open_stored(path)
-    saved = {name for name in stored.entries if name.startswith("model.")}
-    if saved != wanted.keys():
-        missing, unexpected = sorted(wanted.keys() - saved), sorted(saved - wanted.keys())
-        raise ValueError(
-            f"{path} holds another model than its settings say: missing {missing or 'nothing'}, "
-            f"unexpected {unexpected or 'nothing'}"
-        )
+    saved = {name: entry for name, entry in stored.entries.items() if name.startswith("model.")}
+    with torch.device("meta"):
+        _check_stored(path, PenstockForCausalLM(config).decoder, saved)
+    model = PenstockForCausalLM(config)
+    wanted = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
     with torch.no_grad():
         for name, tensor in stored.read(saved):
             wanted[name].copy_(tensor)
     model.eval()
     return model
+
+
+def _check_stored(path: Path, decoder: GPT, saved: Mapping[str, Entry]) -> None:
+    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: what it holds, by name."""
+    # Compared first, as settings may ask for any number of experts, of which each gets a name below.
+    numbers = sum(tensor.numel() for _, tensor in _kept(decoder))
+    held = sum(prod(entry.shape) for entry in saved.values())
+    if numbers != held:
+        raise ValueError(
+            f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
+            "Give the path of another checkpoint"
+        )
+    wanted = {f"model.{name}": tuple(tensor.shape) for name, tensor in _logical(decoder)}
+    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name].shape != wanted[name]]
+    if missing or unexpected or misshapen:
+        raise ValueError(
+            f"{path} holds another model than its settings say: missing {some_of(missing)}, unexpected "
+            f"{some_of(unexpected)}, of other shapes {some_of(sorted(misshapen))}. Give the path of another "
+            "checkpoint"
+        )
 
 
 def to_checkpoint(model: PenstockForCausalLM, folder: Path) -> Path:
@@ -230,10 +252,15 @@ def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
 
 def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a whole decoder under their names in checkpoints: every expert has its own."""
+    for name, tensor in _kept(decoder):
+        yield from _split(decoder, name, name, tensor.detach())
+
+
+def _kept(decoder: GPT) -> list[tuple[str, Tensor]]:
+    """Return the buffers and parameters of a decoder that checkpoints have; those it ties once."""
     kept = decoder.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in decoder.named_buffers() if name in kept]
-    for name, tensor in (*buffers, *decoder.named_parameters()):
-        yield from _split(decoder, name, name, tensor.detach())
+    return [*buffers, *decoder.named_parameters()]
 
 
 def _split(decoder: GPT, name: str, of: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.described import CONFIG, COPY, read_table, refuse_cut_off
+from penstock.adapt.described import CONFIG, read_table, refuse_cut_off
+from penstock.adapt.limits import COPY, Held
 
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
@@ -21,8 +23,14 @@ MOST_NAMED = 4
 """Most tensors that a message names."""
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+MOST_INDEX_BYTES = 1 << 28
+"""Largest size of an index, which names every tensor."""
+
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """Pattern in the name of a tensor that belongs to one expert."""
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types in which models compute, by their names in safetensors."""
 
 LAYER = re.compile(r".*?\.\d+\.")
 """Beginning of the names of all tensors of a layer."""
@@ -46,6 +54,12 @@ class StoredTensor:
             shape: list[int] = opened.get_slice(self.name).get_shape()
             return shape
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of its numbers; None if it is none of those in which models compute."""
+        with safe_open(self.file, framework="pt") as opened:
+            return DTYPES.get(opened.get_slice(self.name).get_dtype())
+
     def __getitem__(self, everything: Any) -> Tensor:
         """Read the values into memory of their own: the file is closed again."""
         del everything
@@ -53,6 +67,11 @@ class StoredTensor:
             stored: Any = opened.get_slice(self.name)
             read: Tensor = stored[...] if self.rows is None else stored[self.rows]
             return read.clone()
+
+
+def held_by(tensors: Mapping[str, StoredTensor]) -> Held:
+    """Return how much the weights of a folder are."""
+    return Held(len(tensors), sum(file.stat().st_size for file in {each.file for each in tensors.values()}))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -85,10 +104,10 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    listed = read_table(index).get("weight_map")
+    listed = read_table(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
         raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {COPY}")
-    if outside := [name for name in listed.values() if Path(name).name != name]:
+    if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
         raise ValueError(
             f"{index} names {outside[0]}: files of a model lie in its folder, and it may "
             f"lead nowhere else. {COPY}"

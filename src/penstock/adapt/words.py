@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from penstock.adapt.described import quiet
+from penstock.adapt.described import in_one_line, quiet
 from penstock.config import ConfigError, HintWarning
 from penstock.data.text import BYTES
 from penstock.data.tokenizer import Bytes, read_tokenizer
@@ -215,8 +215,7 @@ def _read(folder: Path, files: str) -> Any:
         with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # several libraries raise, some of them bare `Exception`
-        told = " ".join(str(error).split())
         raise ValueError(
-            f"{files} cannot be read as a tokenizer ({type(error).__name__}: {told}). Copy it again, or "
-            "name another with --tokenizer"
+            f"{files} cannot be read as a tokenizer ({in_one_line(error)}). Copy it again, or name another "
+            "with --tokenizer"
         ) from error

@@ -6,9 +6,10 @@ rank by itself and once with pairs that share; rank 0 ranks all layouts by quick
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Final
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.profiling import profile_layout
@@ -17,8 +18,10 @@ from penstock.config import ConfigError, IndivisibleError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan.effort import time_limit
 from penstock.plan.layouts import FoundLayouts, LayoutSizes, layout_sizes, rank_layouts
 from penstock.plan.plan_config import AUTO
+from penstock.plan.space import forced
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
@@ -29,6 +32,7 @@ from penstock.train.resumption import Resumption, Say
 from penstock.train.shares import check_shares
 
 CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
+NOTHING: Final[Mapping[str, Any]] = {}
 OF_A_LAYOUT = ("mp_size", "ep_size", "esp_size", "tokens", "ranks_per_node")
 """Settings of section [parallel] that must stay the same for a run to keep its layout."""
 
@@ -95,9 +99,17 @@ def least_memory(config: RunConfig, world_size: int) -> RankMemory:
     return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
 
 
-def run_layouts(config: RunConfig, file: ClusterFile, memory: MemoryBudget | None = None) -> FoundLayouts:
-    """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits."""
-    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory)
+def run_layouts(
+    config: RunConfig,
+    file: ClusterFile,
+    memory: MemoryBudget | None = None,
+    given: Mapping[str, Any] = NOTHING,
+) -> FoundLayouts:
+    """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits.
+
+    given: decisions that every plan has, by name. It ends by the clock, with what is ranked by then.
+    """
+    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
 
 
 # ---- keeping it --------------------------------------------------------------------------------------------
@@ -243,10 +255,12 @@ def _ranked(
     node_size: int,
     file_of: Callable[[LayoutSizes], ClusterFile],
     memory: MemoryBudget | None,
+    given: Mapping[str, Any] = NOTHING,
 ) -> FoundLayouts:
     def problem_of(sizes: LayoutSizes) -> Problem:
         file = file_of(sizes)
         each = _possible(config, sizes, world_size, 0, node_size)
-        return run_problem(each.config, each.layout, file)
+        return forced(run_problem(each.config, each.layout, file), given)
 
-    return rank_layouts(_tried(config, world_size, node_size), problem_of, memory)
+    tried, ends = _tried(config, world_size, node_size), time_limit(config.plan.budget)
+    return rank_layouts(tried, problem_of, memory, ends=ends)

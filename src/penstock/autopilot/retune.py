@@ -24,9 +24,11 @@ from penstock.schedule import Cost, StepPlan, plan_step
 from penstock.simulate import iteration_s
 from penstock.step import StepShape
 from penstock.topology import Control
-from penstock.words import mib, milliseconds
+from penstock.words import counted, mib, milliseconds
 
 PURPOSE = "choosing a size of all-reduce chunks"
+TUNING_S = 3600.0
+"""Seconds of all steps of a search for a size, after which no other size is tried."""
 STARTS = 9
 """Number of sizes that are simulated before the first one is run."""
 
@@ -70,7 +72,8 @@ class Tuning:
     """One search for the best size, beginning with the most promising one by simulation.
 
     `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
-    complete. It returns the plan to run from then on.
+    complete. It returns the plan to run from then on. After `TUNING_S`, the sum of what all ranks know of
+    steps, a sample ends as soon as one step counts, and is the last.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Tuning:
         self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
         self._problem = planned.seeing(None).problem  # quick, since the other ranks wait
         self._times: list[float] = []
+        self._spent_s = 0.0
         self._tuner: Tuner | None = None
         if control.rank == 0:
             reduced = planned.problem.gradients.of_form(planned.choice.form)
@@ -98,7 +102,12 @@ class Tuning:
     def note(self, slowest_s: float) -> bool:
         """Record the seconds of a step on the slowest rank; return whether its sample is complete."""
         self._times.append(slowest_s)
-        return len(self._times) == self._config.sample_steps
+        self._spent_s += slowest_s
+        return len(self._times) >= (DROPPED_STEPS + 1 if self._late else self._config.sample_steps)
+
+    @property
+    def _late(self) -> bool:
+        return self._spent_s > TUNING_S
 
     def turn(self) -> Planned:
         """Return the plan to run from the next step on; after the last sample the plan of the best size."""
@@ -119,15 +128,21 @@ class Tuning:
         return (
             f"all-reduce pieces of {mib(self.best.size_bytes)}: the fastest of {len(self._samples)} sizes "
             f"tried ({self._config.tuner}), {milliseconds(self.best.seconds)} per step; "
-            f"the first size, {mib(first.size_bytes)}, took {milliseconds(first.seconds)}"
+            f"the first size, {mib(first.size_bytes)}, took {milliseconds(first.seconds)}{self._untried}"
         )
+
+    @property
+    def _untried(self) -> str:
+        left = self._config.samples - len(self._samples)
+        return f"; {counted(left, 'size')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
 
     def _decide(self) -> Turn:
         """Choose the next size and its plan, on rank 0 only."""
         assert self._tuner is not None, "rank 0 has the tuner"
         if self._samples:
             self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)
-        best = self._tuner.best if len(self._samples) == self._config.samples else None
+        enough = len(self._samples) == self._config.samples or (bool(self._samples) and self._late)
+        best = self._tuner.best if enough else None
         size_bytes = self._tuner.ask() if best is None else best.size_bytes
         plan = sized(self._problem, self._planned.choice, size_bytes, self._kinds)
         return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)

@@ -37,12 +37,14 @@ def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
 def run_problem(
     config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] | None = None
 ) -> Problem:
-    """Return the step of this run on the cluster that `file` describes.
+    """Return the step of this run on the cluster that `file` describes, in the run's precision.
 
     slowness: see Problem; None = as in the file, if the file is of as many ranks.
     """
     if slowness is None:
         slowness = file.slowness if file.ranks == layout.world_size else ()
+    precision = config.train.precision
+    file = file if precision == "auto" else file.computing_in(precision)
     return _problem(config, layout, ProfiledCluster.build(file), slowness)
 
 

@@ -36,11 +36,11 @@ from penstock.plan import (
     PlanFile,
     Problem,
     evaluate,
-    explain,
     find_plan,
+    reasons,
 )
 from penstock.plan.candidate import whole_s
-from penstock.plan.effort import Searched
+from penstock.plan.effort import Searched, time_limit
 from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, GIVEN
 from penstock.plan.plan_file import OtherPlan
@@ -49,10 +49,6 @@ from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.resumption import Say
 from penstock.words import within
-
-SEARCH_S = 120.0
-"""Seconds for a search in a run with the usual budget, several times what it takes on a machine that is not
-busy; a larger budget has as many times more."""
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
@@ -249,7 +245,7 @@ def find(
     measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
     plan by then.
     """
-    until_s = clock() + SEARCH_S * max(1.0, budget)
+    ends = time_limit(budget, clock)
     memory = MemoryBudget.of(file.memory_bytes)
 
     def searched() -> FoundPlan:
@@ -258,7 +254,7 @@ def find(
             memory=memory,
             budget=budget,
             progress=lambda _: beat(),
-            ends=lambda: clock() > until_s,
+            ends=ends,
         )
 
     try:
@@ -271,7 +267,7 @@ def find(
         found = searched()
     beat()
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    return found, (*explain(problem, found, memory).lines, *found.searched.lines, *doubts)
+    return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts)
 
 
 def numbered(lines: Sequence[str], number: int) -> list[str]:

@@ -18,13 +18,20 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.topology import Control
 from penstock.trace import TaskRecord
-from penstock.words import milliseconds, within
+from penstock.words import counted, milliseconds, within
 
 Records = Sequence[TaskRecord]
 
 TRIAL_STEPS = DROPPED_STEPS + 4
+TRIALS_S = 1800.0
+"""Seconds of all steps of a comparison, after which no other plan is tried."""
 MOST_SHARE = 0.1
 """The largest share of a run's steps that trials may take."""
+
+
+def turn_ends(times_s: Sequence[float], *, late: bool) -> bool:
+    """Tell whether a turn has enough steps; where the time is over, one step that counts is enough."""
+    return len(times_s) >= (DROPPED_STEPS + 1 if late else TRIAL_STEPS)
 
 
 def worth_while(planned: Planned, steps: int) -> bool:
@@ -34,7 +41,11 @@ def worth_while(planned: Planned, steps: int) -> bool:
 
 
 class Trials:
-    """Runs some plans in turns of `TRIAL_STEPS`; the first of them is in use already."""
+    """Runs some plans in turns of `TRIAL_STEPS`; the first of them is in use already.
+
+    After `TRIALS_S` the turn that is running ends as soon as it can, and is the last. That time is the sum of
+    what all ranks know of steps, so all ranks end after the same one.
+    """
 
     settles: Final = True
     """Whether the plan that is kept is still to be ordered by measured durations."""
@@ -47,16 +58,22 @@ class Trials:
         )
         self._times: list[float] = []
         self._medians: list[float] = []
+        self._spent_s = 0.0
 
     @property
     def done(self) -> bool:
-        return len(self._medians) == len(self._entries)
+        return len(self._medians) == len(self._entries) or (bool(self._medians) and self._late)
+
+    @property
+    def _late(self) -> bool:
+        return self._spent_s > TRIALS_S
 
     def note(self, slowest_s: float, records: Records) -> bool:
         """Record the seconds of a step on the slowest rank; return whether the next plan's turn has come."""
         del records  # whole steps decide
         self._times.append(slowest_s)
-        if len(self._times) < TRIAL_STEPS:
+        self._spent_s += slowest_s
+        if not turn_ends(self._times, late=self._late):
             return False
         self._medians.append(median(self._times[DROPPED_STEPS:]))
         self._times.clear()
@@ -86,14 +103,14 @@ class Trials:
         """All plans that were tried, with the seconds that their steps took."""
         return [
             OtherPlan(words=entry.choice.words, predicted_s=entry.predicted_s, measured_s=seconds)
-            for entry, seconds in zip(self._entries, self._medians, strict=True)
+            for entry, seconds in zip(self._entries, self._medians, strict=False)
         ]
 
     def _misses(self) -> dict[str, float]:
         """Return measured over predicted seconds per step, by schedule."""
         return {
             entry.choice.schedule: seconds / entry.predicted_s
-            for entry, seconds in zip(self._entries, self._medians, strict=True)
+            for entry, seconds in zip(self._entries, self._medians, strict=False)
         }
 
     @property
@@ -104,17 +121,23 @@ class Trials:
             within(entry.predicted_s, interval_s(problem, entry.predicted_s)) for entry in self._entries
         ]
         width = max(9, *map(len, predicted))
-        tried = zip(self._entries, predicted, self._medians, strict=True)
+        tried = zip(self._entries, predicted, self._medians, strict=False)
         rows = (
             f"  {number:>4}  {text:>{width}}  {milliseconds(seconds):>9}  {entry.choice.words}"
             for number, (entry, text, seconds) in enumerate(tried, first)
         )
+        most = "at most " if self._late else ""
         return (
-            f"trials of {TRIAL_STEPS} steps each, time per whole step (update included):",
+            f"trials of {most}{TRIAL_STEPS} steps each, time per whole step (update included):",
             f"  plan  {'predicted':>{width}}  {'measured':>9}",
             *rows,
-            f"keeping plan {first + self._best}",
+            f"keeping plan {first + self._best}{self._untried}",
         )
+
+    @property
+    def _untried(self) -> str:
+        left = len(self._entries) - len(self._medians)
+        return f"; {counted(left, 'plan')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
 
     @property
     def _best(self) -> int:

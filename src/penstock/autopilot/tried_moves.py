@@ -12,7 +12,7 @@ from typing import Final
 
 from penstock.autopilot.lessons import Run, forgotten, learned
 from penstock.autopilot.planned import Planned
-from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS, Records
+from penstock.autopilot.trials import MOST_SHARE, TRIAL_STEPS, TRIALS_S, Records, turn_ends
 from penstock.cost.placed import Evidence
 from penstock.plan.plan_config import DROPPED_STEPS
 from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
@@ -29,25 +29,30 @@ def worth_trying(config: RunConfig) -> bool:
 class TriedMoves:
     """Runs two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`.
 
-    Both are ordered by measured durations, where schedules are.
+    Both are ordered by measured durations, where schedules are. A turn that takes longer than its half of
+    `TRIALS_S` ends as soon as one step counts.
     """
 
     settles: Final = False
 
     def __init__(self, before: Planned, new: Planned) -> None:
         self._plans = (new, replace(before, plans=new.plans, lines=new.lines))
-        self._times: list[float] = []
-        self._records: list[Records] = []
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._records: tuple[list[Records], list[Records]] = ([], [])
+        self._turn = 0
 
     @property
     def done(self) -> bool:
-        return len(self._times) == len(self._plans) * TRIAL_STEPS
+        return self._turn == len(self._plans)
 
     def note(self, slowest_s: float, records: Records) -> bool:
         """Record a step: its seconds on the slowest rank, its tasks here. Return whether a turn has ended."""
-        self._times.append(slowest_s)
-        self._records.append(records)
-        return len(self._times) % TRIAL_STEPS == 0
+        times_s = self._times[self._turn]
+        times_s.append(slowest_s)
+        self._records[self._turn].append(records)
+        ends = turn_ends(times_s, late=sum(times_s) > TRIALS_S / len(self._plans))
+        self._turn += ends
+        return ends
 
     @property
     def turn(self) -> Planned:
@@ -69,7 +74,9 @@ class TriedMoves:
         )
         kept = self._ranked[0][1]
         way = "keeping" if kept is self._plans[0] else "going back to"
-        return (f"tried for {TRIAL_STEPS} steps each: a step takes {times}: {way} {kept.name}",)
+        first, second = map(len, self._times)
+        steps = f"{first} steps each" if first == second else f"{first} and {second} steps"
+        return (f"tried for {steps}: a step takes {times}: {way} {kept.name}",)
 
     def learned(self, planned: Planned, control: Control) -> Planned:
         """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
@@ -85,7 +92,7 @@ class TriedMoves:
     def _run(self, planned: Planned) -> Run:
         """Return a plan's turn, priced by the routing that was observed, whatever the plan moves."""
         turn = self._plans.index(planned)
-        steps = self._records[turn * TRIAL_STEPS : (turn + 1) * TRIAL_STEPS][DROPPED_STEPS:]
+        steps = self._records[turn][DROPPED_STEPS:]
         problem = replace(planned.problem, evidence=self._evidence)
         return Run(
             planned=replace(planned, problem=problem),
@@ -112,5 +119,4 @@ class TriedMoves:
 
     @property
     def _medians(self) -> Sequence[float]:
-        turns = (self._times[:TRIAL_STEPS], self._times[TRIAL_STEPS:])
-        return [median(turn[DROPPED_STEPS:]) for turn in turns]
+        return [median(turn[DROPPED_STEPS:]) for turn in self._times]

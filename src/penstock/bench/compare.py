@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,13 +45,21 @@ class _Round:
     traffic: Mapping[str, Mapping[int, int]]
 
 
-def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ignore) -> Measurements:
+def compare(
+    field: Field,
+    config: CompareConfig,
+    say: Callable[[str], None] = ignore,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Measurements:
     """Run all entries, and the computation alone, in turns.
 
     say: called with what runs now. A request to stop ends it after the step that is running; the
     result is what complete rounds have measured. Raises KeyboardInterrupt on all ranks without a complete
-    round.
+    round. So does `compare.limit_s` by the clock of the rank that is last, after one complete round at least.
     """
+    begin_s = clock()
+    late = False
     with StopRequests(field.control) as requests:
         for entry in field.entries:  # allocations that happen once must not count for the first entry
             say(f"{entry.label}: a first step")
@@ -59,21 +69,41 @@ def compare(field: Field, config: CompareConfig, say: Callable[[str], None] = ig
         for turn in range(config.warmup + config.rounds):
             done = turn - config.warmup + 1
             where = f"round {done} of {config.rounds}" if done > 0 else "warm-up"
-            found = _round(field, turn, requests, partial(_tell, say, where))
+            votes = _Votes(requests, turn, lambda: clock() - begin_s, config.limit_s if rounds else math.inf)
+            found = _round(field, turn, votes, partial(_tell, say, where))
+            late = votes.late
             if found is None:
                 break
             rounds += [found] if turn >= config.warmup else []
     if not rounds:
         raise KeyboardInterrupt
-    return _collected(field, rounds, peaks, wanted=config.rounds)
+    why = f"since {config.limit_s:g} s were over (compare.limit_s)" if late else "as requested"
+    return _collected(field, rounds, peaks, wanted=config.rounds, why=why)
+
+
+@dataclass
+class _Votes:
+    """Asks all ranks after a step whether to go on. late: whether the time was the reason not to."""
+
+    requests: StopRequests
+    turn: int
+    elapsed_s: Callable[[], float]
+    limit_s: float
+    late: bool = False
+
+    def stop(self) -> bool:
+        """Return whether any rank was asked to stop, or is beyond the limit."""
+        vote = self.requests.agreed(self.turn, self.elapsed_s())
+        self.late = not vote.stop and vote.slowest_s > self.limit_s
+        return vote.stop or self.late
 
 
 def _tell(say: Callable[[str], None], where: str, what: str) -> None:
     say(f"{where}: {what}")
 
 
-def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str], None]) -> _Round | None:
-    """Run one round; None if a stop was asked for on any rank before its end."""
+def _round(field: Field, turn: int, votes: _Votes, say: Callable[[str], None]) -> _Round | None:
+    """Run one round; None if it has to end before."""
     first = first_of_every_work(field.entries)
     samples: dict[str, Sample] = {}
     traffic: dict[str, Mapping[int, int]] = {}
@@ -84,24 +114,24 @@ def _round(field: Field, turn: int, requests: StopRequests, say: Callable[[str],
         samples[entry.label] = run_step(entry, turn, field.control)
         if first.get(entry.work) is entry:
             traffic[entry.work] = dict(field.traffic - before)
-        if requests.agreed(turn).stop:
+        if votes.stop():
             return None
     for work, entry in first.items():
         say("computation alone")
         compute_s[work] = field.compute_alone_s(entry, turn)
-        if requests.agreed(turn).stop:
+        if votes.stop():
             return None
     return _Round(samples=samples, compute_s=compute_s, traffic=traffic)
 
 
 def _collected(
-    field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int
+    field: Field, rounds: Sequence[_Round], peaks: Mapping[str, int], *, wanted: int, why: str
 ) -> Measurements:
-    """Collect what all ranks have measured."""
+    """Collect what all ranks have measured. why: the reason for fewer rounds than wanted."""
     everyone = field.control.gather((rounds, peaks), "collecting measurements")
     works, notes = first_of_every_work(field.entries), field.notes
     if len(rounds) < wanted:
-        notes = (*notes, f"stopped, as requested, after {len(rounds)} of {wanted} rounds")
+        notes = (*notes, f"stopped, {why}, after {len(rounds)} of {wanted} rounds")
     return Measurements(
         entries=field.entries,
         samples={

@@ -33,7 +33,8 @@ class CompareConfig:
     chooses from a profile taken before; it cannot be the first. A schedule may be followed by what moves in
     its steps, as in `penstock+netmoe+planned`; virtual devices only.
     peers: other systems, each as shipped and on Penstock's transport.
-    rounds: measured steps of each. warmup: steps before them.
+    rounds: measured steps of each. warmup: steps before them. limit_s: seconds after which rounds end, with
+    those that are complete by then, one at least.
     batch_per_device: samples per rank and step. seed: of weights and data.
     tune: predict every schedule with several numbers of pieces and compare it at its best.
     profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
@@ -44,6 +45,7 @@ class CompareConfig:
     peers: Names = ()
     rounds: Rounds = 5
     warmup: Rounds = 1
+    limit_s: Seconds = 3600.0
     batch_per_device: Samples = 4
     seed: Seed = 0
     tune: bool = False

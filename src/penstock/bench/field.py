@@ -20,8 +20,9 @@ from penstock.bench.tune import variants
 from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
-from penstock.plan import Candidate, FoundPlan, Problem, evaluate, explain, find_plan
+from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
+from penstock.plan.effort import time_limit
 from penstock.plan.predict import interval_s
 from penstock.plan.published import planners
 from penstock.topology import Control, Layout
@@ -178,7 +179,7 @@ def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
         name: fastest(tried[name]) if name in tried else Iteration(problem=problem, candidate=found.best)
         for name in stacks.config.compare.schedules
     }
-    notes = (*explain(problem, found).lines, *_doubts(problem))
+    notes = (*reasons(problem, found).lines, *_doubts(problem))
     return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
@@ -196,7 +197,7 @@ def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     """
 
     def search(beat: Beat) -> FoundPlan:
-        return find_plan(problem, progress=lambda _: beat())
+        return find_plan(problem, progress=lambda _: beat(), ends=time_limit())
 
     return decided_slowly(control, search, "choosing a plan", timeout_s)
 
@@ -259,5 +260,5 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     published = planners(problem)
     plans = {name: evaluate(problem, published[name](problem)) for name in BESIDE} | {PLANNED: found.best}
     iterations = {name: Iteration(problem=problem, candidate=plan) for name, plan in plans.items()}
-    notes = (*explain(problem, found).lines, *_doubts(problem))
+    notes = (*reasons(problem, found).lines, *_doubts(problem))
     return RealField(stacks, iterations, notes=notes)

@@ -23,7 +23,7 @@ from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
-from penstock.plan import Problem, explain
+from penstock.plan import Problem, reasons
 from penstock.plan.memory import estimate_memory
 from penstock.plan.predict import closing_s
 from penstock.schedule import SCHEDULES, StepPlan
@@ -127,7 +127,7 @@ class VirtualField:
         """
         problem = self._problem(self._open)
         found = chosen(problem, self.control, self._bench.parallel.timeout_s)
-        self.notes += explain(problem, found).lines
+        self.notes += reasons(problem, found).lines
         self._memory_bytes[AUTO] = found.best.memory_bytes
         return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
 

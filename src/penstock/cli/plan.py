@@ -10,10 +10,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,13 +27,13 @@ from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
-from penstock.plan.effort import PLACEMENTS, check_budget
+from penstock.plan.effort import PLACEMENTS, SEARCH_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
 from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
 from penstock.plan.search import FoundPlan
-from penstock.plan.subject import Overrides
+from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import milliseconds, terminal_width
 from penstock.workloads import RoutingConfig
@@ -66,6 +65,7 @@ SEARCHED = (
     "routing",
     "budget",
     "recompute",
+    "precision",
     *SIZES,
 )
 """Options that belong to a search."""
@@ -137,6 +137,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "to be for a plan to fit (default: auto)",
     )
     plan.add_argument(
+        "--precision",
+        choices=(*ELEMENT_BYTES, AUTO),
+        help="of products and rows of a published model; auto: what the devices are best at (default: that "
+        "of the cluster file's rates)",
+    )
+    plan.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
@@ -153,7 +159,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help=f"search effort as a multiple of the usual one (default: 1, which is "
-        f"{PLACEMENTS['usual']:,} simulated tasks)",
+        f"{PLACEMENTS['usual']:,} simulated tasks, and {SEARCH_S:g} s at most for each search)",
     )
 
 
@@ -163,20 +169,27 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     width = terminal_width()
     if options.show is not None:
         return _show(options, width)
-    subject = _loaded(_subject(options), options.imbalance)
+    cluster = _cluster(options)
+    subject, routed = _subject(options, cluster)
     memory = _memory(options.memory_gib, subject.memory_bytes)
-    budget = 1.0 if options.budget is None else options.budget
+    budget = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
     if options.out is not None:
         check_out(options.out, EXAMPLE)
-    routed = None if options.routing is None else _routed(subject, options)
-    subject = subject if routed is None else _observing(subject, routed)
     weighed: Weighed | None = None
     started = time.monotonic()
     with _progress() as progress:
-        find = partial(find_plan, memory=memory, progress=progress, budget=budget)
+
+        def find(problem: Problem) -> FoundPlan:
+            ends = time_limit(budget)
+            return find_plan(problem, memory=memory, progress=progress, budget=budget, ends=ends)
+
+        def replan(how: Mapping[str, float]) -> tuple[Problem, FoundPlan]:
+            changed, found, _ = _found(_subject(options, cluster.faster(**how))[0], find)
+            return changed.problem, found
+
         subject, found, updates = _found(subject, find)
-        explanation = explain(subject.problem, found, memory)
+        explanation = explain(subject.problem, found, memory, replan)
         if routed is not None:
             asked = _updating(routed, subject), found.best.choice, memory
             weighed = _weighed(*asked, f"routing {options.routing}")
@@ -251,7 +264,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _cluster(options: argparse.Namespace) -> ClusterFile:
+    """Return the cluster. Raises ConfigError unless there are one and a step to plan."""
     if (options.config is None) == (options.model is None):
         why = "needs either a configuration or --model"
         raise ConfigError(
@@ -263,16 +277,34 @@ def _subject(options: argparse.Namespace) -> Subject:
             "--cluster", UNSET, why, "For example, --cluster fsmoe-testbed-b, or a cluster file."
         )
     file = find_cluster(options.cluster)
-    file = replace(file, name=options.cluster) if file.name == UNNAMED else file
+    return replace(file, name=options.cluster) if file.name == UNNAMED else file
+
+
+def _subject(options: argparse.Namespace, file: ClusterFile) -> tuple[Subject, Problem | None]:
+    """Return what a plan is sought for on this cluster, and the problem with a given routing, if any."""
+    subject = _loaded(_stepping(options, file), options.imbalance)
+    if options.routing is None:
+        return subject, None
+    routed = _routed(subject, options)
+    return _observing(subject, routed), routed
+
+
+def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
+    """Return the step of the model or of the configuration, in the given or the best layout."""
     if options.model is not None:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
             raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
         again = None if options.recompute in (None, AUTO) else options.recompute
-        sizes = Overrides(**{name: getattr(options, name) for name in SIZES}, recompute=again)
+        precision = None if options.precision in (None, AUTO) else options.precision
+        if options.precision == AUTO:
+            precision, _ = file.usual_precision
+        given = {name: getattr(options, name) for name in SIZES}
+        sizes = Overrides(**given, recompute=again, precision=precision)
         if options.layout != "auto":
             return _shared(published_problem(options.model, file, sizes), options)
-        found = find_layouts(options.model, file, sizes, _memory(options.memory_gib, file.memory_bytes))
+        memory = _memory(options.memory_gib, file.memory_bytes)
+        found = find_layouts(options.model, file, sizes, memory, time_limit(options.budget or 1.0))
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))
         return _shared(subject, options)
@@ -328,35 +360,14 @@ def _observing(subject: Subject, routed: Problem) -> Subject:
 
 def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """Return the problem of a training run on this cluster's ranks."""
-    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute"):
+    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
-    from penstock.autopilot import layouts
-    from penstock.autopilot.run_problem import open_runs, run_problem
-    from penstock.config import load
-    from penstock.topology import Layout
-    from penstock.train.config import RunConfig
+    from penstock.autopilot.run_subject import run_subject
 
-    config = load(RunConfig, options.config, options.overrides).resolved(file.ranks)
-    gpus = file.measured is not None and file.measured.device != "cpu"
-    config = config.computing_in("bfloat16" if gpus else "float32")
-    notes: tuple[str, ...] = ()
-    if (options.layout or config.plan.layout) == AUTO:
-        found = layouts.run_layouts(config, file, _memory(options.memory_gib, file.memory_bytes))
-        config, notes = layouts.with_layout(config, found.best.sizes), found.lines
-    experts = config.moe.num_experts
-    layout = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
-    plain, *sharded = [run_problem(run, layout, file) for run in open_runs(config)]
-    return Subject(
-        title=str(options.config),
-        cluster_name=file.name,
-        problem=plain,
-        sharded=sharded[0] if sharded else None,
-        memory_bytes=file.memory_bytes,
-        notes=notes,
-        movable=config.placement.weighed,
-    )
+    memory = _memory(options.memory_gib, file.memory_bytes)
+    return run_subject(options.config, options.overrides, file, layout=options.layout, memory=memory)
 
 
 def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:

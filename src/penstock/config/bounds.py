@@ -40,6 +40,10 @@ class Within:
         enough = value > self.low if self.above else value >= self.low
         return enough and (value < self.high if self.below else value <= self.high)
 
+    def nearest(self, value: float) -> float:
+        """Return `value`, or the bound beyond which it lies; both bounds belong to the range."""
+        return min(max(value, self.low), self.high)
+
     @property
     def words(self) -> str:
         """Range in words, such as `from 1 to 1024`, or `above 0 and at most 1e+06`."""

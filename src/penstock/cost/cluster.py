@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
+from penstock.config.bounds import bounded_fields
 from penstock.cost.issuing import Issuing
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
@@ -14,14 +15,13 @@ from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group
 from penstock.ops.transfers import FLAT
 
-MOST_RATE = 1e30
-LEAST_START_UP_S = 5e-324
-"""The smallest number above zero."""
+Speed = Annotated[float, Within(1e6, 1e18, "computers of 1980 did a million a second, and none does 1e18")]
+"""Units (operations or bytes) per second of one device."""
 
-Rate = Annotated[float, Within(1e-3, MOST_RATE, "beyond, durations leave the range of floating point")]
-"""Units (operations or bytes) per second."""
+LinkRate = Annotated[float, Within(1e3, 1e18, "modems of 1990 sent a thousand bytes a second")]
+"""Bytes per second of a link."""
 
-StartUp = Annotated[float, Within(0, 1e6, "a million seconds are twelve days", above=True)]
+StartUp = Annotated[float, Within(1e-12, 1e2, "light passes a third of a millimetre in the shortest")]
 """Seconds before the first byte moves."""
 
 
@@ -59,13 +59,13 @@ class ClusterConfig:
     thread of its own.
     """
 
-    flops_per_s: Rate = 3e10
-    memory_bytes_per_s: Rate = 4e9
+    flops_per_s: Speed = 3e10
+    memory_bytes_per_s: Speed = 4e9
     link_latency_s: StartUp = 2e-4
-    link_bytes_per_s: Rate = 1e9
+    link_bytes_per_s: LinkRate = 1e9
     link_rate_of: RateOf = "device"
     intra_latency_s: StartUp = 2e-4
-    intra_bytes_per_s: Rate = 1e9
+    intra_bytes_per_s: LinkRate = 1e9
     task_overhead_s: StartUp = 1e-4
     issue_task_s: HostTime = 0.0
     issue_kernel_s: HostTime = 0.0
@@ -84,14 +84,19 @@ class ClusterConfig:
 
         No rate goes beyond the bounds of a cluster, so that any cluster can be asked what would help.
         """
-        return replace(
-            self,
-            flops_per_s=min(self.flops_per_s * compute, MOST_RATE),
-            memory_bytes_per_s=min(self.memory_bytes_per_s * compute, MOST_RATE),
-            task_overhead_s=max(self.task_overhead_s / compute, LEAST_START_UP_S),
-            link_bytes_per_s=min(self.link_bytes_per_s * inter, MOST_RATE),
-            intra_bytes_per_s=min(self.intra_bytes_per_s * intra, MOST_RATE),
+        return self.measured(
+            flops_per_s=self.flops_per_s * compute,
+            memory_bytes_per_s=self.memory_bytes_per_s * compute,
+            task_overhead_s=self.task_overhead_s / compute,
+            link_bytes_per_s=self.link_bytes_per_s * inter,
+            intra_bytes_per_s=self.intra_bytes_per_s * intra,
         )
+
+    def measured(self, **rates: float) -> Self:
+        """Return the cluster with these rates; one that lies beyond its bounds is moved to the nearer one."""
+        types = bounded_fields(type(self))
+        near = {name: get_args(types[name])[1].nearest(value) for name, value in rates.items()}
+        return replace(self, **near)
 
     def in_company(self, share: float) -> Self:
         """Return the cluster with tasks that have company for this share of their time."""

@@ -20,8 +20,9 @@ from penstock.config import (
     read_json,
     to_dict,
 )
-from penstock.config.bounds import MOST_RANKS, Ranks
+from penstock.config.bounds import MOST_RANKS, Name, Ranks
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.devices import CPU, Computing, find_device
 from penstock.cost.json_file import write_json
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
@@ -58,9 +59,9 @@ COLLECTIVES = (
 
 
 AGAIN = "Measure it again, or correct the number."
-Seconds = Annotated[float, Within(0, 1e6, "a million seconds are twelve days")]
+Seconds = Annotated[float, Within(0, 1e3, "nothing waits a quarter of an hour to begin", hint=AGAIN)]
 SecondsPerUnit = Annotated[
-    float, Within(0, 1e3, "nothing is slower than a byte in that time", True, hint=AGAIN)
+    float, Within(0, 1e-3, "modems of 1990 took a millisecond for a byte", True, hint=AGAIN)
 ]
 Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
 Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=AGAIN)]
@@ -231,6 +232,8 @@ class ClusterFile:
     take, beside what contexts and communicators of GPUs do; None = not known.
     measured: None for a file written by hand; source: where its numbers come from; doubts: what real steps
     could not tell, in words.
+    device: the name of one device, such as H100 or cpu, if it was not measured. precision: of the products
+    that flops_per_s and `tasks` are about; None = of whatever is planned for.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -247,6 +250,8 @@ class ClusterFile:
     steps: StepFit | None = None
     moves: Annotated[tuple[MoveModel, ...], Items(MOST_MODELS, "one per op")] = ()
     memory_bytes: MemoryBytes | None = None
+    device: Name | None = None
+    precision: Computing | None = None
     measured: Machine | None = None
     source: str = ""
     doubts: Annotated[tuple[str, ...], Items(MOST_MODELS, "they are for people")] = ()
@@ -268,6 +273,44 @@ class ClusterFile:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def device_name(self) -> str:
+        """The name of one device; "" = not known."""
+        return self.device or ("" if self.measured is None else self.measured.device)
+
+    @property
+    def usual_precision(self) -> tuple[Computing, str]:
+        """What `train.precision=auto` means on these devices, and why, as text."""
+        name = self.device_name
+        known = find_device(name)
+        if known is not None:
+            units = "has" if known.bfloat16_tflops is not None else "has no"
+            return known.usual, f"the device, {name}, {units} units for bfloat16"
+        if name == CPU:
+            return "float32", "the devices are CPUs"
+        if self.precision:
+            return self.precision, "as the cluster file's rates"
+        if name:
+            return "bfloat16", f"assumed: {name} is not among the devices that are known here"
+        return "float32", "assumed: the cluster file names no device"
+
+    def computing_in(self, precision: Computing) -> ClusterFile:
+        """Return the cluster with operations per second of this precision.
+
+        A device is assumed to reach the same share of its published peak in either. Where it is not known, or
+        has no units for the precision, the rate stays.
+        """
+        if self.precision in (None, precision):
+            return self
+        device = find_device(self.device_name)
+        now, then = (
+            None if device is None else device.peak_tflops(each) for each in (self.precision, precision)
+        )
+        if now is None or then is None:
+            return self
+        rate = self.rates.flops_per_s * then / now
+        return replace(self, rates=replace(self.rates, flops_per_s=rate), precision=precision)
 
     @property
     def peak_flops_per_s(self) -> float | None:

@@ -20,7 +20,7 @@ import torch
 
 import penstock
 from penstock.topology import ProcessInfo
-from penstock.topology.cgroup import memory_limit
+from penstock.topology.cgroup import free_memory_bytes
 from penstock.topology.interfaces import address_of, interface_names
 from penstock.topology.local import Places
 
@@ -28,7 +28,6 @@ PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers"
 """Packages that compute, or handle files that ranks share. One that is installed nowhere does not matter."""
 
 ABSENT: Final = "none"
-MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,19 +98,6 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
     found["torch"] = torch.__version__
     return found
-
-
-def free_memory_bytes() -> int:
-    """Return the bytes that new processes can have without anything being swapped out."""
-    with suppress(OSError, StopIteration):
-        line = next(
-            line
-            for line in MEMORY.read_text(encoding="utf-8").splitlines()
-            if line.startswith("MemAvailable:")
-        )
-        free, limit = int(line.split()[1]) * 1024, memory_limit()
-        return free if limit is None else min(free, limit)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache

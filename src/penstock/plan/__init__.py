@@ -1,7 +1,7 @@
 """What to run: the published planners by name, and a joint search over every choice. No torch."""
 
 from penstock.plan.candidate import Candidate, evaluate
-from penstock.plan.explain import Explanation, explain
+from penstock.plan.explain import Explanation, explain, reasons
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.models import MODELS, PublishedModel
 from penstock.plan.plan_file import PlanFile
@@ -28,4 +28,5 @@ __all__ = [
     "find_plan",
     "predict_s",
     "published_problem",
+    "reasons",
 ]

@@ -46,6 +46,8 @@ class Drafts:
         found = sorted(candidates.values(), key=lambda each: each.predicted_s)
         best_s = min((each.predicted_s for each in found), default=math.inf)
         ruled: dict[Decision, Candidate] = {}
+        if "priority" in dict(self.problem.forced):
+            return []
         for each in found:
             if _by_rule(each.choice) and each.bound.seconds < best_s:
                 ruled.setdefault(replace(each.choice, priority="search"), each)

@@ -1,11 +1,12 @@
 """The extent of a search, counted in work, not in time: a busy machine finds what an idle one does.
 
-A run that waits for its plan sets a limit on the time, too, which only a very busy machine reaches.
+A caller sets a limit on the time, too, which only a very busy machine or a very large step reaches.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -86,6 +87,17 @@ class Searched:
     def lines(self) -> tuple[str, ...]:
         """One more line of explanation if some choices were not examined, else none."""
         return () if self.complete else (f"Search   {self.words}",)
+
+
+SEARCH_S = 120.0
+"""Seconds for a search, or for a comparison of layouts, with the usual budget: several times what either
+takes on a machine that is not busy. A larger budget has as many times more."""
+
+
+def time_limit(budget: float = 1.0, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """Return what tells whether the time is over for a search that begins now with this budget."""
+    until_s = clock() + SEARCH_S * max(1.0, budget)
+    return lambda: clock() > until_s
 
 
 class OutOfBudgetError(Exception):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.decision import Decision
 from penstock.graph import Lane
-from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
-from penstock.plan.room import again_words, by_rule
-from penstock.plan.search import FoundPlan
+from penstock.plan.room import again_words
+from penstock.plan.search import FoundPlan, find_plan
 from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
 from penstock.words import change, gib, lane_words, milliseconds
@@ -27,27 +25,32 @@ INFINITELY = 1e12
 MOSTLY = 0.5
 """If start-ups take a larger share of the communication time than this, more bandwidth helps little."""
 
-RIVALS = 2
-"""The next best plans also tried on a faster cluster, where one of them may be the best: their number."""
-MOST_TASKS = 20_000
-"""The most tasks in all plans tried on a faster cluster; the best plan is tried whatever its size."""
+Planning = tuple[Problem, FoundPlan]
+
+Replan = Callable[[Mapping[str, float]], Planning]
+"""Plans again in the same way, with factors on the speed of `inter`, `intra` or `compute`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan and the reasons for it. busy: work over step time, by lane. faster: by the resource made twice
-    as fast, the predicted step time over the present one, both ordered by the same rules. rows: what rounded
-    rows save. again: what recomputation saves and takes. nodes: whether there are several; inside: whether
-    the network between them mostly waits for links inside nodes."""
+    """A plan and the reasons for it. busy: work over step time, by lane. rows: what rounded rows save. again:
+    what recomputation saves and takes. nodes: whether there are several; inside: whether the network between
+    them mostly waits for links inside nodes.
+
+    faster: by the resource made twice as fast, the predicted step time of the plan that would be found then,
+    over that of `best`; empty where nothing was planned again. late: resources for which the clock ended the
+    search, so that there is nothing to compare.
+    """
 
     best: Candidate
     next_best: Candidate | None
     busy: dict[str, float]
     binds: str
-    faster: dict[str, float]
     memory: MemoryEstimate
     budget: MemoryBudget | None
     lower_bound_s: float
+    faster: dict[str, float] = field(default_factory=dict)
+    late: tuple[str, ...] = ()
     rows: str = ""
     again: str = ""
     nodes: bool = False
@@ -79,6 +82,7 @@ class Explanation:
             "next_best_s": None if following is None else following.predicted_s,
             "next_best_interval_s": None if following is None else following.interval_s,
             "faster": self.faster,
+            "faster_not_planned": list(self.late),
             "memory_bytes": self.memory.total_bytes,
             "memory_parts_bytes": self.memory.parts,
         }
@@ -111,8 +115,13 @@ class Explanation:
         )
 
     def _faster(self) -> str:
-        changes = (f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items())
-        return f"predicted change of the step time: {', '.join(changes)}"
+        if not (self.faster or self.late):
+            return "`penstock plan` with this cluster's file predicts it for faster links and faster devices"
+        changes = [f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items()]
+        late = [f"{FASTER}x {what}" for what in self.late]
+        parts = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
+        parts += [f"not planned in the time there is: {', '.join(late)}"] if late else []
+        return "; ".join(parts)
 
     def _memory(self) -> str:
         of = "" if self.budget is None else f" of {gib(self.budget.bytes)}"
@@ -120,8 +129,29 @@ class Explanation:
         return f"{gib(self.memory.total_bytes)}{of} per rank (estimated), of which {gib(size)} {part}"
 
 
-def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
-    """Explain a plan: simulate the best few again on clusters in which one resource is twice as fast."""
+def explain(
+    problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None, replan: Replan | None = None
+) -> Explanation:
+    """Explain a plan, and plan again on clusters in which one resource is twice as fast.
+
+    This takes up to three more searches. replan: how the plan was found; none = by a search with this memory
+    and the budget and effort of `found`.
+    """
+
+    def searched(how: Mapping[str, float]) -> Planning:
+        changed = replace(problem, cluster=problem.cluster.faster(**how))
+        return changed, find_plan(changed, memory=memory, budget=found.searched.budget, effort=found.effort)
+
+    now, replan = (problem, found), replan or searched
+    resources = _resources(problem)
+    then = {} if found.searched.late else {what: replan(how) for what, how in resources.items()}
+    faster = {what: _ratio(now, each) for what, each in then.items() if not each[1].searched.late}
+    late = tuple(what for what in resources if what not in faster)
+    return replace(reasons(problem, found, memory), faster=faster, late=late)
+
+
+def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None) -> Explanation:
+    """Explain a plan without planning again: for a caller with ranks that wait for the plan."""
     best = found.best
     apart = alone(problem)
     cost = apart.cost(best.choice, best.plan.shape)
@@ -133,7 +163,6 @@ def explain(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         next_best=found.others[0] if found.others else None,
         busy=busy,
         binds=_binds(best, _start_up_share(apart, best, work), nodes=problem.has_nodes),
-        faster=_faster(problem, found),
         memory=estimate_memory(problem, best.choice),
         budget=memory,
         lower_bound_s=found.lower_bound_s,
@@ -179,16 +208,11 @@ def _binds(best: Candidate, start_up_share: float, *, nodes: bool) -> str:
     return f"latency limits the step: {share}; {text}"
 
 
-def _faster(problem: Problem, found: FoundPlan) -> dict[str, float]:
-    """Return the best predicted time of a few plans over their best now, by the resource made faster.
+def _resources(problem: Problem) -> dict[str, dict[str, float]]:
+    """Return the resources that may be made faster, with factors on the cluster's speeds.
 
     On one node, or where nodes are not known, all links are between ranks.
     """
-    near = (found.best, *found.others[:RIVALS])
-    tasks = accumulate(len(candidate.plan.graph.tasks) for candidate in near)
-    fits = [so_far <= MOST_TASKS for so_far in tasks]
-    tried = [found.best, *(each for each, fit in zip(near[1:], fits[1:], strict=True) if fit)]
-    choices = [by_rule(candidate.choice) for candidate in tried]
     work = problem.workload
     parts: dict[str, dict[str, float]] = {}
     if work.world_nodes > 1:
@@ -198,13 +222,16 @@ def _faster(problem: Problem, found: FoundPlan) -> dict[str, float]:
     elif work.world_size > 1:
         parts["bandwidth between ranks"] = {"inter": FASTER, "intra": FASTER}
     parts["faster devices"] = {"compute": FASTER}
-    now_s = _best_s(problem, choices)
-    # A rule may order shorter tasks worse; the present order would still do, and would not take more time.
-    return {
-        what: min(1.0, _best_s(replace(problem, cluster=problem.cluster.faster(**how)), choices) / now_s)
-        for what, how in parts.items()
-    }
+    return parts
 
 
-def _best_s(problem: Problem, choices: list[Decision]) -> float:
-    return min(evaluate(problem, choice).predicted_s for choice in choices)
+def _ratio(now: Planning, then: Planning) -> float:
+    """Return the step time of the second plan over that of the first.
+
+    Whole iterations are compared where only one of them updates parameters within the step.
+    """
+    alike = now[0].shape.updating == then[0].shape.updating
+    now_s, then_s = (
+        found.best.predicted_s if alike else whole_s(problem, found.best) for problem, found in (now, then)
+    )
+    return then_s / now_s

@@ -25,7 +25,7 @@ from penstock.plan.space import settled
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
-from penstock.words import change, gib, lane_words
+from penstock.words import change, counted, gib, lane_words
 
 NEXT: Final = 2
 """The number of layouts reported besides the best."""
@@ -83,13 +83,15 @@ class FoundLayouts:
     """The layouts that can run, best first.
 
     undivided: the number of layouts in which a size does not divide; too_large: of those that need too much
-    memory. refused: why other layouts are impossible, one reason for each.
+    memory. refused: why other layouts are impossible, one reason for each. late: the number of those that
+    were not looked at, since the time was over.
     """
 
     ranked: tuple[RankedLayout, ...]
     undivided: int
     too_large: int
     refused: tuple[str, ...] = ()
+    late: int = 0
 
     @property
     def best(self) -> RankedLayout:
@@ -105,7 +107,8 @@ class FoundLayouts:
         if first.sizes.shares and plain is not None:
             lines.append(f"best without sharing: {plain.words} ({self._slower(plain)})")
         left_out = _left_out(f"{self.undivided} more", self.too_large, self.refused)
-        return (*lines, f"{len(self.ranked)} layouts compared; {left_out}")
+        late = f", {self.late} were not looked at: it took too long on this machine" if self.late else ""
+        return (*lines, f"{counted(len(self.ranked), 'layout')} compared; {left_out}{late}")
 
     def _slower(self, other: RankedLayout) -> str:
         return change(other.best.predicted_s, self.best.best.predicted_s)
@@ -139,14 +142,19 @@ def rank_layouts(
     memory: MemoryBudget | None = None,
     *,
     key: str = "plan.layout",
+    ends: Callable[[], bool] = lambda: False,
 ) -> FoundLayouts:
     """Return the layouts in the order of their best quick plans. Raises ConfigError about `key` if none fits.
 
     problem_of: raises IndivisibleError for a layout in which a size does not divide, and ConfigError for one
-    that is impossible for another reason.
+    that is impossible for another reason. ends: tells whether the time is over; the best of those compared by
+    then is taken, of one at least.
     """
-    ranked, undivided, too_large, refused = [], 0, 0, list[str]()
+    ranked, undivided, too_large, late, refused = list[RankedLayout](), 0, 0, 0, list[str]()
     for sizes in tried:
+        if late or (ranked and ends()):
+            late += 1
+            continue
         try:
             problem = problem_of(sizes)
         except IndivisibleError:
@@ -164,7 +172,7 @@ def rank_layouts(
         raise ConfigError(key, "auto", why.rstrip("."), hint)
     ranked.sort(key=lambda layout: layout.best.predicted_s)
     return FoundLayouts(
-        ranked=tuple(ranked), undivided=undivided, too_large=too_large, refused=tuple(refused)
+        ranked=tuple(ranked), undivided=undivided, too_large=too_large, refused=tuple(refused), late=late
     )
 
 
@@ -186,14 +194,25 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
 
 
 def find_layouts(
-    name: str, file: ClusterFile, overrides: Overrides, memory: MemoryBudget | None = None
+    name: str,
+    file: ClusterFile,
+    overrides: Overrides,
+    memory: MemoryBudget | None = None,
+    ends: Callable[[], bool] = lambda: False,
 ) -> FoundLayouts:
-    """Return every layout of published model `name`, ranked. Raises ConfigError if none fits."""
+    """Return the layouts of published model `name`, ranked. Raises ConfigError if none fits.
+
+    ends: tells whether the time is over.
+    """
     usual = published_problem(name, file, replace(overrides, mp_size=None, ep_size=None, esp_size=None))
     work = usual.problem.workload
     tried = layout_sizes(work.world_size, work.devices_per_node, work.num_experts, overrides.ep_size)
     return rank_layouts(
-        tried, lambda sizes: with_layout(name, file, overrides, sizes).problem, memory, key="--layout"
+        tried,
+        lambda sizes: with_layout(name, file, overrides, sizes).problem,
+        memory,
+        key="--layout",
+        ends=ends,
     )
 
 

@@ -142,7 +142,8 @@ def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidat
 
 def _settled(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without open moves and with a quick rule, so that like is compared with like."""
-    quick = QUICK_RULE if choice.reads("priority") else choice.priority
+    free = choice.reads("priority") and "priority" not in dict(problem.forced)
+    quick = QUICK_RULE if free else choice.priority
     return replace(staying(problem, choice), priority=quick)
 
 

@@ -35,7 +35,7 @@ from penstock.step.shape import TokenLayout
 
 VERSION = 1
 AGAIN = "Correct the number, or make the file again with `penstock plan --out`."
-Size = Annotated[int, Within(0, 2**62, "it says for what step the plan was made")]
+Size = Annotated[int, Within(1, 2**62, "it says for what step the plan was made", hint=AGAIN)]
 Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=AGAIN)]
 Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=AGAIN)]
 MOST_LINES = 100_000
@@ -47,7 +47,7 @@ class PlanSizes:
     """The sizes of the step for which a plan was made; they must be the same where it is replayed."""
 
     layers: Size
-    moe_layers: Size
+    moe_layers: Annotated[int, Within(0, 2**62, "a model may have dense layers alone", hint=AGAIN)]
     batch_per_rank: Size
     seq_len: Size
     hidden_size: Size
@@ -64,6 +64,9 @@ class PlanSizes:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        for part, whole in (("moe_layers", "layers"), ("top_k", "num_experts"), ("ep_size", "ranks")):
+            if (value := getattr(self, part)) > (most := getattr(self, whole)):
+                raise ConfigError(part, value, f"is more than {whole} = {most}", AGAIN)
 
     @staticmethod
     def of(problem: Problem) -> PlanSizes:

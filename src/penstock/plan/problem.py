@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, Table
 from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
 from penstock.cost.placed import (
     Evidence,
@@ -38,6 +38,7 @@ from penstock.step.shape import FORM_TOKENS, Recompute
 Numbers = npt.NDArray[np.float64]
 
 USUAL = PlacementConfig()
+OPEN: Final = Table()
 ANY = Decision()
 
 QUICK: Final = "critical_path"
@@ -79,6 +80,7 @@ class Problem:
     movable: samples and experts, as far as they may move. placement: how their destinations are decided.
     evidence: how steps are routed; none = evenly. observed: how they were routed, as far as memory counts: a
     search prices even routing, with which moves gain nothing, but its plans must hold the rows that come.
+    forced: decisions that are set, by name; every choice has them (see `space.forced`).
     """
 
     shape: StepShape
@@ -93,6 +95,7 @@ class Problem:
     placement: PlacementConfig = USUAL
     evidence: Evidence | None = None
     observed: Evidence | None = None
+    forced: Table = OPEN
 
     @property
     def has_nodes(self) -> bool:

@@ -49,19 +49,14 @@ class Room:
 
 
 def again_words(problem: Problem, best: Candidate) -> str:
-    """Return the memory that recomputation saves and the time that it takes, with the same rule for orders;
-    "" where nothing is recomputed."""
+    """Return the memory that recomputation saves and the time that it takes, against the same plan without
+    it, ordered in the same way; "" where nothing is recomputed."""
     if best.choice.recompute == "none":
         return ""
-    once = by_rule(replace(best.choice, recompute="none"))
-    twice_s, once_s = (evaluate(problem, each).predicted_s for each in (by_rule(best.choice), once))
-    more, less = (estimate_memory(problem, each).total_bytes for each in (once, best.choice))
-    longer = f"takes {milliseconds(twice_s - once_s)} ({change(twice_s, once_s)})"
-    took = longer if twice_s > once_s else "takes no time: it runs under transfers"
-    return f"; recomputing {best.choice.recompute} saves {gib(more - less)} and {took}"
-
-
-def by_rule(choice: Decision) -> Decision:
-    """Return the choice with a quick rule instead of a search, so that like is compared with like."""
-    searched = choice.reads("priority") and choice.priority == "search"
-    return replace(choice, priority="critical_path") if searched else choice
+    once = evaluate(problem, replace(best.choice, recompute="none"))
+    longer_s = best.predicted_s - once.predicted_s
+    longer = f"takes {milliseconds(longer_s)} ({change(best.predicted_s, once.predicted_s)})"
+    took = longer if longer_s > 0 else "takes no time: it runs under transfers"
+    return (
+        f"; recomputing {best.choice.recompute} saves {gib(once.memory_bytes - best.memory_bytes)} and {took}"
+    )

@@ -12,7 +12,7 @@
 A long model of layers that repeat is represented by a short one in steps 2 and 5; the best cuts found there
 are simulated in full. All of this is one fixed sequence, and a budget of simulated tasks decides where it
 ends: the same problem has the same plan on every machine, and a larger budget never gives a worse plan.
-Only a caller with others waiting for the plan ends it by the clock as well.
+A caller may end it by the clock as well, so that it has an end on a busy machine, too.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ class FoundPlan:
     """The best plan found, and its alternatives.
 
     others: the next best of other schedules or cuts, best first. lower_bound_s: the least bound over all
-    cuts. searched: how much was examined to find it.
+    cuts. searched: how much was examined to find it. effort: what a budget of 1 was.
     """
 
     best: Candidate
     others: tuple[Candidate, ...]
     lower_bound_s: float
     searched: Searched
+    effort: Effort = "usual"
 
 
 def find_plan(
@@ -309,6 +310,7 @@ class _Search:
                 late=late,
                 skipped=tuple(self._unplanned),
             ),
+            effort=self._effort,
         )
 
     def _fits(self, choice: Decision) -> bool:

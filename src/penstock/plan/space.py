@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any, Final
 
+from penstock.config import ConfigError, Table
 from penstock.decision import Decision, Field
-from penstock.decision.record import ALL_REDUCE_PIECES, FIELDS, all_reduce_sizes
+from penstock.decision.record import ALL_REDUCE_PIECES, FIELDS, MOST_SLICES, all_reduce_sizes
 from penstock.plan.problem import Problem
 
 USUAL_PIECES = 4
@@ -21,7 +23,58 @@ def usual_chunk_bytes(problem: Problem) -> int:
 
 def values(problem: Problem, choice: Decision, field: Field) -> Sequence[Any]:
     """Return a field's valid values, given the rest of `choice`: the default where nothing reads it."""
-    return field.values(problem, choice) if choice.reads(field.name) else (field.default,)
+    if not choice.reads(field.name):
+        return (field.default,)
+    forced = dict(problem.forced)
+    if field.name in forced:
+        return (forced[field.name],)
+    found = field.values(problem, choice)
+    if field.name == "schedule":  # a schedule that does not read what is set would drop it
+        return [name for name in found if _reads_all(name, forced)]
+    if field.name == "chunks" and "backward_chunks" in forced:
+        return [n for n in found if lcm(n, forced["backward_chunks"]) <= MOST_SLICES] or found[:1]
+    return found or (choice.value(field.name),)  # of forced chunks, backward ones may all be too many slices
+
+
+def _reads_all(schedule: str, names: Iterable[str]) -> bool:
+    return all(Decision(schedule=schedule).reads(name) for name in names)
+
+
+def forced(problem: Problem, given: Mapping[str, Any]) -> Problem:
+    """Return the problem in which every choice has these values, by the names of decisions.
+
+    Raises ConfigError that names the setting which no choice can have.
+    """
+    first = Decision(dispatch=problem.dispatches[0])
+    able = list(FIELDS["schedule"].values(problem, first))
+    name = given.get("schedule")
+    if name is not None and name not in able:
+        why = "is not a schedule for these ranks, which share attention or experts otherwise"
+        raise ConfigError("schedule.name", name, why, f"Use one of {', '.join(able)}.")
+    readers = [each for each in able if name in (None, each)]
+    for key, value in given.items():
+        left = [each for each in readers if _reads_all(each, [key])]
+        if not left:
+            of = f"schedule {readers[0]}" if len(readers) == 1 else "any schedule that reads the others"
+            why = f"has no effect with {of}, so no plan could keep it"
+            raise ConfigError(f"schedule.{key}", value, why, "Remove it, or name another schedule.")
+        readers = left
+    _check_values(problem, readers, given)
+    return replace(problem, forced=Table(given))
+
+
+def _check_values(problem: Problem, schedules: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for pieces or a form of rows that no step on these ranks can have."""
+    pieces, form = given.get("microbatches", 1), given.get("expert_form")
+    if pieces > problem.batch:
+        why = f"{problem.batch} samples of a rank cannot be cut into more pieces than samples"
+        raise ConfigError("schedule.microbatches", pieces, why, f"Nearest valid: {problem.batch}.")
+    choices = [Decision(schedule=each, dispatch=way) for each in schedules for way in problem.dispatches]
+    forms = [each for choice in choices for each in FIELDS["expert_form"].values(problem, choice)]
+    if form is not None and form not in forms:
+        why = "is not a way in which rows can reach their experts on these ranks"
+        known = ", ".join(dict.fromkeys(filter(None, forms))) or "none: leave it out"
+        raise ConfigError("schedule.expert_form", form, why, f"Possible: {known}.")
 
 
 def space(problem: Problem) -> Iterator[Decision]:
@@ -73,7 +126,8 @@ def settled(problem: Problem, choice: Decision) -> Decision:
     So what a setting demands, such as experts that move or another dispatch, holds in it.
     """
     for field in FIELDS.values():
-        if field.name not in CUTS and choice.value(field.name) not in values(problem, choice, field):
+        open_ = field.name in CUTS and not problem.forced
+        if not open_ and choice.value(field.name) not in values(problem, choice, field):
             choice = choice.deciding(field.name, values(problem, choice, field)[0])
     return choice
 

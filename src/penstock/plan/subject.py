@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 from penstock.config import ConfigError, IndivisibleError, Within, check_bounds, check_name
 from penstock.config.bounds import MOST_RANKS, Ranks
 from penstock.cost import ClusterFile, ProfiledCluster, Workload
+from penstock.cost.devices import Computing
 from penstock.decision import Movable, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import runnable
@@ -20,7 +21,10 @@ from penstock.step import StepShape
 from penstock.step.shape import Recompute, Sharing
 from penstock.words import counted
 
-ELEMENT_BYTES = FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4
+ELEMENT_BYTES: dict[Computing, int] = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number in activations, in memory and on the wire. Gradients and parameters are float32."""
+
 MATRICES = {"gelu": 2, "swiglu": 3}
 Layers = Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")]
 Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
@@ -35,7 +39,8 @@ class Overrides:
 
     nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. mp_size,
     esp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
-    recompute: what is recomputed before its backward; None = as much as a plan needs to fit.
+    recompute: what is recomputed before its backward; None = as much as a plan needs to fit. precision: None
+    = that of the cluster file's rates, or else what the devices are best at.
     """
 
     layers: Layers | None = None
@@ -49,6 +54,7 @@ class Overrides:
     mp_size: Ranks | None = None
     esp_size: Ranks | None = None
     recompute: Recompute | None = None
+    precision: Computing | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -72,6 +78,8 @@ class Overrides:
 class Subject:
     """A problem with its description. notes: remarks on the numbers for users.
 
+    precision: in which products are computed and rows travel; why_precision: the reason, as text.
+    budget: of the search, if nothing else is said.
     sharded: the problem with a sharded optimiser, where the faster of the two is sought. movable: what may
     be weighed against a known routing.
     """
@@ -79,10 +87,13 @@ class Subject:
     title: str
     cluster_name: str
     problem: Problem
+    precision: Computing = "float32"
+    why_precision: str = ""
     sharded: Problem | None = None
     memory_bytes: int | None = None
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
+    budget: float = 1.0
 
     @property
     def step(self) -> str:
@@ -138,14 +149,41 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
             notes.append(
                 "slower ranks in the file are ignored, because this cluster has another number of ranks"
             )
+    precision, why = precision_of(file, changes.precision, own=file.precision)
+    there = file.computing_in(precision)
+    notes += rate_notes(file, precision)
+    changes = replace(changes, precision=precision)
     return Subject(
         title=f"{name} ({model.study})",
         cluster_name=file.name,
-        problem=_problem(model, changes, nodes, per_node, ProfiledCluster.build(file)),
+        problem=_problem(model, changes, nodes, per_node, ProfiledCluster.build(there)),
+        precision=precision,
+        why_precision=why,
         memory_bytes=file.memory_bytes,
         notes=tuple(notes),
         movable=NOTHING_MOVES if model.capacity_factor is not None else PlacementConfig().weighed,
     )
+
+
+def precision_of(
+    file: ClusterFile, wanted: Computing | None, own: Computing | None = None
+) -> tuple[Computing, str]:
+    """Return the precision to plan for, and why: the wanted one, else the file's own, else the devices'."""
+    if wanted is not None:
+        return wanted, "as set"
+    return file.usual_precision if own is None else (own, "as the cluster file's rates")
+
+
+def rate_notes(file: ClusterFile, precision: Computing) -> list[str]:
+    """Return remarks on operations per second that the file has for another precision."""
+    then = file.computing_in(precision)
+    if file.precision in (None, precision):
+        return []
+    if then is file:
+        device = file.device_name or "a device that is not named"
+        return [f"no rate of {device} in {precision} is known: the file's {file.precision} rate is taken"]
+    times = then.rates.flops_per_s / file.rates.flops_per_s
+    return [f"operations per second: {times:.3g} times the file's in {file.precision}, as the device's peaks"]
 
 
 def _published(name: str, cluster: str) -> tuple[PublishedModel, list[str]]:
@@ -218,7 +256,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         min_capacity=1,
         world_size=ranks,
         ep_size=ep_size,
-        element_bytes=ELEMENT_BYTES,
+        element_bytes=ELEMENT_BYTES[changes.precision or "float32"],
         all_reduce_bytes=(attention // mp_size + (gate if mp_size == 1 else 0),) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
         partial_all_reduce_bytes=(gate if mp_size > 1 else 0,) * model.num_layers,

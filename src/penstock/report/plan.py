@@ -69,6 +69,8 @@ class PlanReport:
             "why": self.explanation.to_dict(),
             "updates": list(self.updates),
             "moving": None if self.weighed is None else _weighed(subject.problem, self.weighed),
+            "precision": subject.precision,
+            "why_precision": subject.why_precision,
             "notes": list(subject.notes),
             "others": [_plain(subject.problem, candidate) for candidate in found.others],
             "complete": found.searched.complete,
@@ -116,6 +118,7 @@ def heading(subject: Subject, width: int) -> str:
         f"{subject.title} on {subject.cluster_name}",
         f"step     {subject.step}",
         f"ranks    {subject.ranks}",
+        f"dtype    {subject.precision}" + (f" ({subject.why_precision})" if subject.why_precision else ""),
     ]
     lines += [f"note     {note}" for note in subject.notes]
     return "\n".join(folded(line, width) for line in lines)

@@ -116,7 +116,7 @@ class StepContext:
     carriage: how residual streams get to where outputs are. segment: makes a compute segment. degrees: the
     numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
     weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
-    marks: [10] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
+    marks: [11] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
     that ranks hold alike, in steps that compare them. relocation: how samples get their homes, where they
     move.
     training: whether backward follows. loss_gradient: known when the backward half begins. total,

@@ -108,7 +108,7 @@ class Step:
     def backward(self, loss_gradient: Tensor) -> None:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
-        self.context.loss_gradient = loss_gradient
+        self.context.loss_gradient = self.stack.consistency.slope = loss_gradient
         with self.model_state.restored():
             self._backward()
 

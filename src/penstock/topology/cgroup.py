@@ -6,11 +6,14 @@ group's limit holds for the groups below it, so the smallest limit on the way up
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+MEMORY = Path("/proc/meminfo")
 LARGEST_BYTES = 1 << 60
 """Version 1 expresses no limit by a number near the largest possible one."""
 
@@ -46,6 +49,19 @@ def memory_limit(root: Path = ROOT) -> int | None:
     texts = [*_read(root, "", "memory.max"), *_read(root, "memory", "memory.limit_in_bytes")]
     limits = [int(text) for text in texts if text.isdecimal()]
     return min((limit for limit in limits if limit < LARGEST_BYTES), default=None)
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes that new processes can have without anything being swapped out."""
+    with suppress(OSError, StopIteration):
+        line = next(
+            line
+            for line in MEMORY.read_text(encoding="utf-8").splitlines()
+            if line.startswith("MemAvailable:")
+        )
+        free, limit = int(line.split()[1]) * 1024, memory_limit()
+        return free if limit is None else min(free, limit)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _quota(quota_us: str, period_us: str) -> float | None:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.train.curves import ScalarLog
 
 METRICS_FILE = "metrics.jsonl"
+WHAT_TO_DO = "mend or delete the line, or move the file away"
 HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
@@ -193,12 +195,17 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
 
     A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
-    for any other line that is not a step.
+    for any other line that is not a step, or is none after the step before it.
     """
     with open_regular(path, str(path), "Move it away.") as file:
         lines = file.read().split(b"\n")
     # A whole line ends with a newline, so what follows the last newline is nothing, or a line cut short.
-    return [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    found = [_parse(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    for number, (before, after) in enumerate(pairwise(found), start=2):
+        if after.step <= before.step:
+            why = f"is step {after.step} after step {before.step}, and steps count up"
+            raise ValueError(f"{path}, line {number}: {why}; {WHAT_TO_DO}")
+    return found
 
 
 def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
@@ -206,8 +213,7 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
         record = parse_json(line)
         return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
     except (ValueError, TypeError, AttributeError) as error:
-        what_to_do = "mend or delete the line, or move the file away"
-        raise ValueError(f"{path}, line {number}: not a training step ({error}); {what_to_do}") from error
+        raise ValueError(f"{path}, line {number}: not a training step ({error}); {WHAT_TO_DO}") from error
 
 
 def _from_json(key: str, value: Any) -> Any:

@@ -7,10 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import ConfigError, from_dict, to_dict
+from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.train.config import RunConfig
+from penstock.train.storage.record import RECORD
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
     "model.preset": "the sizes that it stands for are compared one by one",
@@ -34,6 +35,12 @@ MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
 }
 """Values compared instead of fields whose `none` stands for a value that can also be given."""
 
+SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size"),
+    "moe": ("num_experts", "top_k"),
+}
+"""Settings that every version has written; a default in their place would make another model."""
+
 UNSAID: Final = ("train.resume", "output.", "metrics.", "parallel.processes")
 """Settings whose changes are not reported here; for processes, those that ran are compared instead."""
 
@@ -42,8 +49,9 @@ MOST_SHOWN: Final = 60
 
 def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError for the first setting that would change the function of the saved parameters."""
+    check_sizes_given(settings, path)
     for section, now in (("model", config.model), ("moe", config.moe)):
-        then = _section(type(now), settings.get(section, {}), section, path)
+        then = _section(type(now), settings[section], section, path)
         for field in fields(now):
             key = f"{section}.{field.name}"
             if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
@@ -52,6 +60,20 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
                 why = f"{path} was trained with {was}; its parameters would compute something else"
                 hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
                 raise ConfigError(key, _plain(getattr(now, field.name)), why, hint)
+
+
+def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if a checkpoint's settings lack a size of the model. path: of the checkpoint."""
+    for section, names in SIZES.items():
+        table = settings.get(section)
+        for name in names:
+            if not isinstance(table, Mapping) or name not in table:
+                raise ConfigError(
+                    f"{path / RECORD}: settings.{section}.{name}",
+                    UNSET,
+                    "is missing, and without it the model is not known",
+                    "Use another checkpoint.",
+                )
 
 
 def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:

@@ -39,8 +39,10 @@ MOST_COUNTS, MOST_LINE_BYTES = 1 << 27, 64 << 20
 KEY, HINT = "recorded", "Give the file that a training run recorded."
 """The setting that names the file, and what to do."""
 
-BEGINNING: Final = re.compile(rb'\{"step": (\d+), ')
+BEGINNING: Final = re.compile(rb'\{"step": (\d{1,8}), ')
 """The beginning of a line that a `RoutingRecorder` wrote."""
+
+OUT_OF_ORDER: Final = "is step {} after step {}, and steps count up"
 
 WHOLE: Final = "tokens_per_expert"
 SIZES: Final = ("moe_layers", "num_experts", "top_k")
@@ -138,6 +140,7 @@ def _until(path: Path, last: int) -> Iterator[bytes]:
     """Yield the lines of the steps up to `last`, of any length and number, without parsing them."""
     with open_regular(path, KEY, HINT, str(path)) as file:
         file.readline()  # the header
+        before: int | None = None
         for number in count(2):
             line = file.readline()
             if not line.endswith(b"\n"):  # the end, or a line that a killed run left unfinished
@@ -145,7 +148,11 @@ def _until(path: Path, last: int) -> Iterator[bytes]:
             found = BEGINNING.match(line)
             if found is None:
                 raise _wrong_line(path, number, "is no step that a training run recorded")
-            if int(found[1]) <= last:
+            step = int(found[1])
+            if before is not None and step <= before:
+                raise _wrong_line(path, number, OUT_OF_ORDER.format(step, before))
+            before = step
+            if step <= last:
                 yield line
 
 
@@ -204,9 +211,11 @@ def read_recording(path: Path) -> Recording:
         lines = _lines(path, file)
         _, first = next(lines, (1, b"{}"))
         model = _header(path, _json(path, 1, first))
-        steps, loads, samples, held = [], [], list[Counts | None](), 0
+        steps, loads, samples, held = list[int](), [], list[Counts | None](), 0
         for number, line in lines:
             step, load_YE, of_samples = _step(path, number, _json(path, number, line), model)
+            if steps and step <= steps[-1]:
+                raise _wrong_line(path, number, OUT_OF_ORDER.format(step, steps[-1]))
             steps.append(step)
             loads.append(load_YE)
             samples.append(of_samples)

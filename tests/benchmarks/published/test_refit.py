@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published.refit import FREE, ROWS, Row, refit, table
+from benchmarks.published.refit import FREE, ROWS, Row, misses, refit, table
 from penstock.cost.clusters import find_cluster
 from penstock.plan import published_problem
 from penstock.plan.published import PUBLISHED
@@ -45,7 +45,16 @@ def test_rows_are_left_out_for_the_reason_that_is_given(row: Row) -> None:
         assert as_said < 0.55 and 0.73 < eight < 1
     else:
         assert as_said > 1.4 and as_said * 2.5 / 4 == pytest.approx(0.9, abs=0.02)
-    assert row.left_out in table(row.cluster)
+    assert row.left_out in table(file)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_a_file_says_what_its_rates_miss(name: str) -> None:
+    file = find_cluster(name)
+    for fitted in (True, False):
+        errors = misses(file, fitted=fitted).errors
+        for error in (min(errors), max(errors)) if errors else ():
+            assert f"{100 * error:+.0f}" in file.source
 
 
 @pytest.mark.parametrize("model", FLOWMOE)

@@ -10,7 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from penstock.decision import ScheduleConfig
 from penstock.mesh import Axes
@@ -257,3 +259,59 @@ def test_ranks_that_share_attention_share_the_seed_of_dropout(ranks: Pools) -> N
     """Others may have seeds of their own: no sample is on two of them."""
     assert ranks(2).run(seed_of_one, CASE) == ["", ""]
     assert all("seed" in said for said in ranks(4).run(seed_of_one, PARTS))
+
+
+def scale_by_rank(rank: int, case: Case, late: bool) -> tuple[int, str]:
+    """The step in which a rank hears that the loss of the one before was scaled by another number there."""
+    stack = stack_of(rank, case)
+    stack.consistency.late = late
+    for step in range(5):
+        try:
+            loss = loss_of(stack, rank, case, step)
+        except ValueError as error:
+            loss_of(stack, rank, case, step).backward()  # of gradients that are cleared all is well
+            return step, str(error)
+        (loss * (2 if (rank, step) == (1, 1) else 1)).backward()
+    return -1, ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_scale_their_loss_alike(ranks: Pools, late: bool) -> None:
+    first, second = ranks(2).run(scale_by_rank, CASE, late)
+    assert first == second and first[0] == (3 if late else 2)
+
+
+def copied(rank: int, case: Case, what: str) -> str:
+    """What is said where all ranks get the parameters of rank 0."""
+    stack = stack_of(rank, case)
+    with torch.no_grad():
+        if what == "equal":  # as experts are that were made from one feed-forward part
+            for name, parameter in stack.named_parameters():
+                if ".experts." in name:
+                    parameter.copy_(parameter[:1].expand_as(parameter))
+                    dist.broadcast(parameter, 0)
+        if what == "broadcast":
+            for parameter in stack.parameters():
+                dist.broadcast(parameter.detach(), 0)
+        if what == "vector":
+            vector = parameters_to_vector(stack.parameters())
+            dist.broadcast(vector, 0)
+            vector_to_parameters(vector, stack.parameters())
+    try:
+        loss_of(stack, rank, case, 0).backward()
+    except ParameterMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["broadcast", "vector"])
+def test_experts_of_one_rank_are_not_those_of_another(ranks: Pools, what: str) -> None:
+    first, second = ranks(2).run(copied, CASE, what)
+    assert first == second and first.startswith("rank 1 holds the same values in its experts as rank 0")
+
+
+@pytest.mark.parametrize(
+    ("case", "what"), [(CASE, "equal"), (REPLICAS, "broadcast"), (CASE, "nothing")], ids=str
+)
+def test_experts_may_begin_alike(ranks: Pools, case: Case, what: str) -> None:
+    assert ranks(2).run(copied, case, what) == ["", ""]

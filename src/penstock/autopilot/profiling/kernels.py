@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -72,8 +72,7 @@ def measure_kernels(
 def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
     """Return the rates of matrix products and of copies as measured, the others as assumed."""
     rates = {kernel.name: 1 / kernel.beta_s_per_unit for kernel in kernels}
-    return replace(
-        assumed,
+    return assumed.measured(
         flops_per_s=rates.get(PRODUCT, assumed.flops_per_s),
         memory_bytes_per_s=rates.get("copy", assumed.memory_bytes_per_s),
     )

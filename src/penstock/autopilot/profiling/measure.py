@@ -129,6 +129,7 @@ def _with_links(
         ranks_per_node=layout.node_size or layout.world_size,
         rates=rates_with_links(config.cluster, links, layout.nodes),
         links=links,
+        precision="float32" if machinery.autocast_dtype is None else "bfloat16",
         doubts=(OVERRAN,) if limits.overran else (),
     )
 
@@ -146,11 +147,12 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
             latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
             rate = others / found.ranks / found.beta_s_per_byte
             if lane == "link":
-                rates = replace(rates, link_latency_s=latency_s, link_bytes_per_s=rate, link_rate_of="device")
+                rates = rates.measured(link_latency_s=latency_s, link_bytes_per_s=rate)
+                rates = replace(rates, link_rate_of="device")
             else:
-                rates = replace(rates, intra_latency_s=latency_s, intra_bytes_per_s=rate)
+                rates = rates.measured(intra_latency_s=latency_s, intra_bytes_per_s=rate)
     shared = _shared_card_bytes_per_s(links, nodes)
-    return rates if shared is None else replace(rates, link_bytes_per_s=shared, link_rate_of="node")
+    return rates if shared is None else replace(rates.measured(link_bytes_per_s=shared), link_rate_of="node")
 
 
 def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:

@@ -92,7 +92,7 @@ def measure_tasks(
 def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterConfig:
     """Return the rates with the least overhead of a measured task, for tasks that were not measured."""
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
-    return replace(rates, task_overhead_s=min(overheads)) if overheads else rates
+    return rates.measured(task_overhead_s=min(overheads)) if overheads else rates
 
 
 def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> ClusterConfig:
@@ -107,7 +107,7 @@ def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> Clust
     if not by_op:
         return rates
     line = fit_line([(kernels_of(op), median_low(found)) for op, found in by_op.items()])
-    return replace(rates, issue_task_s=max(0.0, line.alpha_s), issue_kernel_s=max(0.0, line.beta))
+    return rates.measured(issue_task_s=line.alpha_s, issue_kernel_s=line.beta)
 
 
 def sample_of(config: RunConfig) -> RunConfig:

@@ -27,6 +27,7 @@ from penstock.runtime.checks.marks import (
     PARAMETERS,
     RANKS,
     SAMPLES,
+    SLOPE,
     TRAINING,
     VALUES,
     WISH,
@@ -34,8 +35,22 @@ from penstock.runtime.checks.marks import (
     check_count,
     raise_mismatch,
 )
-from penstock.runtime.checks.samples import check_losses, check_samples, fact_of_loss, mark_of_samples
-from penstock.runtime.checks.values import BEGAN, CHANGED, compare, fingerprint, is_due, weight_among
+from penstock.runtime.checks.samples import (
+    check_losses,
+    check_samples,
+    fact_of_loss,
+    mark_of_samples,
+    mark_of_slope,
+)
+from penstock.runtime.checks.values import (
+    BEGAN,
+    CHANGED,
+    check_distinct,
+    compare,
+    fingerprint,
+    is_due,
+    weight_among,
+)
 from penstock.runtime.checks.wishes import check_wishes
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import Batch
@@ -49,7 +64,8 @@ class Consistency:
     late: whether the device's numbers are read in the next step. sends: whether sums are of all ranks. steps:
     training steps whose ranks were consistent. versions: of the parameters in the last of them, see
     `Gradients.versions`. unread: the last step's sums, and what would explain other values. doubt: the same
-    where values differed when they were compared last.
+    where values differed when they were compared last. slope: the gradient of the loss in the last backward
+    pass.
     """
 
     def __init__(self, gradients: Gradients, machinery: Machinery) -> None:
@@ -60,6 +76,7 @@ class Consistency:
         self.versions = 0
         self.unread: tuple[HostCounts, str] | None = None
         self.doubt: str | None = None
+        self.slope: Tensor | None = None
 
     def of_step(self, batch: Batch, *, terms: int, seed: int, wish: str, training: bool) -> StepConsistency:
         """Begin the comparison of a step. All ranks call it."""
@@ -125,6 +142,9 @@ class StepConsistency:
             self.marks = torch.tensor([*facts, *[0.0] * (FIELDS - FACTS)], dtype=torch.float64)
         if layout.mp_size > 1:
             self.marks[SAMPLES] = mark_of_samples(batch, layout)
+        if owner.slope is not None:  # compared in any next pass, so that no rank keeps one for later
+            self.marks[SLOPE] = mark_of_slope(owner.slope, layout)
+            owner.slope = None
 
     def judge(self, total: HostCounts) -> None:
         """Raise an error, on all ranks, for what they do not have in common. total: the sum of all marks.
@@ -155,6 +175,8 @@ class StepConsistency:
             return
         if sums[VALUES] or sums[CHANGES] or 0 < sums[NEW] < layout.world_size:
             owner.compare(cause)
+        if sums[NEW] and layout.ep_size > 1:
+            check_distinct(gradients.experts_by_layer, layout, control)
         gradients.taken_up = ()
         owner.versions = self._versions
         owner.steps += 1

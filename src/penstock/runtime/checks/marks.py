@@ -24,9 +24,10 @@ experts, then of experts that have replicas; whether the rank wishes for another
 whether it trains; the terms of its loss; whether it has taken up new parameters; how often values were
 changed in place since the last step."""
 FACTS = 8
-SAMPLES, VALUES = range(FACTS, FACTS + 2)
-"""Places of what the device knows: the step's samples, see `checks.samples`; values, see `checks.values`."""
-FIELDS = FACTS + 2
+SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
+"""Places of what the device knows: the step's samples, and the gradient with which the last backward pass
+began, see `checks.samples`; values, see `checks.values`."""
+FIELDS = FACTS + 3
 
 
 @dataclass(frozen=True)

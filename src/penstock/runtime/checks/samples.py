@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
-from penstock.runtime.checks.marks import LOSS, SAMPLES, TRAINING
+from penstock.runtime.checks.marks import LOSS, SAMPLES, SLOPE, TRAINING
 from penstock.runtime.checks.values import weight_among
 from penstock.runtime.handlers import Batch
 from penstock.runtime.parts import ModelParts
@@ -40,6 +40,12 @@ def mark_of_samples(batch: Batch, layout: Layout) -> Tensor:
     return weight_among(Group.TENSOR, layout) * _mark(batch).double()
 
 
+def mark_of_slope(gradient: Tensor, layout: Layout) -> Tensor:
+    """Return what this rank adds to the sum of SLOPE. gradient: of the loss, as a backward pass got it."""
+    bits = gradient.detach().reshape(1).double().view(torch.int64)
+    return weight_among(Group.WORLD, layout) * (bits % PRIME).double()[0]
+
+
 def check_losses(facts: Sequence[float]) -> None:
     """Raise ValueError, the same on all ranks, if these sums of facts say that passes or losses differ."""
     if facts[TRAINING]:
@@ -56,7 +62,13 @@ def check_losses(facts: Sequence[float]) -> None:
 
 
 def check_samples(sums: Sequence[float], layout: Layout) -> None:
-    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples differ."""
+    """Raise ValueError, the same on all ranks, if the sums over ranks say that samples or slopes differ."""
+    if sums[SLOPE]:
+        raise ValueError(
+            "ranks multiplied the loss of the last step by different numbers before backward, so its "
+            "gradients are sums of parts that were scaled differently. The loss is that of the batch of all "
+            "ranks: divide or scale it alike on all, and use no GradScaler, whose scale differs by rank"
+        )
     if sums[SAMPLES]:
         raise ValueError(
             f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "

@@ -10,6 +10,7 @@ updates.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,9 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from penstock.mesh import Axes
+from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
 from penstock.moe.counter import uniform_bits
+from penstock.moe.experts.base import Experts
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.topology import Control, Layout
@@ -45,6 +47,9 @@ MOST_ROUNDING = 0.05
 
 SKETCHES = 8
 """Sums with random signs that stand for a tensor: they differ by about the norm of the difference."""
+
+SAMPLED = 1024
+"""Numbers of a parameter of each expert by which experts of ranks are told apart."""
 
 HUGE = 1e30
 """The number that stands for an infinite one: its square is far from the largest float64."""
@@ -169,6 +174,50 @@ def buffers_of(model: nn.Module, besides: Iterable[nn.Module], device: torch.dev
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{path}.{name}".lstrip(".")] = buffer.to(device)
     return found
+
+
+def check_distinct(layers: Sequence[Experts], layout: Layout, control: Control) -> None:
+    """Raise ParameterMismatchError, on all ranks, if a rank holds the very experts of another one.
+
+    So it is where code that takes all parameters for those of every rank has copied rank 0's. Not raised
+    where all experts of a rank have the same values, as those that were made from one feed-forward part, and
+    a single one does. layers: the experts of every MoE layer here. All ranks call it; it reads the first
+    `SAMPLED` numbers of each expert's parameters, and exchanges a few bytes.
+    """
+    digests = control.gather(_digest(layers), "comparing experts")
+    for ranks in layout.mesh.groups(Group.EXPERT):
+        first: dict[str, int] = {}
+        for rank in ranks:
+            digest = digests[rank]
+            if digest is not None and first.setdefault(digest, rank) != rank:
+                raise ParameterMismatchError(
+                    f"rank {rank} holds the same values in its experts as rank {first[digest]}, and should "
+                    "hold other experts of the model: code that takes all parameters for those of every rank "
+                    "has copied one rank's (torch.distributed.broadcast of all parameters, a vector of "
+                    "parameters_to_vector, a state of rank 0), or ranks have drawn them with one seed. Copy "
+                    "parameters without `allreduce = False` alone, draw experts by their number in the "
+                    "model, or load a checkpoint"
+                )
+
+
+def _digest(layers: Sequence[Experts]) -> str | None:
+    """Return a hash of a sample of the experts here; None where those of every layer are equal.
+
+    It waits for the device once.
+    """
+    samples: list[Tensor] = []
+    vary: list[Tensor] = []
+    for experts in layers:
+        known: dict[str, Tensor] = {}
+        for name, parameter in experts.named_parameters():
+            if is_dtensor(parameter):
+                continue
+            for logical, _, part in experts.split(name, parameter.detach()):
+                samples.append(part.flatten()[:SAMPLED].double())
+                vary.append((known.setdefault(logical, samples[-1]) != samples[-1]).any())
+    if not samples or not torch.stack(vary).any():
+        return None
+    return hashlib.sha256(torch.cat(samples).cpu().numpy().tobytes()).hexdigest()
 
 
 # ---- what differs, and by how much -------------------------------------------------------------------------

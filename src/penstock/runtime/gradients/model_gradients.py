@@ -12,6 +12,7 @@ from torch import nn
 from penstock.cost import HeldBytes
 from penstock.decision import GradientBytes
 from penstock.mesh import Group
+from penstock.moe.experts.base import Experts
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.checks.marks import Entry, Marks
 from penstock.runtime.checks.snapshot import Snapshot
@@ -135,8 +136,7 @@ class Gradients:
         assigned = assign(self._parts, self.model, self._shape)
         everywhere = [p for each in (assigned.replicated, assigned.partial) for layer in each for p in layer]
         names = names_of(self.model, everywhere)
-        moes = [part.moe for part in self._parts.parts if part.moe is not None]
-        buffers = buffers_of(self.model, [moe.experts for moe in moes], self._device)
+        buffers = buffers_of(self.model, self.experts_by_layer, self._device)
         found = [
             Replicated(Group.WORLD, {names[id(p)]: p for p in everywhere if sharding_of(p) is None}, buffers),
             Replicated(Group.DATA, {names[id(p)]: p for p in everywhere if sharding_of(p) is not None}),
@@ -145,6 +145,11 @@ class Gradients:
             names = names_of(self.model, experts := [p for layer in assigned.experts for p in layer])
             found.append(Replicated(Group.EXPERT_REPLICAS, {names[id(p)]: p for p in experts}))
         return found
+
+    @property
+    def experts_by_layer(self) -> list[Experts]:
+        """The experts of this rank, of every MoE layer."""
+        return [part.moe.experts for part in self._parts.parts if part.moe is not None]
 
     @property
     def versions(self) -> int:

@@ -1,0 +1,81 @@
+"""A folder of transformers, opened if its files bear each other out, and the model that is read from it.
+
+transformers itself reads no file in it but config.json: adapters, code and settings that lead elsewhere are
+not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.adapt.described import (
+    config_of,
+    empty_model,
+    in_one_line,
+    quiet,
+    read_description,
+    read_generation,
+)
+from penstock.adapt.limits import COPY
+from penstock.adapt.weights import StoredTensor, held_by, refuse_misfits, stored_tensors
+from penstock.config import UNSET, ConfigError
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """The files of a model. model: without values, of its text part if it also sees or hears."""
+
+    path: Path
+    model: Any
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> ModelFolder:
+        """Open a folder. Raises ValueError, naming a file, if it holds no causal language model."""
+        table = read_description(path)
+        if pipe := next((file for file in path.iterdir() if file.is_fifo()), None):  # reading would wait
+            raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")
+        tensors = stored_tensors(path)
+        held = held_by(tensors)
+        model = empty_model(path, config_of(path, table, held), held)
+        return cls(path, model, tensors)
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the model."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the model by its configuration, or of its first tensor, or float32."""
+        found: torch.dtype | None = self.config.dtype or next(iter(self.tensors.values())).dtype
+        return torch.float32 if found is None else found
+
+    def read(self, kind: Any, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
+        """Return a model of this class with values of these tensors.
+
+        Raises ValueError if a tensor is missing, or is not the model's: transformers would draw it by chance.
+        """
+        generation = read_generation(self.path)
+        try:
+            with quiet():
+                model, told = kind.from_pretrained(
+                    None,
+                    config=self.config,
+                    state_dict=dict(tensors),
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are reported, and refused below
+                )
+        except Exception as error:  # whatever a model's own code raises
+            raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
+        refuse_misfits(self.path, told)
+        model.config._name_or_path = str(self.path)
+        if generation is not None:
+            model.generation_config = generation
+        return model

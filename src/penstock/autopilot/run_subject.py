@@ -1,0 +1,121 @@
+"""What `penstock plan CONFIG` plans for: a training run on the ranks of any cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.autopilot import layouts
+from penstock.autopilot.run_problem import open_runs, run_problem
+from penstock.config import ConfigError, load
+from penstock.cost import ClusterFile
+from penstock.plan import MemoryBudget, Subject
+from penstock.plan.plan_config import AUTO
+from penstock.plan.space import forced
+from penstock.plan.subject import precision_of, rate_notes
+from penstock.topology import Layout
+from penstock.train.config import RunConfig
+
+OF_A_RUN: Final = "schedule.refine_after"
+"""The setting of section [schedule] that says what a run does later."""
+
+RATES: Final = "cluster."
+
+
+def run_subject(
+    path: Path,
+    overrides: Sequence[str],
+    file: ClusterFile,
+    *,
+    layout: str | None = None,
+    memory: MemoryBudget | None = None,
+) -> Subject:
+    """Return the step of a configuration on this cluster's ranks.
+
+    Section [schedule] of a file is for runs that do not search. What `overrides` set of it holds in every
+    plan. layout: instead of plan.layout. Raises ConfigError for overrides that would have no effect.
+    """
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    check_source(overrides)
+    # Whatever a run of this file would do, this is a search: so what is open, is.
+    config = load(RunConfig, path, [*overrides, f"plan.source={AUTO}"])
+    check_overrides(config, keys, file)
+    config = config.resolved(file.ranks)
+    wanted = config.train.precision
+    precision, why = precision_of(file, None if wanted == "auto" else wanted)
+    config = config.computing_in(precision)
+    notes, given = tuple(rate_notes(file, precision)), given_decisions(config, keys)
+    if (layout or config.plan.layout) == AUTO:
+        found = layouts.run_layouts(config, file, memory, given)
+        config, notes = layouts.with_layout(config, found.best.sizes), (*notes, *found.lines)
+    experts = config.moe.num_experts
+    ranks = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
+    plain, *sharded = [forced(run_problem(run, ranks, file), given) for run in open_runs(config)]
+    return Subject(
+        title=str(path),
+        cluster_name=file.name,
+        problem=plain,
+        precision=precision,
+        why_precision=why,
+        sharded=sharded[0] if sharded else None,
+        memory_bytes=file.memory_bytes,
+        notes=notes,
+        movable=config.placement.weighed,
+        budget=config.plan.budget,
+    )
+
+
+def given_decisions(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the decisions that these settings of section [schedule] make, by name."""
+    schedule = config.schedule
+    names = [key.removeprefix("schedule.") for key in keys if key.startswith("schedule.") and key != OF_A_RUN]
+    found: dict[str, Any] = {}
+    for name in names:
+        if name.startswith("more"):
+            found |= dict(schedule.more)
+        elif getattr(schedule, name) is not None:  # none leaves it open
+            found["schedule" if name == "name" else name] = getattr(schedule, name)
+    return found
+
+
+def check_source(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a setting that asks for a plan without a search."""
+    for override in overrides:
+        key, _, value = (part.strip() for part in override.partition("="))
+        if key == "plan.source" and value.strip("\"'") != AUTO:
+            why = "asks for a plan without a search, and this command searches"
+            raise ConfigError(key, value, why, "Leave it out, or use penstock train.")
+
+
+def check_overrides(config: RunConfig, keys: Sequence[str], file: ClusterFile) -> None:
+    """Raise ConfigError for a setting that contradicts `--cluster` or the search."""
+    parallel = config.parallel
+    refused = {
+        "plan.cluster": (
+            config.plan.cluster,
+            True,
+            "is the cluster of a run; that of a plan is --cluster",
+            "Leave it out",
+        ),
+        "parallel.processes": (
+            parallel.processes,
+            parallel.processes not in (None, file.ranks),
+            f"differs from the {file.ranks} ranks of --cluster, for which the plan is",
+            "Change the cluster file",
+        ),
+        "parallel.ranks_per_node": (
+            parallel.ranks_per_node,
+            parallel.ranks_per_node not in (None, file.ranks_per_node),
+            f"differs from the {file.ranks_per_node} ranks per node of --cluster",
+            "Change the cluster file",
+        ),
+    }
+    for key in keys:
+        value, wrong, why, hint = refused.get(key, (None, False, "", ""))
+        if wrong:
+            raise ConfigError(key, value, why, f"{hint}.")
+        if key.startswith(RATES):
+            rate = getattr(config.cluster, key.removeprefix(RATES))
+            why = "is a rate for runs that measure nothing; those of a plan are in the file of --cluster"
+            raise ConfigError(key, rate, why, "Change the cluster file.")
