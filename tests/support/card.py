@@ -35,6 +35,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 import penstock
 from penstock.device import Event, Gpu, Stream
+from penstock.runtime.sharded.stand_in import InShares
 from tests.support import card_autocast, cardccl
 from tests.support.cardccl import KIND
 
@@ -167,6 +168,8 @@ class Card(Tensor):
         kwargs: dict[Any, Any] | None = None,
     ) -> Any:
         del types
+        if func is torch.ops.aten.add.Tensor and isinstance(args[1], NoNumbers):
+            return args[0]  # as autograd adds a gradient to nothing
         kwargs = dict(kwargs or {})
         to_host = _moves(func, args, kwargs)
         if _computes(func):
@@ -196,6 +199,28 @@ SETS_ASIDE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_st
 def _computes(func: Any) -> bool:
     aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
     return all(each.is_write for each in aliases) and func.overloadpacket.__name__ not in SETS_ASIDE
+
+
+class NoNumbers(InShares):
+    """The stand-in for a gradient on the device: PyTorch makes it as a sparse tensor, with no numbers."""
+
+    @staticmethod
+    def __new__(cls, size: Sequence[int], dtype: torch.dtype | None) -> NoNumbers:
+        device, layout = torch.device(KIND, 0), torch.sparse_coo
+        made: NoNumbers = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, layout=layout)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no defaults
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        del types, kwargs
+        match func.overloadpacket.__name__:
+            case "zero_":
+                return args[0]
+            case "detach":
+                return NoNumbers(args[0].size(), args[0].dtype)
+        raise NotImplementedError(f"{func} of a gradient that is in shares")
 
 
 def _held(value: Any) -> Any:
@@ -412,7 +437,9 @@ def install() -> torch.device:
     library.impl("empty.memory_format", _empty)
     library.impl("empty_strided", _empty_strided)
     library.impl("_copy_from", _copy_from)
-    KEPT.extend([library, *card_autocast.register(KIND)])
+    sparse = torch.library.Library("aten", "IMPL", "SparsePrivateUse1")
+    sparse.impl("empty.memory_format", _empty_sparse)
+    KEPT.extend([library, sparse, *card_autocast.register(KIND)])
     cardccl.register()
     return torch.device(KIND, 0)
 
@@ -424,6 +451,11 @@ KEPT: list[Any] = []
 def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
     del more
     return Card(torch.empty(size, dtype=dtype))
+
+
+def _empty_sparse(size: Sequence[int], *, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    del more
+    return NoNumbers(size, dtype)
 
 
 def _empty_strided(

@@ -70,9 +70,10 @@ def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float
     config = case.config.optimizer
     update = build_update(stack, build_optimizer(stack, config), config)
     losses, norms, waits = [], [], []
+    batch = _batch_of(stack, rank, case)
     for step in range(hosts.steps):
         with counted() as waited:
-            loss = _loss_of(stack, rank, case)
+            loss: Tensor = stack(*batch)
             norm = update.backward(loss, step + 1)
             update.apply(accepted=True)
         waits.append(dict(waited))
@@ -83,14 +84,13 @@ def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float
     update.flush()
     stack.eval()
     with torch.no_grad():
-        losses.append(float(_loss_of(stack, rank, case)))
+        losses.append(float(stack(*batch)))
     return losses, norms, waits
 
 
-def _loss_of(stack: PipelinedStack, rank: int, case: Case) -> Tensor:
+def _batch_of(stack: PipelinedStack, rank: int, case: Case) -> tuple[Tensor | None, ...]:
     device, mine = stack.machinery.device, case.mine(rank)
     tokens, labels = (each.to(device) for each in batch_of(case))
     valid = None if case.valid is None else case.valid.to(device)
     ids = torch.arange(len(tokens)).to(device)
-    loss: Tensor = stack(tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine])
-    return loss
+    return tokens[mine], labels[mine], ids[mine], None if valid is None else valid[mine]

@@ -37,7 +37,7 @@ from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
-from penstock.runtime.transport.legs import HostCounts
+from penstock.runtime.transport.legs import HostCounts, Later
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class StepContext:
     total: StepStatistics | None = None
     marks_total: HostCounts | None = None
     loads_PYE: Tensor | None = None
-    plans: Plans | None = None
+    plans: Later[Plans] | Plans | None = None
     sample_loads: LayerLoads = ()
     updates: Updates | None = None
 

@@ -1,4 +1,4 @@
-"""Replay of what a computation selected and drew, so that a second run does the same.
+"""Replay of what a computation selected, read and drew, so that a second run does the same.
 
 Two runs of one computation may differ in the last bit, and a router that then chose another expert would get
 the gradient of a choice that was never made.
@@ -43,6 +43,18 @@ SELECTING = frozenset(
 )
 """Operators whose results jump where their inputs change by little."""
 
+
+def _is_repeated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a second run takes what an operator found in the first.
+
+    So it does what the host has read, for which it would wait for the device a second time.
+    """
+    if func is _ATEN._to_copy.default:
+        to_host = kwargs.get("device") is not None and device_of(torch.device(kwargs["device"])).is_cpu
+        return to_host and not device_of(args[0]).is_cpu
+    return func in SELECTING
+
+
 Record = tuple[Any, Any]
 """An operator, and what it selected, or the state from which it drew random numbers; None if it drew none."""
 
@@ -58,7 +70,7 @@ class _Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        if func in SELECTING:
+        if _is_repeated(func, args, kwargs or {}):
             out = func(*args, **(kwargs or {}))
             self._records.append(
                 (func, tree_map(torch.clone, out))
@@ -85,7 +97,7 @@ class _Repeating(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        if func in SELECTING:
+        if _is_repeated(func, args, kwargs or {}):
             return self._next(func)
         draw = _Draw.of(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if draw is None else draw.again(self._next(func))

@@ -20,6 +20,7 @@ from penstock.runtime.handlers import Batch, StepContext, TensorPlace
 from penstock.runtime.segment import PassThrough, Segment
 from penstock.runtime.sharded.strays import refuse_left_out
 from penstock.runtime.statistics import StepStatistics
+from penstock.runtime.transport.legs import Later
 from penstock.topology.rollcall import ACTIVITY
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Step:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
             self.stack.loads.add(loads, samples, self.lodging.hostings)
         if self.context.plans is not None:
-            self.stack.host.follow(self.context.plans)
+            self.stack.host.follow(Later.of(self.context.plans))
         self._show(statistics)
 
     def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:

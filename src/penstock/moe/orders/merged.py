@@ -88,7 +88,8 @@ class MergedOrder(Order):
         rows_CX = histogram(bin_TN.flatten(), chunks * parts + 1)[:-1].view(chunks, parts)
         bin_Tk = bins(experts_Tk, sizes, self.num_experts)
         inputs_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1]
-        chunk_rows = tuple(rows_CX.sum(dim=1).tolist())  # device-to-host sync: the rows depend on the data
+        # Device-to-host sync: how many rows there are depends on the data. A second run is spared `cpu()`.
+        chunk_rows = tuple(rows_CX.sum(dim=1).cpu().tolist())
         rows = sorted_rows(bin_TN, chunks * parts, sum(chunk_rows))
         counts_CN = self._counts(inputs_CE.view(chunks, -1), rows_CX)
         return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))

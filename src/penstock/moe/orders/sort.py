@@ -38,7 +38,7 @@ class SortOrder(RowOrder):
         bin_Tk = bins(positions_Tk, sizes, self.num_experts)
         counts_CE = histogram(bin_Tk.flatten(), chunks * self.num_experts + 1)[:-1].view(chunks, -1)
         # Padding has no rows. Device-to-host sync: how many rows there are depends on the mask.
-        rows = counts_CE.sum(dim=1).tolist() if masked else [size * choices for size in sizes]
+        rows = counts_CE.sum(dim=1).cpu().tolist() if masked else [size * choices for size in sizes]
         return OrderPlan(
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )

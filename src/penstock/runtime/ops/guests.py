@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
 import torch
 
 from penstock.device import on_device
 from penstock.graph import Phase, Task
+from penstock.moe.routes import Counts
 from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.placing.told import Numbers
 from penstock.runtime.guests import Piece
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
+from penstock.runtime.moving import Plans
+from penstock.runtime.transport.legs import Later, to_host
 
 
 @handles(Op.GUEST_PARAMETERS, Phase.FORWARD)
@@ -51,9 +58,15 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
             "between ranks. Start all ranks with the same ones"
         )
     here = on_device(numbers, device, torch.from_numpy(numbers).dtype)
-    everyone = transport.all_gather(here, lengths, task.axes).cpu()
-    context.plans = context.host.joined([told.numpy() for told in everyone.split(lengths)])
+    everyone = to_host(transport.all_gather(here, lengths, task.axes))
+    ends = [*accumulate(lengths)]
+    context.plans = Later.after(everyone, lambda told: _joined(context, told, ends))
     return NOTHING
+
+
+def _joined(context: StepContext, told: Counts, ends: Sequence[int]) -> Plans:
+    """Return the plans that follow from what ranks have found. ends: of every rank's numbers, by place."""
+    return context.host.joined(np.split(told.astype(np.int32, copy=False), ends)[:-1])
 
 
 def _piece(context: StepContext, task: Task) -> Piece:

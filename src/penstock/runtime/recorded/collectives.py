@@ -16,7 +16,10 @@ from penstock.runtime.recorded.log import Call
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of this rank. sent, received: bytes by place in the group, where they may differ by rank."""
+    """One call of this rank. sent, received: bytes by place in the group, where they may differ by rank.
+
+    message: of a message, the places of its sender and its receiver.
+    """
 
     group: ProcessGroup
     op: str
@@ -24,12 +27,18 @@ class Collective:
     writes: Sequence[Tensor]
     sent: Sequence[int]
     received: Sequence[int]
+    message: tuple[int, int] | None = None
 
     @property
     def call(self) -> Call:
-        """The call as it stands in a log."""
-        ranks = tuple(dist.get_process_group_ranks(self.group))
-        return Call(self.group.group_name, ranks, self.op, tuple(self.sent), tuple(self.received))
+        """The call as it stands in a log; a message as a call of a communicator of its two ranks alone."""
+        name, ranks = self.group.group_name, tuple(dist.get_process_group_ranks(self.group))
+        if self.message is None:
+            return Call(name, ranks, self.op, tuple(self.sent), tuple(self.received))
+        places = self.message
+        pair = ranks[places[0]], ranks[places[1]]
+        sent, received = (tuple(of[place] for place in places) for of in (self.sent, self.received))
+        return Call(f"{name}, rank {pair[0]} to {pair[1]}", pair, self.op, sent, received, name)
 
 
 def collective_of(name: str, args: Sequence[Any]) -> Collective:
@@ -39,10 +48,8 @@ def collective_of(name: str, args: Sequence[Any]) -> Collective:
 
 def _all_reduce(args: Sequence[Any]) -> Collective:
     tensors, group = args[0], _group(args[1])
-    size_bytes = sum(tensor.nbytes for tensor in tensors)
-    return Collective(
-        group, f"all_reduce {tensors[0].dtype}", (), tensors, *[[size_bytes] * group.size()] * 2
-    )
+    everyone = [sum(tensor.nbytes for tensor in tensors)] * group.size()
+    return Collective(group, f"all_reduce {tensors[0].dtype}", (), tensors, everyone, everyone)
 
 
 def _broadcast(args: Sequence[Any]) -> Collective:
@@ -91,13 +98,15 @@ def _all_to_all(args: Sequence[Any]) -> Collective:
 def _send(args: Sequence[Any]) -> Collective:
     tensors, group, peer = args[0], _group(args[1]), args[2]
     sent = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
-    return Collective(group, "send", tensors, (), sent, [0] * group.size())
+    message = group.rank(), peer
+    return Collective(group, "message", tensors, (), sent, [0] * group.size(), message)
 
 
 def _receive(args: Sequence[Any]) -> Collective:
     tensors, group, peer = args[0], _group(args[1]), args[2]
     received = [sum(t.nbytes for t in tensors) if place == peer else 0 for place in range(group.size())]
-    return Collective(group, "receive", (), tensors, [0] * group.size(), received)
+    message = peer, group.rank()
+    return Collective(group, "message", (), tensors, [0] * group.size(), received, message)
 
 
 _READERS: dict[str, Callable[[Sequence[Any]], Collective]] = {

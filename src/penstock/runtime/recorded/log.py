@@ -69,6 +69,8 @@ class Call:
     """A collective of one rank. communicator: its name, the same on all its ranks. ranks: in their order.
 
     op: with what must be the same on all of them. sent_bytes, received_bytes: by place in the communicator.
+    exchange: of a message between two ranks, whose communicator is theirs in this direction, the name of the
+    process group through which it goes.
     """
 
     communicator: str
@@ -76,6 +78,7 @@ class Call:
     op: str
     sent_bytes: tuple[int, ...]
     received_bytes: tuple[int, ...]
+    exchange: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@ Of one communicator, call number i of every rank is the same collective: its kin
 and what one rank sends to another must be what that one receives. Over all communicators there must be one
 order that fits every rank's: NCCL promises nothing for two that are issued in one order here and in the other
 order there, since the first kernel may occupy what the second needs.
+
+Messages between two ranks are calls of a communicator of these two, in this direction. Those that one task
+issues one after the other through one process group begin together: none waits for another.
 """
 
 from __future__ import annotations
@@ -94,13 +97,17 @@ def _deadlocks(ranks: Sequence[Sequence[Issued]]) -> Iterator[Disorder]:
     tasks: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
     for rank, calls in enumerate(ranks):
         numbers: dict[str, int] = defaultdict(int)
-        last = None
+        last, here = list[tuple[str, int]](), list[tuple[str, int]]()
+        exchange = None
         for task, call in calls:
             node = call.communicator, numbers[call.communicator]
             numbers[call.communicator] += 1
             tasks[node][rank] = task
-            before[node].update(() if last is None else [last])
-            last = node
+            if not call.exchange or exchange != (task, call.exchange):
+                last, here = here, []
+            exchange = task, call.exchange
+            here.append(node)
+            before[node].update(last)
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:

@@ -297,7 +297,8 @@ class Updates:
     def _count(self, graph: Graph, refused: Tensor) -> None:
         """Count the updates of a step, all of which have run; its parameters are then to be gathered."""
         if counted := [self.steps[parameter] for parameter in self._parameters()]:
-            torch._foreach_add_(counted, 1 - refused)
+            # Without alpha, torch reads the number on the host, and waits for the device.
+            torch._foreach_add_(counted, 1 - refused, alpha=1)
         self.forget()
         self.changes += 1
         self._stale = {task.name for task in graph.tasks if of_optimizer(task) == "gather"}
