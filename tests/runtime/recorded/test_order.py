@@ -25,6 +25,18 @@ def issued(
 A, B, SUM = issued("a"), issued("b"), issued("a", "all_reduce")
 
 
+def messages(rank: int, name: str, size_bytes: int = 8) -> list[Issued]:
+    """What a rank of two issues to exchange messages: it receives, and then sends."""
+    found = []
+    for source in (1 - rank, rank):
+        pair = (source, 1 - source)
+        here, none = (size_bytes, 0) if source != rank else (0, size_bytes), (0, 0)
+        sent, received = (here, none) if source == rank else (none, here)
+        call = Call(f"{name}, rank {pair[0]} to {pair[1]}", pair, "message", sent, received, name)
+        found.append((f"task of {name}", call))
+    return found
+
+
 @pytest.mark.parametrize(
     ("ranks", "found"),
     [
@@ -38,6 +50,12 @@ A, B, SUM = issued("a"), issued("b"), issued("a", "all_reduce")
             [[issued("a", sent=(0, 4), received=(0, 0))], [issued("a", sent=(0, 0), received=(8, 0))]],
             ["bytes"],
         ),
+        ([messages(0, "a"), messages(1, "a")], []),
+        ([messages(0, "a")[::-1], messages(1, "a")], []),
+        ([messages(0, "a") + messages(0, "b"), messages(1, "a") + messages(1, "b")], []),
+        ([messages(0, "a") + messages(0, "b"), messages(1, "b") + messages(1, "a")], ["deadlock"]),
+        ([messages(0, "a"), messages(1, "a")[:1]], ["number"]),
+        ([messages(0, "a"), messages(1, "a", 4)], ["bytes", "bytes"]),
         ([[issued("a", ranks=(0, 1))], [issued("a", ranks=(1, 0))]], ["kind"]),
     ],
 )
