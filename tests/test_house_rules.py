@@ -68,6 +68,7 @@ READS_THE_CLOCK: Mapping[str, str] = {
     "runtime/test_lanes.py": "lets the caller reach its wait; the outcome is the same if it does not",
     "runtime/transport/test_later.py": "lets a second thread come, which never may; a slow one is as good",
     "runtime/transport/test_transport.py": "lets others enter; they fail at the entrance just the same",
+    "support/card.py": "events of a pretended device note when they happened, as those of a GPU do",
     "support/faulty.py": "ranks sleep for ever, or until all are there",
     "support/forked.py": "ranks have one deadline, after which a run hangs",
     "support/patience.py": "has the functions that wait; all others call these",
