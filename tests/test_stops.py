@@ -12,7 +12,7 @@ import pytest
 
 from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.stops import NOT_YET
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, OWN_TIME
 from tests.support.runs import clean_environ
 
 SAID = f"penstock: {NOT_YET}\n"
@@ -99,7 +99,7 @@ from penstock import stops
 from penstock.cli.run import exit_code
 from penstock.stops import STOPS
 
-stops.GRACE_S, stops.SAME_REQUEST_S = {grace_s}, {same_s}
+stops.GRACE_S, stops.SAME_REQUEST_S, stops.SAY_S = {grace_s}, {same_s}, 60.0
 ask = lambda: signal.raise_signal(signal.SIGINT)
 from_outside = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
 
@@ -171,8 +171,8 @@ def test_a_stop_while_python_takes_itself_down_changes_nothing() -> None:
 @pytest.mark.slow
 def test_printing_is_not_cut_off_while_it_goes_on() -> None:
     """For three times as long as a process may stand still; by the clock of a thread that computes."""
-    body = "STOPS.finish(7)\nask()\nwhile time.thread_time() < 2.5: pass\nprint('to the end')\nreturn 7"
-    assert worked(body, grace_s=1.0) == (7, "to the end\n", "")
+    body = "STOPS.finish(7)\nask()\nwhile time.thread_time() < 1.5: pass\nprint('to the end')\nreturn 7"
+    assert worked(body, grace_s=0.4, before=OWN_TIME) == (7, "to the end\n", "")
 
 
 @pytest.mark.slow

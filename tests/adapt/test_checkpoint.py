@@ -17,6 +17,7 @@ from penstock.config import ConfigError
 from penstock.train.checkpoint import CheckpointError
 from tests.support.adapted import Batch, small
 from tests.support.killed import left_by_kills
+from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
 
 SAVED_AT, STEPS = 2, 5
@@ -191,7 +192,7 @@ def test_a_list_of_groups_that_is_none_is_refused(tmp_path: Path, text: str) -> 
 
 def save_with_little_room(rank: int, world: int, folder: str) -> str:
     """The error of saving in place of a checkpoint where rank 0 may write small files only, and no state."""
-    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=10)
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=HANG_S)
     optimizer = optimizer_of(model)
     losses_of(model, optimizer, rank, world, range(SAVED_AT + 1), folder)
     held_bytes = sum(each.stat().st_size for each in Path(folder).glob("model*.safetensors"))

@@ -28,15 +28,13 @@ from penstock.train.measuring import PLAN_DIGITS
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.trainer import Trainer
 from penstock.words import milliseconds
-from tests.autopilot.runs import RANKS, SLOW_S, auto, on_slow_devices, run
+from tests.autopilot.runs import RANKS, SLOW, auto, on_slow_devices, run, slow_rank
 from tests.plan.problems import problem, with_sharing
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
-from tests.support.training import Told, folder_of, slow_attention
+from tests.support.training import Told, folder_of
 
 pytestmark = pytest.mark.slow
-
-DRIFT_STEP = 16
 
 
 def metrics(folder: Path) -> list[StepMetrics]:
@@ -328,31 +326,26 @@ def test_a_schedule_without_chunks_is_not_tuned(ranks: Pools, tmp_path: Path) ->
 # ---- drift -------------------------------------------------------------------------------------------------
 
 
-def slow_down(trainer: Trainer, step: int, at: int = DRIFT_STEP) -> None:
-    """Rank 1 gets slower in mid-run: its attention sleeps."""
-    if step == at and trainer.layout.rank == 1:
-        slow_attention(trainer, SLOW_S)
-
-
+SLOWS_DOWN = partial(slow_rank, after=16)
 DRIFT = ("plan.drift_steps=4", "plan.drift_threshold=1.0", "schedule.refine_after=2", "plan.profile_s=0.2")
 
 
 def test_a_rank_that_slows_down_is_planned_for(ranks: Pools, given: Path, tmp_path: Path) -> None:
     """Noticed, named, planned for behind the same step on all ranks, and the losses are as ever."""
     folder = folder_of(tmp_path, "run", RANKS)
-    told = run(ranks, folder, *auto(folder), *DRIFT, "train.steps=30", on_step=slow_down)
+    told = run(ranks, folder, *auto(folder), *DRIFT, "train.steps=30", before=SLOWS_DOWN)
     assert told[0].plans == told[1].plans
     words = " ".join(told[0].said.split())
-    assert "computation on rank 1 takes" in words
+    assert f"computation on rank 1 takes {SLOW:.2f}x as long as before" in words
     assert ("changing to plan 2: " in words) or ("keeping plan 1 in a new order" in words)
-    assert "the step time has changed from" in told[0].said
+    assert "the step time has changed from 100.0 ms to 400.0 ms" in told[0].said
     assert losses(folder) == pytest.approx(losses(given)[:30], rel=1e-5)
 
 
 def test_without_a_watch_nothing_is_planned_again(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     settings = (*auto(folder), *DRIFT, "plan.watch=false", "train.steps=26")
-    told = run(ranks, folder, *settings, on_step=slow_down)
+    told = run(ranks, folder, *settings, before=SLOWS_DOWN)
     assert "the step time has changed" not in told[0].said
     assert len(set(told[0].plans[2:])) == 1
 
@@ -363,7 +356,7 @@ def test_drift_tunes_again(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     tuner = ("plan.tuner=random", "plan.samples=2", "plan.sample_steps=3")
     settings = (*DRIFT, "schedule.refine_after=0", "schedule.microbatches=1", "train.steps=32")
-    told = run(ranks, folder, *tuner, *settings, on_step=slow_down)
+    told = run(ranks, folder, *tuner, *settings, before=SLOWS_DOWN)
     assert told[0].said.count("the fastest of 2 sizes tried (random)") == 2
     assert told[0].plans == told[1].plans
 
@@ -375,8 +368,8 @@ def test_a_run_that_goes_on_tunes_again_though_it_has_not_measured_its_order(
     tuner = ("plan.tuner=random", "plan.samples=2", "plan.sample_steps=3")
     settings = (*tuner, *DRIFT, "schedule.microbatches=1")
     run(ranks, folder, *settings, "train.steps=12")
-    slows_down = partial(slow_down, at=18)
-    told = run(ranks, folder, *settings, "train.steps=30", "train.resume=true", on_step=slows_down)
+    slows_down = partial(slow_rank, after=18)
+    told = run(ranks, folder, *settings, "train.steps=30", "train.resume=true", before=slows_down)
     assert ", continued from " in told[0].said and "re-ordered" not in told[0].said.split("has changed")[0]
     assert told[0].said.count("the fastest of 2 sizes tried (random)") == 1
     assert told[0].plans == told[1].plans

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TypeVar
+from unittest import mock
 
-import pytest
-import torch.distributed as dist
-
+from penstock.autopilot import deciding
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.config import ConfigError
 from penstock.topology import Control
 from tests.support.ranks import Pools
 
-PATIENCE_S = 1.0
-"""How long these ranks wait for each other."""
+T = TypeVar("T")
+
+TIMEOUT_S = 1.0
+"""How long ranks would wait for each other, on a clock that a decision moves."""
 
 
-class Impatient(Control):
-    """All ranks, in a group of its own that waits for PATIENCE_S."""
+class TimedControl(Control):
+    """Notes when ranks have met, on a clock that stands still unless something moves it."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
-        self._group = dist.new_group(timeout=timedelta(seconds=PATIENCE_S))
+        self.now_s = 0.0
+        self.met_s = [0.0]
+
+    def gather(self, mine: T, purpose: str) -> list[T]:
+        self.met_s.append(self.now_s)
+        return super().gather(mine, purpose)
 
 
-def choose_slowly(rank: int, world_size: int) -> tuple[str, int]:
-    """An answer that takes three times as long as anybody waits, and how often it was looked for."""
-    asked = 0
+def choose_slowly(rank: int, world_size: int) -> tuple[str, int, list[float]]:
+    """An answer that takes three times as long as ranks wait, how often it was looked for, and meetings."""
+    asked, control = 0, TimedControl(rank, world_size)
 
     def decide(beat: Beat) -> str:
         nonlocal asked
         asked += 1
-        end = time.monotonic() + 3 * PATIENCE_S
-        while time.monotonic() < end:
-            time.sleep(PATIENCE_S / 20)
+        for _ in range(60):
+            control.now_s += TIMEOUT_S / 20
             beat()
         return "a plan"
 
-    return decided_slowly(Impatient(rank, world_size), decide, "choosing a plan", PATIENCE_S), asked
+    with mock.patch.object(deciding, "time", SimpleNamespace(monotonic=lambda: control.now_s)):
+        return decided_slowly(control, decide, "choosing a plan", TIMEOUT_S), asked, control.met_s
 
 
 def refuse(rank: int, world_size: int) -> str:
@@ -47,14 +54,18 @@ def refuse(rank: int, world_size: int) -> str:
         raise ConfigError("memory", 1, "no plan fits", "Use more.")
 
     try:
-        return decided_slowly(Control(rank, world_size), decide, "choosing a plan", PATIENCE_S)
+        return decided_slowly(Control(rank, world_size), decide, "choosing a plan", TIMEOUT_S)
     except ConfigError as error:
         return str(error)
 
 
-@pytest.mark.slow
-def test_ranks_wait_for_a_search_that_outlasts_their_patience(ranks: Pools) -> None:
-    assert ranks(2).run(choose_slowly, 2) == [("a plan", 1), ("a plan", 0)]
+def test_ranks_wait_for_a_search_that_outlasts_their_timeout(ranks: Pools) -> None:
+    """Rank 0 meets the others often enough, and they take none of these meetings for the answer."""
+    first, second = ranks(2).run(choose_slowly, 2)
+    assert first[:2] == ("a plan", 1) and second[:2] == ("a plan", 0)
+    met_s = first[2]
+    assert len(met_s) == len(second[2]) and met_s[-1] > 2 * TIMEOUT_S
+    assert max(later - earlier for earlier, later in pairwise(met_s)) < TIMEOUT_S / 2
 
 
 def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:

@@ -8,37 +8,16 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.report import findings
-from penstock.trace import TaskRecord
 from penstock.train.run_folder import read_run
-from penstock.train.trainer import Trainer
-from tests.autopilot.runs import RANKS, run
+from tests.autopilot.runs import RANKS, SLOW, run, slow_rank
 from tests.support.ranks import Pools
-from tests.support.training import Told, folder_of, pretend
+from tests.support.training import Told, folder_of
 
-FACTOR = 4.0
 SETTINGS = ("schedule.refine_after=0", "plan.drift_steps=4", "train.steps=16")
 
 
-def slow_rank(trainer: Trainer, step: int, since: int) -> None:
-    """Every task takes a millisecond; computation on rank 1 four, from a step on, and steps take longer."""
-    if step > 1:
-        return
-    steps = iter(range(1, 100))
-    now = [0]
-
-    def seconds_of(record: TaskRecord) -> float:
-        slow = record.rank == 1 and record.lane.computes and now[0] >= since
-        return 1e-3 * (FACTOR if slow else 1.0)
-
-    def step_s() -> float:
-        now[0] = next(steps)
-        return 0.1 if now[0] < since else 0.4
-
-    pretend(trainer, seconds_of, step_s)
-
-
-def fixed(ranks: Pools, folder: Path, since: int, *settings: str) -> Told:
-    told, other = run(ranks, folder, *SETTINGS, *settings, on_step=partial(slow_rank, since=since))
+def fixed(ranks: Pools, folder: Path, after: int, *settings: str) -> Told:
+    told, other = run(ranks, folder, *SETTINGS, *settings, before=partial(slow_rank, after=after))
     assert other.said == "" and len(set(told.plans)) == 1
     return told
 
@@ -46,17 +25,17 @@ def fixed(ranks: Pools, folder: Path, since: int, *settings: str) -> Told:
 def test_a_rank_that_is_slow_from_the_start(ranks: Pools, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "run", RANKS)
     told = fixed(ranks, folder, 0)
-    assert told.said.count(f"computation on rank 1 takes {FACTOR:.2f}x as long as on the median rank") == 1
+    assert told.said.count(f"computation on rank 1 takes {SLOW:.2f}x as long as on the median rank") == 1
     assert told.summary is not None and "rank 1" in told.summary.to_text()
-    assert {each.rank: each.factor for each in told.summary.stragglers} == {1: pytest.approx(FACTOR)}
-    assert findings(read_run(folder / "run"))["stragglers"] == {"1": pytest.approx(FACTOR)}
+    assert {each.rank: each.factor for each in told.summary.stragglers} == {1: pytest.approx(SLOW)}
+    assert findings(read_run(folder / "run"))["stragglers"] == {"1": pytest.approx(SLOW)}
 
 
 def test_a_rank_that_becomes_slow(ranks: Pools, tmp_path: Path) -> None:
     told = fixed(ranks, folder_of(tmp_path, "run", RANKS), 8)
     words = " ".join(told.said.split())
     assert "the step time has changed from 100.0 ms to 400.0 ms" in words
-    assert f"computation on rank 1 takes {FACTOR:.2f}x as long as before" in words
+    assert f"computation on rank 1 takes {SLOW:.2f}x as long as before" in words
 
 
 def test_without_a_watch_only_the_end_names_it(ranks: Pools, tmp_path: Path) -> None:

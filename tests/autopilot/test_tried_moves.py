@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.topology import Control
 from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
-from tests.autopilot.runs import RANKS, SLOW_S, auto, on_slow_devices, run
+from tests.autopilot.runs import RANKS, SLOW, STEP_S, TASK_S, auto, on_slow_devices, run
 from tests.plan.problems import problem
 from tests.support.ranks import Pools
-from tests.support.training import Told, folder_of
+from tests.support.training import Told, folder_of, pretend
 
 EACH = problem()
 OLD, NEW = Decision(schedule="flowmoe"), Decision(schedule="sequential")
@@ -118,20 +117,21 @@ def test_only_runs_with_trials_that_gain_by_it_try_moves(settings: list[str], wo
 # ---- on real ranks -----------------------------------------------------------------------------------------
 
 
-def slow_where(moves: bool, trainer: Trainer, step: int) -> None:
-    """From the second step on, attention waits in every step that plans guests, or in all others."""
-    if step == 1:
-        for block in trainer.stack.model.blocks:  # type: ignore[union-attr]  # a ModuleList
-            block.attention.register_forward_pre_hook(
-                lambda *_: time.sleep(SLOW_S if (trainer.stack.host.moving is not None) is moves else 0.0)
-            )
+def slow_where(moves: bool, trainer: Trainer) -> None:
+    """Steps are slow that plan guests, or all others."""
+
+    def step_s(step: int) -> float:
+        del step
+        return STEP_S * (SLOW if (trainer.stack.host.moving is not None) is moves else 1.0)
+
+    pretend(trainer, lambda _: TASK_S, step_s)
 
 
 def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told], PlanFile]:
     """A run whose prediction says that moving pays. slow: it takes longer than the prediction says."""
     on_slow_devices(folder)
     settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
-    told = run(ranks, folder, *auto(folder), *settings, on_step=partial(slow_where, slow))
+    told = run(ranks, folder, *auto(folder), *settings, before=partial(slow_where, slow))
     assert told[0].plans == told[1].plans
     return told, PlanFile.read(folder / "run" / "plan.json")
 
@@ -139,25 +139,36 @@ def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told
 TRIED = r"changing to (plan \d+): .*\1 re-ordered .*tried for 6 steps each: .* by \1, .* by (plan \d+): "
 
 
-def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(ranks: Pools, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def went_back(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Told], PlanFile]:
+    """A run in which moving takes longer than predicted: its folder, what it said, and its plan."""
+    folder = folder_of(tmp_path_factory.mktemp("slow"), "run", RANKS)
+    return folder, *run_that_moves(ranks, folder, slow=True)
+
+
+def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(
+    went_back: tuple[Path, list[Told], PlanFile],
+) -> None:
     """To the very plan that it had, in the order that was timed; its file knows what was tried."""
-    told, paper = run_that_moves(ranks, folder_of(tmp_path, "run", RANKS), slow=True)
+    _, told, paper = went_back
     said = " ".join(told[0].said.split())
     tried = re.search(TRIED + r"going back to \2", said)
     assert tried and tried.end() > said.rfind("re-ordered"), said
     assert paper.choice.experts == "none" and paper.explains_choice
     assert any(line.endswith(f"going back to {tried[2]}") for line in paper.why)
-    assert any("experts move" in other.words and (other.measured_s or 0.0) > SLOW_S for other in paper.others)
+    assert any("experts move" in other.words and other.measured_s == SLOW * STEP_S for other in paper.others)
     last = told[0].plans[-1]
     assert told[0].plans[-TRIAL_STEPS:] == [last] * TRIAL_STEPS and last in told[0].plans[: -2 * TRIAL_STEPS]
 
 
-def test_a_run_that_plans_again_does_not_try_what_has_lost(ranks: Pools, tmp_path: Path) -> None:
+def test_a_run_that_plans_again_does_not_try_what_has_lost(
+    ranks: Pools, went_back: tuple[Path, list[Told], PlanFile]
+) -> None:
     """Its files keep what the trial told, also where a resumed run cannot continue its plan."""
-    folder = folder_of(tmp_path, "run", RANKS)
-    _, paper = run_that_moves(ranks, folder, slow=True)
+    folder, _, paper = went_back
     (trial,) = paper.lost
-    assert trial.experts != "none" and trial.against == ("none", "none") and trial.measured > 1.0
+    assert trial.experts != "none" and trial.against == ("none", "none")
+    assert trial.measured == pytest.approx(SLOW)
     learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
     assert {"GP", "GG"} <= {move.op for move in learnt}
     settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
@@ -177,9 +188,9 @@ def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tm
     assert (tried := re.search(TRIED + r"keeping \1", said)), said
     assert paper.choice.guests > 0 and paper.explains_choice and paper.lost == ()
     assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
-    assert paper.trial_s is not None and paper.trial_s < SLOW_S
+    assert paper.trial_s == STEP_S
     (before,) = paper.others
-    assert (before.measured_s or 0.0) > SLOW_S and "experts move" not in before.words
+    assert before.measured_s == SLOW * STEP_S and "experts move" not in before.words
     settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
     again = run(ranks, folder, *auto(folder), *settings, "train.resume=true")
     assert set(again[0].plans) == {told[0].plans[-1]}

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from benchmarks.drift import (
 from benchmarks.progress import BOARD
 from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_for
 
 RESULT = DriftsResult(
     cases=(
@@ -120,20 +119,14 @@ def test_changes_leave_time_to_learn_and_to_settle() -> None:
 
 
 def test_a_rank_is_found_held_and_let_go(rank: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while _pid_of_rank(1) != rank.pid:  # the child's environment is its own only after exec
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: _pid_of_rank(1) == rank.pid)  # the child's environment is its own only after exec
     assert _pid_of_rank(77) is None
-    ended, seen = threading.Event(), set()
+    ended = threading.Event()
     holder = threading.Thread(target=_hold, args=(rank.pid, ended))
     holder.start()
-    while "T" not in seen:
-        assert time.monotonic() < deadline
-        seen.add(state_of(rank.pid))
+    wait_for(lambda: state_of(rank.pid) == "T")
     ended.set()
     holder.join()
-    while state_of(rank.pid) == "T":
-        assert time.monotonic() < deadline
+    wait_for(lambda: state_of(rank.pid) != "T")
     rank.send_signal(signal.SIGTERM)
     assert rank.wait(timeout=HANG_S) == -signal.SIGTERM

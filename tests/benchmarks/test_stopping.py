@@ -19,6 +19,7 @@ import pytest
 from benchmarks.layer.measure import in_turns
 from benchmarks.progress import BOARD, in_rows
 from benchmarks.published.study import in_processes
+from tests.support.patience import HANG_S, OWN_TIME, wait_for
 from tests.support.runs import STARTED, clean_environ, wait_until
 
 NOTHING = "penstock: stopped; nothing had been measured yet\n"
@@ -73,7 +74,7 @@ def test_only_whole_rounds_are_kept() -> None:
 def _mark(folder: Path, number: int) -> dict[str, float]:
     """Soon for the first 16, which two processes take first; later ones leave a file, after a long while."""
     if number >= 16:
-        time.sleep(30)
+        time.sleep(HANG_S)
         (folder / str(number)).touch()
     return {}
 
@@ -103,7 +104,7 @@ def test_processes_that_share_the_work_are_not_waited_for(
 def ran(program: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", program]
     return subprocess.run(
-        words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=180
+        words, capture_output=True, text=True, env=clean_environ(), check=False, timeout=HANG_S
     )
 
 
@@ -119,6 +120,7 @@ STUCK = """
 import signal, time
 from benchmarks import stopping
 from benchmarks.progress import BOARD
+{clock}
 stopping.GRACE_S = 0.1
 BOARD.begin("stuck", shown=False)
 {keep}
@@ -126,7 +128,8 @@ with stopping.Stop(print, speaks={speaks}):
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
-        time.sleep(600)  # as for others that are gone
+        while True:  # as for others that are gone
+            pass
 """
 
 
@@ -140,7 +143,7 @@ with stopping.Stop(print, speaks={speaks}):
     ],
 )
 def test_what_does_not_end_by_itself_is_ended(keep: str, speaks: bool, out: str, error: str) -> None:
-    done = ran(STUCK.format(keep=keep, speaks=speaks))
+    done = ran(STUCK.format(clock=OWN_TIME, keep=keep, speaks=speaks))
     assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
 
 
@@ -148,15 +151,20 @@ SLOW = """
 import signal, threading, time
 from benchmarks import stopping
 from benchmarks.progress import BOARD
+{clock}
+
+def for_ever():
+    while True:
+        {waits}
 
 def show(result):
-    end_s = time.thread_time() + 2.5
+    end_s = time.thread_time() + 1.2
     while time.thread_time() < end_s:
         pass
     {more}
     print(result)
 
-stopping.GRACE_S, stopping.SAME_REQUEST_S = 1.0, {same_s}
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.5, {same_s}
 BOARD.begin("slow", shown=False)
 BOARD.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:
@@ -168,26 +176,25 @@ with stopping.Stop(show, speaks=True) as stop:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("then", "more", "out", "error"),
-    [
-        ("stop.tell(); time.sleep(600)", "", "7\n", UNTIL_THEN),
-        ("time.sleep(600)", "", "7\n", UNTIL_THEN),
-        ("stop.tell()", "time.sleep(600)", "", ""),
-        ("time.sleep(600)", "time.sleep(600)", "", ""),
-    ],
-    ids=["by the main thread", "beside a stuck one", "hanging", "hanging beside a stuck one"],
-)
-def test_printing_is_not_cut_off_while_it_goes_on(then: str, more: str, out: str, error: str) -> None:
+@pytest.mark.parametrize("then", ["stop.tell(); for_ever()", "for_ever()"], ids=["by main", "beside"])
+def test_printing_is_not_cut_off_while_it_goes_on(then: str) -> None:
     """For longer than a process may stand still; by the clock of a thread that computes."""
-    done = ran(SLOW.format(then=then, more=more, same_s=60.0))
-    assert (done.returncode, done.stdout, done.stderr) == (130, out, error)
+    done = ran(SLOW.format(clock=OWN_TIME, then=then, more="", waits="pass", same_s=60.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "7\n", UNTIL_THEN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["stop.tell()", "for_ever()"], ids=["by main", "beside"])
+def test_printing_that_hangs_is_cut_off(then: str) -> None:
+    waits = "time.sleep(600)"
+    done = ran(SLOW.format(clock="", then=then, more="for_ever()", waits=waits, same_s=60.0))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.slow
 def test_another_signal_cuts_the_printing_off() -> None:
     asked = "signal.raise_signal(signal.SIGINT)\n    while True: pass"
-    done = ran(SLOW.format(then="stop.tell()", more=asked, same_s=0.0))
+    done = ran(SLOW.format(clock="", then="stop.tell()", more=asked, waits="pass", same_s=0.0))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -289,9 +296,9 @@ def stopped(tmp_path: Path, reached: str, *arguments: str, whole: bool = True) -
             start_new_session=True,
         )
     STARTED.append(process)
-    wait_until(lambda: re.search(reached, errors.read_text()) is not None, process, timeout_s=300)
+    wait_until(lambda: re.search(reached, errors.read_text()) is not None, process)
     (os.killpg if whole else os.kill)(process.pid, signal.SIGINT)
-    code = process.wait(timeout=90)
+    code = process.wait(timeout=HANG_S)
     return code, out.read_text(), errors.read_text()
 
 
@@ -318,7 +325,7 @@ def test_a_suite_that_is_stopped_keeps_what_has_ended_and_ends_its_run(tmp_path:
     assert code == 130, error
     assert "interrupted: 0 of 1 runs have ended and are kept" in error and "Traceback" not in error
     with pytest.raises(ProcessLookupError):
-        os.killpg(STARTED[-1].pid, 0)
+        wait_for(lambda: os.killpg(STARTED[-1].pid, 0), "the end of its run")
 
 
 @pytest.mark.slow

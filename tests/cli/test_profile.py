@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from penstock.cost.doubts import STOPPED
 from tests.autopilot.test_profiling import TINY, check
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
-from tests.support.patience import HANG_S
-from tests.support.runs import refused, run
+from tests.support.patience import HANG_S, wait_for
+from tests.support.runs import refused, run, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -49,14 +48,11 @@ def test_a_stop_ends_all_of_it_and_keeps_what_was_measured(tmp_path: Path) -> No
     out, errors, printed = tmp_path / "stopped.json", tmp_path / "errors", tmp_path / "printed"
     options = ("--budget", "3600", "--out", out, "parallel.processes=2")
     started = start_launcher("profile", *options, *TINY, stderr=errors, stdout=printed)
-    until_s = time.monotonic() + HANG_S
-    while "measuring links" not in (said := errors.read_text() if errors.exists() else ""):
-        assert time.monotonic() < until_s and started.poll() is None, said
-        time.sleep(0.05)
+    wait_until(lambda: errors.exists() and "measuring links" in errors.read_text(), started)
     os.kill(started.pid, signal.SIGTERM)
     assert started.wait(timeout=HANG_S) == 0, errors.read_text()
     with pytest.raises(ProcessLookupError):
-        os.killpg(started.pid, 0)
+        wait_for(lambda: os.killpg(started.pid, 0), "the end of all")
     assert str(out) in printed.read_text() and "Traceback" not in errors.read_text()
     file = find_cluster(str(out))
     check(file)

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked import run_forked
+from tests.support.patience import HANG_S
 from tests.support.runs import write_config
 
 pytestmark = pytest.mark.slow
 
 
-def run(folder: Path, on_a_rank: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, on_a_rank: str, *arguments: str | Path, timeout_s: float = HANG_S
+) -> subprocess.CompletedProcess[str]:
     """The command on two ranks, which do `on_a_rank`, some lines of Python, before it."""
     program = folder / "ranks.py"
     start = "from penstock.cli.main import main\nsys.exit(main())\n"
     program.write_text(f"import os, sys\nrank = os.environ['RANK']\n{on_a_rank}\n{start}")
-    return run_forked(2, *arguments, "parallel.timeout_s=3", program=str(program))
+    return run_forked(2, *arguments, f"parallel.timeout_s={timeout_s}", program=str(program))
 
 
 def test_a_package_that_one_machine_lacks(tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_ranks_of_another_launcher_refuse_what_does_not_go_together(
 
 def test_a_rank_that_cannot_even_join_says_why(tmp_path: Path) -> None:
     lost = "if rank == '1':\n    del os.environ['MASTER_ADDR']"
-    done = run(tmp_path, lost, "train", write_config(tmp_path))
+    done = run(tmp_path, lost, "train", write_config(tmp_path), timeout_s=1)  # all of which rank 0 waits
     assert "penstock: MASTER_ADDR: is not set" in done.stderr
     assert "rank 0 of 2 could not join the others" in done.stderr
     assert "rank 1 has not come" in done.stderr

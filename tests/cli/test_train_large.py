@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG_S
 from tests.support.runs import clean_environ, write_config
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def test_a_text_larger_than_memory_trains(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM.format(limit=LIMIT_BYTES), "train", config, "--json", *settings],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=HANG_S,
         env=clean_environ(),
         check=False,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_bench import QUICK
+from tests.support.patience import HANG_S
 from tests.support.runs import clean_environ, run
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_a_benchmark_of_its_own_knows_the_rate() -> None:
     options = ("--emulate", "2x1", "--inter-rate", "200mbit", "moe.num_experts=2", *ONCE)
     command = [sys.executable, "-m", "benchmarks.dispatches", "--json", *options]
     result = subprocess.run(
-        command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=150, check=False
+        command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

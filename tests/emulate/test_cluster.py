@@ -27,7 +27,7 @@ from penstock.emulate import (
     system,
 )
 from penstock.emulate.system import NAMESPACES
-from tests.emulate.traffic import wait_for
+from tests.support.patience import HANG_S, wait_for
 
 SMALL = EmulateConfig(nodes=2, devices=1)
 
@@ -97,7 +97,7 @@ def test_what_runs_inside_ends_with_it() -> None:
     with Cluster(SMALL) as cluster:
         process = subprocess.Popen(cluster.command(1, ["sleep", "60"]))
         wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=HANG_S) == -signal.SIGKILL
 
 
 @real
@@ -151,7 +151,7 @@ def test_a_signal_removes_it(holder: tuple[subprocess.Popen[str], str], number: 
     assert len(namespaces_of(name)) == 5
     process.send_signal(number)
     expected = -number if number == signal.SIGINT else 128 + number  # Python dies of SIGINT itself
-    assert process.wait(timeout=20) == expected
+    assert process.wait(timeout=HANG_S) == expected
     assert namespaces_of(name) == [] and not is_recorded(name)
 
 

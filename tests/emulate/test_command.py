@@ -15,7 +15,7 @@ import pytest
 from penstock.cli import main
 from penstock.emulate import clusters, open_cluster, remove_stale
 from penstock.emulate.system import NAMESPACES
-from tests.emulate.traffic import wait_for
+from tests.support.patience import HANG_S, wait_for
 from tests.support.runs import (
     clean_environ,
     command,
@@ -182,5 +182,5 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path, number: signal.Signal
     process = start("train", write_config(tmp_path), "train.steps=100000", "--emulate", "1x1", stderr=errors)
     wait_until(lambda: bool(losses(tmp_path / "run")), process)
     os.killpg(process.pid, number)
-    assert process.wait(timeout=60) in {0, 128 + number}
+    assert process.wait(timeout=HANG_S) in {0, 128 + number}
     assert not [each for each in namespaces() if each.startswith(f"pen{process.pid}-")]

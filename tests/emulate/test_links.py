@@ -1,6 +1,7 @@
 """Links as traffic meets them: rates, who shares what, changes under load.
 
-Rates are compared with what TCP can carry, 1448 of every 1514 bytes: 95.6 % of the link's rate.
+Rates are compared with what TCP can carry, 1448 of every 1514 bytes: 95.6 % of the link's rate. They are low:
+the buffers of sockets keep such a link busy while other programs have the processors.
 """
 
 from __future__ import annotations
@@ -11,48 +12,58 @@ import time
 import pytest
 
 from penstock.emulate import Cluster, EmulateConfig
-from tests.emulate.traffic import connect, eventually_near, flowing, rates_bit_per_s, wait_for
+from penstock.emulate.links import _tbf
+from tests.emulate.traffic import connect, flowing, rates_bit_per_s, wait_until_near
+from tests.support.patience import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("emulation")]
 
 MBIT = 1e6
 
 
-@pytest.mark.parametrize("flows", [1, 4])
-@pytest.mark.parametrize("rate_bit_per_s", [300 * MBIT, 700 * MBIT])
+@pytest.mark.parametrize(("rate_bit_per_s", "flows"), [(30 * MBIT, 1), (90 * MBIT, 4)])
 def test_an_uplink_has_its_rate(rate_bit_per_s: float, flows: int) -> None:
     config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate_bit_per_s)
     with Cluster(config) as cluster, flowing(cluster, [(0, 1)] * flows) as running:
-        assert eventually_near(lambda: sum(rates_bit_per_s(running)), rate_bit_per_s)
+        wait_until_near(lambda: sum(rates_bit_per_s(running)), rate_bit_per_s)
 
 
 def test_a_fast_uplink_is_no_faster_than_it_should_be() -> None:
-    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=2000 * MBIT)
-    with Cluster(config) as cluster, flowing(cluster, [(0, 1)] * 2) as running:
-        # How near it comes depends on the processors, so only that it is not a slower link is asked for.
-        assert any(1000 * MBIT < sum(rates_bit_per_s(running)) < 2060 * MBIT for _ in range(10))
+    """How near it comes depends on the processors; its bucket lasts as long as the kernel's timers need."""
+    rate_bit_per_s = 2000 * MBIT
+    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=rate_bit_per_s)
+    with Cluster(config) as cluster, flowing(cluster, [(0, 1)] * 2):
+        start_s, first_bytes = time.perf_counter(), cluster.bytes_sent()[0].sent_bytes
+        wait_for(lambda: cluster.bytes_sent()[0].sent_bytes > first_bytes + 100e6)
+        crossed_bytes = cluster.bytes_sent()[0].sent_bytes - first_bytes
+        took_s = time.perf_counter() - start_s
+        assert [each.rate_bit_per_s for each in cluster.uplinks()] == [rate_bit_per_s] * 2
+        uplink = cluster.wiring.uplink(0)[0]
+        bucket_bytes = _tbf(uplink.namespace)[uplink.interface]["options"]["burst"]
+    assert 1e-3 * rate_bit_per_s / 8 <= 1.001 * bucket_bytes < 2e-3 * rate_bit_per_s / 8
+    assert crossed_bytes < 1.01 * took_s * rate_bit_per_s / 8 + bucket_bytes
 
 
 def test_each_direction_has_the_rate() -> None:
-    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=300 * MBIT)
+    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=30 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 1), (1, 0)]) as running:
-        assert eventually_near(lambda: min(rates_bit_per_s(running)), 300 * MBIT)
+        wait_until_near(lambda: min(rates_bit_per_s(running)), 30 * MBIT)
 
 
 def test_a_device_link_has_its_rate_and_the_uplink_sees_nothing_of_it() -> None:
-    config = EmulateConfig(nodes=2, devices=2, intra_rate_bit_per_s=400 * MBIT)
+    config = EmulateConfig(nodes=2, devices=2, intra_rate_bit_per_s=40 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 1)]) as running:
-        assert eventually_near(lambda: rates_bit_per_s(running)[0], 400 * MBIT)
-        assert running[0].received_bytes > 10e6
+        wait_until_near(lambda: rates_bit_per_s(running)[0], 40 * MBIT)
+        assert running[0].received_bytes > 1e6
         # Who has which address is asked of everybody: some packets of 42 bytes.
         assert all(each.sent_bytes + each.received_bytes < 5000 for each in cluster.bytes_sent())
 
 
 @pytest.mark.soak
 def test_devices_of_a_node_share_its_uplink() -> None:
-    config = EmulateConfig(nodes=3, devices=2, inter_rate_bit_per_s=400 * MBIT)
+    config = EmulateConfig(nodes=3, devices=2, inter_rate_bit_per_s=40 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 2), (1, 4)]) as running:  # node 0 to nodes 1 and 2
-        assert eventually_near(lambda: sum(rates_bit_per_s(running)), 400 * MBIT)
+        wait_until_near(lambda: sum(rates_bit_per_s(running)), 40 * MBIT)
 
 
 @pytest.mark.parametrize(("mtu_bytes", "least", "most"), [(1500, 1.03, 1.1), (9000, 1.004, 1.06)])
@@ -70,30 +81,30 @@ def test_bytes_are_counted_where_they_cross(mtu_bytes: int, least: float, most: 
 
 
 def test_a_rate_changes_under_load_and_counters_go_on() -> None:
-    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=600 * MBIT)
+    config = EmulateConfig(nodes=2, devices=1, inter_rate_bit_per_s=60 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 1)]) as running:
-        wait_for(lambda: running[0].received_bytes > 10e6)
-        cluster.set_rate(inter=200 * MBIT)
-        assert cluster.bytes_sent()[0].sent_bytes > 10e6
-        assert [each.rate_bit_per_s for each in cluster.uplinks()] == [200 * MBIT] * 2
-        assert eventually_near(lambda: rates_bit_per_s(running)[0], 200 * MBIT)
-        cluster.set_rate(inter=100 * MBIT, intra=50 * MBIT, node=1)
-        assert [each.rate_bit_per_s for each in cluster.uplinks()] == [200 * MBIT, 100 * MBIT]
-        assert eventually_near(lambda: rates_bit_per_s(running)[0], 50 * MBIT)
+        wait_for(lambda: running[0].received_bytes > 1e6)
+        cluster.set_rate(inter=20 * MBIT)
+        assert cluster.bytes_sent()[0].sent_bytes > 1e6
+        assert [each.rate_bit_per_s for each in cluster.uplinks()] == [20 * MBIT] * 2
+        wait_until_near(lambda: rates_bit_per_s(running)[0], 20 * MBIT)
+        cluster.set_rate(inter=10 * MBIT, intra=5 * MBIT, node=1)
+        assert [each.rate_bit_per_s for each in cluster.uplinks()] == [20 * MBIT, 10 * MBIT]
+        wait_until_near(lambda: rates_bit_per_s(running)[0], 5 * MBIT)
 
 
 def test_a_cut_stops_a_node_alone_and_a_restored_one_goes_on() -> None:
-    config = EmulateConfig(nodes=2, devices=2, inter_rate_bit_per_s=400 * MBIT)
+    config = EmulateConfig(nodes=2, devices=2, inter_rate_bit_per_s=40 * MBIT)
     with Cluster(config) as cluster, flowing(cluster, [(0, 2), (0, 1)]) as (across, inside):
         cluster.cut(0)
         assert [each.is_up for each in cluster.uplinks()] == [False, True]
-        time.sleep(0.2)  # what was on its way arrives
-        across_bytes, inside_bytes = across.received_bytes, inside.received_bytes
-        wait_for(lambda: inside.received_bytes > inside_bytes + 10e6)
-        assert across.received_bytes == across_bytes
+        time.sleep(0.2)  # the kernel delivers what had crossed, whatever the processors do
+        across_bytes, inside_bytes = across.arrived_bytes, inside.received_bytes
+        wait_for(lambda: inside.received_bytes > inside_bytes + 50e6)
+        assert across.arrived_bytes == across_bytes
         cluster.restore(0)
         assert all(each.is_up for each in cluster.uplinks())
-        wait_for(lambda: across.received_bytes > across_bytes + 10e6)
+        wait_for(lambda: across.received_bytes > across_bytes + 1e6)
 
 
 def test_two_clusters_do_not_meet() -> None:

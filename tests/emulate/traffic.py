@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from penstock.emulate import Cluster
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_for
 
 PIECE_BYTES = 1 << 18
 WARM_UP_S = 0.4
@@ -44,6 +45,14 @@ class Flow:
         while count := self.receiver.recv_into(buffer):
             self.received_bytes += count
 
+    @property
+    def arrived_bytes(self) -> int:
+        """What the kernel has received, read or not: `tcpi_bytes_received`."""
+        (count,) = struct.unpack_from(
+            "Q", self.receiver.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136), 128
+        )
+        return int(count)
+
     def stop(self) -> None:
         """End the connection; what is on its way still arrives."""
         self.sender.shutdown(socket.SHUT_WR)
@@ -58,10 +67,10 @@ def connect(cluster: Cluster, source: int, target: int) -> Flow:
     address = cluster.address(target)
     with cluster.run_inside(target, lambda: socket.create_server((address, 0))) as server:
         where = server.getsockname()
-        sender = cluster.run_inside(source, lambda: socket.create_connection(where, timeout=10))
+        sender = cluster.run_inside(source, lambda: socket.create_connection(where, timeout=HANG_S))
         receiver, _ = server.accept()
     sender.settimeout(None)
-    receiver.settimeout(20)  # a link that stays down fails the test instead of stopping it
+    receiver.settimeout(HANG_S)  # a link that stays down fails the test instead of stopping it
     return Flow(sender=sender, receiver=receiver)
 
 
@@ -85,14 +94,6 @@ def rates_bit_per_s(flows: Sequence[Flow], window_s: float = 0.5) -> list[float]
     return [8 * (b - a) / (end_s - start_s) for a, b in zip(before, after, strict=True)]
 
 
-def eventually_near(measure: Callable[[], float], expected: float) -> bool:
-    """Whether it gets to within 10 % below and 3 % above; a busy machine may take some attempts."""
-    return any(0.9 * expected <= measure() <= 1.03 * expected for _ in range(10))
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
-    """Poll until it holds."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
+def wait_until_near(measure: Callable[[], float], expected: float) -> None:
+    """Measure until it is between 10 % less and 3 % more; a busy machine may take some attempts."""
+    wait_for(lambda: 0.9 * expected <= measure() <= 1.03 * expected, f"a rate near {expected:.3g}")

@@ -234,7 +234,7 @@ def interrupting(spy: Spy) -> Callable[[], None]:
     def handler() -> None:
         time.sleep(0.05)  # the caller has reached its wait by now; the outcome must be the same if not
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        spy.failed.wait(5.0)
+        spy.failed.wait(PATIENCE_S)
 
     return handler
 

@@ -15,6 +15,13 @@ HANG_S: Final = 240.0
 
 POLL_S: Final = 0.01
 
+OWN_TIME: Final = """
+from types import SimpleNamespace
+from penstock import stops
+stops.time = SimpleNamespace(**vars(stops.time) | {"monotonic": stops.time.process_time})
+"""
+"""Lines of a program that is asked to stop: its patience counts processor time, so it cannot be too slow."""
+
 
 def wait_for(condition: Callable[[], object], what: str = "it") -> None:
     """Return once the condition holds."""

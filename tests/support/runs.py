@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from typing import Any, Protocol
 import pytest
 
 from penstock.cli import main
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_for
 
 TINY = """
 [model]
@@ -159,13 +158,16 @@ def _parse(line: str) -> dict[str, Any]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], process: Running, timeout_s: float = HANG_S) -> None:
+def wait_until(condition: Callable[[], bool], process: Running) -> None:
     """Poll until the condition holds; fails if the process ends first."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
+
+    def holds() -> bool:
+        if condition():
+            return True
         assert process.poll() is None, f"the run ended early with code {process.returncode}"
-        assert time.monotonic() < deadline, "the run did not get there"
-        time.sleep(0.01)
+        return False
+
+    wait_for(holds, "what the run was to reach")
 
 
 def pid_of_rank(parent: int, rank: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
@@ -45,8 +44,18 @@ def write_cluster(folder: Path, ranks: int) -> Path:
     return path
 
 
-def train_on(rank: int, world_size: int, folder: Path, overrides: list[str], on_step: Watcher | None) -> Told:
-    """This rank's part of a run in `folder/run`; for RankPool.run."""
+def train_on(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    overrides: list[str],
+    on_step: Watcher | None,
+    before: Callable[[Trainer], None] | None = None,
+) -> Told:
+    """This rank's part of a run in `folder/run`; for RankPool.run.
+
+    on_step: told of every step. before: told of the trainer before it runs.
+    """
     told, stderr = Told(), io.StringIO()
     config = load(RunConfig, folder / "tiny.toml", [f"parallel.processes={world_size}", *overrides])
     info = ProcessInfo(rank=rank, world_size=world_size, local_rank=rank, launcher="penstock")
@@ -60,6 +69,8 @@ def train_on(rank: int, world_size: int, folder: Path, overrides: list[str], on_
     with redirect_stderr(stderr):
         try:
             trainer = Trainer(config, info, torch.device("cpu"), Autopilot, quiet=False, on_step=note)
+            if before is not None:
+                before(trainer)
             told.summary = trainer.run()
         except ConfigError as error:
             told.refused = error.key, str(error)
@@ -76,28 +87,15 @@ def folder_of(parent: Path, name: str, ranks: int) -> Path:
     return folder
 
 
-def slow_attention(trainer: Trainer, seconds: float) -> Callable[[], None]:
-    """From now on every attention of this rank takes so much longer; returns what ends that."""
-    blocks = trainer.stack.model.blocks
-    hooks = [
-        block.attention.register_forward_pre_hook(lambda *_: time.sleep(seconds))
-        for block in blocks  # type: ignore[union-attr]  # a ModuleList
-    ]
-
-    def end() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return end
-
-
-def pretend(trainer: Trainer, seconds_of: Callable[[TaskRecord], float], step_s: Callable[[], float]) -> None:
-    """From the next step on, tasks and whole steps of this rank take what these say, on any machine."""
-    stack, pilot = trainer.stack, trainer.pilot
-    records, after_step = stack.records, pilot.after_step
+def pretend(
+    trainer: Trainer, seconds_of: Callable[[TaskRecord], float], step_s: Callable[[int], float]
+) -> None:
+    """Tasks and whole steps of this rank take what these say, on any machine; `step_s` gets the step."""
+    stack, run_step = trainer.stack, trainer._step
+    records = stack.records
 
     def pretended(step: int = 0) -> list[TaskRecord]:
         return [replace(each, end_s=each.start_s + seconds_of(each)) for each in records(step)]
 
     stack.records = pretended  # type: ignore[method-assign]
-    pilot.after_step = lambda slowest_s, records: after_step(step_s(), records)  # type: ignore[method-assign]
+    trainer._step = lambda step: replace(run_step(step), iteration_s=step_s(step + 1))  # type: ignore[method-assign]

@@ -10,8 +10,9 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from penstock.topology.attempt import name_of_attempt
+from tests.support.patience import HANG_S
 
-SOON = timedelta(seconds=20)
+SOON = timedelta(seconds=HANG_S)
 
 
 def start(store: TCPStore, late: int | None = None) -> list[str]:

@@ -8,28 +8,35 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 
-from penstock.stops import SAME_REQUEST_S, SIGNALS
+from penstock.stops import SIGNALS
 from penstock.train.launcher import Failure, LaunchOutcome, launch
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_for
+from tests.support.runs import STARTED
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent-death signal")
 
-# A launcher in a process of its own; arguments: grace, then the ranks' script and its arguments. As leader of
-# a session without a terminal it makes the one on its stdin, if any, the terminal it is controlled by.
 pytestmark = pytest.mark.slow
 
-PARENT = """
+ENDLESS_S = 10 * HANG_S
+"""A grace that no test lives to see the end of."""
+
+# A launcher in a process of its own; arguments: SAME_REQUEST_S, then the ranks' script and its arguments.
+# As leader of a session without a terminal it is controlled by the one on its stdin, if any.
+PARENT = f"""
 import os, sys
+from penstock.train import signals
 from penstock.train.launcher import launch
+signals.SAME_REQUEST_S = float(sys.argv[1])
 if os.isatty(0):
     os.open(os.ttyname(0), os.O_RDWR)
-outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s=float(sys.argv[1]))
+outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s={ENDLESS_S})
 print(outcome.exit_codes, outcome.interrupted_by and outcome.interrupted_by.name, outcome.first_failure)
 sys.exit(outcome.exit_code)
 """
@@ -45,7 +52,7 @@ def be_ready():
 """
 PLAIN = SLEEPER + "be_ready()"
 
-# One that notes every signal, takes a moment to save what it has, and exits with 0.
+# One that notes every signal, saves what it has for a moment or as long as a file is there, and exits with 0.
 SAVER = (
     SLEEPER
     + """
@@ -54,7 +61,9 @@ def save(number, frame):
     caught.append(signal.Signals(number).name)
     (here / f"caught{rank}").write_text(" ".join(caught))
     if len(caught) == 1:
-        time.sleep(0.4)
+        while (here / "saving").exists():
+            time.sleep(0.01)
+        time.sleep(0.4)  # a signal that should not come is caught as well
         sys.exit(0)
 for number in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
     signal.signal(signal.Signals[number], save)
@@ -67,7 +76,7 @@ be_ready()
 def run(tmp_path: Path) -> Callable[..., LaunchOutcome]:
     """Launches a script from this process, with `tmp_path` as its only argument."""
 
-    def launch_script(text: str, processes: int = 2, grace_s: float = 10.0) -> LaunchOutcome:
+    def launch_script(text: str, processes: int = 2, grace_s: float = ENDLESS_S) -> LaunchOutcome:
         path = tmp_path / "script.py"
         path.write_text(text)
         return launch([sys.executable, str(path), str(tmp_path)], processes, grace_s=grace_s)
@@ -76,13 +85,6 @@ def run(tmp_path: Path) -> Callable[..., LaunchOutcome]:
 
 
 Run = Callable[..., LaunchOutcome]
-
-
-def wait_for(what: Callable[[], object], timeout_s: float = HANG_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -101,17 +103,20 @@ class Parent:
         self,
         folder: Path,
         child: str,
-        grace_s: float,
         stdin: int = subprocess.DEVNULL,
         ignored: signal.Signals | None = None,
+        same_request_s: float = ENDLESS_S,
     ) -> None:
         before = "" if ignored is None else f"import signal; signal.signal({int(ignored)}, signal.SIG_IGN)\n"
         (folder / "parent.py").write_text(before + PARENT)
         (folder / "child.py").write_text(child)
-        command = [sys.executable, f"{folder}/parent.py", str(grace_s), f"{folder}/child.py", str(folder)]
+        own = f"{folder}/parent.py", str(same_request_s)
+        command = [sys.executable, *own, f"{folder}/child.py", str(folder)]
         self.process = subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
+        STARTED.append(self.process)
+        self.caught = [folder / f"caught{rank}" for rank in range(2)]
         files = [folder / f"pid{rank}" for rank in range(2)]
         wait_for(lambda: all(file.exists() for file in files))
         self.pids = [int(file.read_text()) for file in files]
@@ -158,14 +163,14 @@ def test_a_given_environment_replaces_ours(tmp_path: Path) -> None:
 
 
 def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(run: Run) -> None:
-    outcome = run("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)", 3, 0.3)
+    outcome = run("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)", 3, 0.3)
     assert outcome.exit_codes == (-signal.SIGTERM, 3, -signal.SIGTERM)
     assert outcome.first_failure == Failure(rank=1, returncode=3)
     assert (outcome.stopped, outcome.exit_code) == (frozenset({0, 2}), 1)
 
 
 def test_a_killed_rank_is_named_with_its_signal(run: Run) -> None:
-    text = "import os, time\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    text = "import os, time\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\ntime.sleep(600)"
     outcome = run(text, 3, 0.3)
     assert outcome.first_failure is not None
     assert outcome.first_failure.describe() == "rank 2 was killed by signal 9 (SIGKILL)"
@@ -173,8 +178,18 @@ def test_a_killed_rank_is_named_with_its_signal(run: Run) -> None:
 
 
 def test_the_others_may_end_by_themselves_within_the_grace(run: Run) -> None:
-    text = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(2)\ntime.sleep(0.5)\nsys.exit(4)"
-    outcome = run(text)
+    outcome = run(
+        "import os, pathlib, sys, time\n"
+        "here = pathlib.Path(sys.argv[1])\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    (here / 'half').write_text(str(os.getpid()))\n"
+        "    (here / 'half').rename(here / 'first')\n"
+        "    sys.exit(2)\n"
+        "while not (here / 'first').exists(): time.sleep(0.01)\n"
+        "first = pathlib.Path('/proc', (here / 'first').read_text())\n"
+        "while first.exists(): time.sleep(0.01)\n"  # until the launcher has looked
+        "sys.exit(4)"
+    )
     assert (outcome.exit_codes, outcome.stopped) == ((2, 4), frozenset())
     assert outcome.first_failure == Failure(rank=0, returncode=2)
     assert outcome.exit_code == 1
@@ -190,7 +205,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(run: Run, monkeypatch: pytest.Mon
         "    sys.exit(1)\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "ready.touch()\n"
-        "time.sleep(60)",
+        "time.sleep(600)",
         grace_s=0.1,
     )
     assert outcome.exit_codes == (-signal.SIGKILL, 1)
@@ -200,10 +215,22 @@ def test_bad_usage_everywhere_is_bad_usage(run: Run) -> None:
     assert run("import sys; sys.exit(2)").exit_code == 2
 
 
-def test_of_two_that_end_at_once_the_killed_one_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_that_end_at_once_the_killed_one_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its death is what the other one failed of; the launcher finds both dead when it looks."""
-    monkeypatch.setattr("penstock.train.launcher.POLL_S", 1.0)
-    outcome = launch(["sh", "-c", 'sleep 0.3; [ "$RANK" = 0 ] && exit 1; kill -9 $$'], 2, grace_s=5.0)
+
+    def both_end(seconds: float) -> None:
+        del seconds
+        (tmp_path / "go").touch()
+        files = [tmp_path / f"pid{rank}" for rank in range(2)]
+        wait_for(lambda: all(file.exists() for file in files))
+        wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
+
+    monkeypatch.setattr("penstock.train.launcher.time", SimpleNamespace(sleep=both_end, monotonic=monotonic))
+    note = "echo $$ > half$RANK && mv half$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done"
+    ends = '[ "$RANK" = 0 ] && exit 1; kill -9 $$'
+    outcome = launch(["sh", "-c", f"cd {tmp_path} && {note}; {ends}"], 2, grace_s=ENDLESS_S)
     assert outcome.exit_codes == (1, -9)
     assert outcome.first_failure == Failure(rank=1, returncode=-9)
 
@@ -322,7 +349,7 @@ def test_the_store_is_reachable_from_this_machine_only(run: Run, tmp_path: Path)
 
 @linux_only
 def test_sigterm_is_passed_on(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, PLAIN, grace_s=20.0)
+    parent = Parent(tmp_path, PLAIN)
     parent.process.send_signal(signal.SIGTERM)
     assert parent.end() == (143, "(-15, -15) SIGTERM None")
 
@@ -330,15 +357,15 @@ def test_sigterm_is_passed_on(tmp_path: Path) -> None:
 @linux_only
 @pytest.mark.parametrize("number", [each for each in SIGNALS if each != signal.SIGINT])
 def test_ranks_may_save_and_end_well(tmp_path: Path, number: signal.Signals) -> None:
-    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent = Parent(tmp_path, SAVER)
     parent.process.send_signal(number)
     assert parent.end() == (0, f"(0, 0) {number.name} None")
-    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == [number.name] * 2
+    assert [file.read_text() for file in parent.caught] == [number.name] * 2
 
 
 @linux_only
 def test_what_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, PLAIN, grace_s=20.0, ignored=signal.SIGHUP)
+    parent = Parent(tmp_path, PLAIN, ignored=signal.SIGHUP)
     for pid in (parent.process.pid, *parent.pids):
         os.kill(pid, signal.SIGHUP)
     parent.process.send_signal(signal.SIGTERM)
@@ -347,28 +374,28 @@ def test_what_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
 
 @linux_only
 def test_sigint_without_a_terminal_is_passed_on(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent = Parent(tmp_path, SAVER)
     parent.process.send_signal(signal.SIGINT)
     assert parent.end() == (0, "(0, 0) SIGINT None")
-    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+    assert [file.read_text() for file in parent.caught] == ["SIGINT", "SIGINT"]
 
 
 @linux_only
 def test_ctrl_c_at_a_terminal_reaches_each_rank_once(tmp_path: Path, terminal: tuple[int, int]) -> None:
     keyboard, screen = terminal
-    parent = Parent(tmp_path, SAVER, grace_s=20.0, stdin=screen)
+    parent = Parent(tmp_path, SAVER, stdin=screen)
     os.write(keyboard, b"\x03")
     assert parent.end() == (0, "(0, 0) SIGINT None")
-    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == ["SIGINT", "SIGINT"]
+    assert [file.read_text() for file in parent.caught] == ["SIGINT", "SIGINT"]
 
 
-@pytest.mark.soak
 @linux_only
 def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, SLEEPER + "signal.signal(signal.SIGINT, signal.SIG_IGN)\nbe_ready()", 60.0)
-    for _ in range(2):
-        parent.process.send_signal(signal.SIGINT)
-        time.sleep(SAME_REQUEST_S + 0.1)
+    notes = "signal.signal(signal.SIGINT, lambda *_: (here / f'caught{rank}').touch())\nbe_ready()"
+    parent = Parent(tmp_path, SLEEPER + notes, same_request_s=0.0)
+    parent.process.send_signal(signal.SIGINT)
+    wait_for(lambda: all(file.exists() for file in parent.caught), "the ranks' part of it")
+    parent.process.send_signal(signal.SIGINT)
     assert parent.end() == (130, "(-15, -15) SIGINT None")
 
 
@@ -376,16 +403,18 @@ def test_a_second_interruption_ends_the_grace(tmp_path: Path) -> None:
 @linux_only
 def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Signals) -> None:
     """As from timeout(1), which signals its child and then the child's whole group: ranks may still save."""
-    parent = Parent(tmp_path, SAVER, grace_s=20.0)
+    parent = Parent(tmp_path, SAVER)
+    (tmp_path / "saving").touch()
     parent.process.send_signal(number)
-    time.sleep(0.15)  # time enough for the first to be acted upon
+    wait_for(lambda: all(file.exists() for file in parent.caught), "the ranks' part of it")
     parent.process.send_signal(number)
+    (tmp_path / "saving").unlink()
     assert parent.end() == (0, f"(0, 0) {number.name} None")
-    assert [(tmp_path / f"caught{rank}").read_text() for rank in range(2)] == [number.name, number.name]
+    assert [file.read_text() for file in parent.caught] == [number.name, number.name]
 
 
 @linux_only
 def test_killing_the_parent_takes_the_ranks_with_it(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, PLAIN, grace_s=20.0)
+    parent = Parent(tmp_path, PLAIN)
     parent.process.kill()
     assert parent.end() == (-9, "")

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.train.launcher import LaunchOutcome
 from tests.support.launched import launch_forked
+from tests.support.patience import HANG_S
 from tests.support.runs import clean_environ, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
@@ -100,7 +101,7 @@ def test_the_rank_that_holds_the_store_may_stop(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=60)[1] for process in ranks[1:]]
+        said = [process.communicate(timeout=HANG_S)[1] for process in ranks[1:]]
     finally:
         for process in ranks:
             process.kill()

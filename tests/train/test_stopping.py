@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,21 +58,29 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals) -> None:
     assert signal.getsignal(number) == signal.SIG_IGN
 
 
+@pytest.fixture
+def clock_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock shows by which signals are told apart."""
+    now_s = [100.0]
+    monkeypatch.setattr("penstock.train.stopping.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    return now_s
+
+
 @pytest.mark.usefixtures("earlier")
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
-def test_two_signals_close_together_count_as_one(second: signal.Signals) -> None:
+def test_two_signals_close_together_count_as_one(second: signal.Signals, clock_s: list[float]) -> None:
     with StopRequests(Control(0, 1)) as requests:
         signal.raise_signal(signal.SIGINT)
+        clock_s[0] += 0.9 * SAME_REQUEST_S
         signal.raise_signal(second)
         assert requests.agreed(1).stop
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("earlier")
-def test_a_later_second_signal_acts_as_before() -> None:
+def test_a_later_second_signal_acts_as_before(clock_s: list[float]) -> None:
     with StopRequests(Control(0, 1)) as requests:
         signal.raise_signal(signal.SIGINT)
-        time.sleep(SAME_REQUEST_S + 0.1)
+        clock_s[0] += 1.1 * SAME_REQUEST_S
         with pytest.raises(HitError):
             signal.raise_signal(signal.SIGTERM)
         assert requests.agreed(1).stop

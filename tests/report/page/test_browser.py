@@ -13,6 +13,7 @@ import pytest
 
 from penstock.report.page.html import write_page
 from tests.report.page.examples import finished
+from tests.support.patience import HANG_S
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = "--disable-background-networking"
@@ -50,7 +51,7 @@ def shown(page: str, folder: Path, width: int) -> dict[str, Any]:
     path.write_text(page.replace("<main>", f"{ASK}<main>", 1))
     size, profile = f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}"
     words = [str(BROWSER), *OPTIONS, size, profile, "--dump-dom", path.as_uri()]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=True)
     (found,) = re.findall(r'data-found="(.*?)"', result.stdout)
     parsed: dict[str, Any] = json.loads(found.replace("&quot;", '"'))
     return parsed
