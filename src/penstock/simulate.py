@@ -119,10 +119,10 @@ def _times(
         ready = free[task.lane]
         for need in graph.needs[task]:
             ready = clock.latest(ready, times[need].end)
-            if need.lane is Lane.HOST or need.op in READ_BY_THE_HOST:
+            if not need.lane.is_issued or need.op in READ_BY_THE_HOST:
                 host = clock.latest(host, times[need].end)
         start = clock.latest(ready, host)
-        if task.lane is not Lane.HOST:  # those have a thread of their own
+        if task.lane.is_issued:  # others have a thread of their own
             host = host + issuing.seconds(task)
             start = clock.latest(start, host - cost(task))  # it ends after its last operation was issued
         times[task] = Interval(start, clock.end(task, start))

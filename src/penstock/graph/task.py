@@ -42,6 +42,11 @@ class Lane(StrEnum):
         return self is Lane.COMPUTE
 
     @property
+    def is_issued(self) -> bool:
+        """Whether tasks of this lane are given to a device, where there is one; others run on the host."""
+        return self is not Lane.HOST
+
+    @property
     def is_network(self) -> bool:
         """Whether this lane stands for links between ranks."""
         return self in (Lane.INTRA, Lane.INTER)
