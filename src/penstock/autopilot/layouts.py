@@ -6,6 +6,7 @@ rank by itself and once with pairs that share; rank 0 ranks all layouts by quick
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -262,5 +263,5 @@ def _ranked(
         each = _possible(config, sizes, world_size, 0, node_size)
         return forced(run_problem(each.config, each.layout, file), given)
 
-    tried, ends = _tried(config, world_size, node_size), time_limit(config.plan.budget)
+    tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
     return rank_layouts(tried, problem_of, memory, ends=ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     """
 
     def search(beat: Beat) -> FoundPlan:
-        return find_plan(problem, progress=lambda _: beat(), ends=time_limit())
+        return find_plan(problem, progress=lambda _: beat(), ends=time_limit(time.monotonic))
 
     return decided_slowly(control, search, "choosing a plan", timeout_s)
 

@@ -6,7 +6,6 @@ A caller sets a limit on the time, too, which only a very busy machine or a very
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -94,8 +93,8 @@ SEARCH_S = 120.0
 takes on a machine that is not busy. A larger budget has as many times more."""
 
 
-def time_limit(budget: float = 1.0, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """Return what tells whether the time is over for a search that begins now with this budget."""
+def time_limit(clock: Callable[[], float], budget: float = 1.0) -> Callable[[], bool]:
+    """Return what tells, by this clock, whether the time is over for a search that begins now."""
     until_s = clock() + SEARCH_S * max(1.0, budget)
     return lambda: clock() > until_s
 
