@@ -108,6 +108,7 @@ NO_MATTER = {
     "plan.drift_steps": "16",
     "parallel.timeout_s": "30.0",
     "parallel.send_buffer_bytes": "1024",
+    "parallel.transport": "staged",  # the file's link times are those of the transport they were taken with
     "data.path": "elsewhere",
     "data.mixture": "{a=1}",
     "data.tokenizer": "elsewhere",

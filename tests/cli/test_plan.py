@@ -153,7 +153,7 @@ def test_it_ends_by_the_clock_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine where nothing gets done: with the first plans and the first layout."""
-    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda budget: lambda: budget > 0)
+    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda clock, budget: lambda: budget > 0)
     words = [*SMALL, "--layout", "auto"]
     said = " ".join(run(words, capsys).split())
     for part in (

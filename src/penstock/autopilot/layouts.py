@@ -263,5 +263,5 @@ def _ranked(
         each = _possible(config, sizes, world_size, 0, node_size)
         return forced(run_problem(each.config, each.layout, file), given)
 
-    tried, ends = _tried(config, world_size, node_size), time_limit(config.plan.budget, time.monotonic)
+    tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
     return rank_layouts(tried, problem_of, memory, ends=ends)

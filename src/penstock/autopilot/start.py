@@ -245,7 +245,7 @@ def find(
     measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
     plan by then.
     """
-    ends = time_limit(budget, clock)
+    ends = time_limit(clock, budget)
     memory = MemoryBudget.of(file.memory_bytes)
 
     def searched() -> FoundPlan:

@@ -198,7 +198,7 @@ def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     """
 
     def search(beat: Beat) -> FoundPlan:
-        return find_plan(problem, progress=lambda _: beat(), ends=time_limit(1.0, time.monotonic))
+        return find_plan(problem, progress=lambda _: beat(), ends=time_limit(time.monotonic))
 
     return decided_slowly(control, search, "choosing a plan", timeout_s)
 

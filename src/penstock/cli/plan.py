@@ -181,7 +181,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     with _progress() as progress:
 
         def find(problem: Problem) -> FoundPlan:
-            ends = time_limit(budget, time.monotonic)
+            ends = time_limit(time.monotonic, budget)
             return find_plan(problem, memory=memory, progress=progress, budget=budget, ends=ends)
 
         def replan(how: Mapping[str, float]) -> tuple[Problem, FoundPlan]:
@@ -305,7 +305,7 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
             return _shared(published_problem(options.model, file, sizes), options)
         memory = _memory(options.memory_gib, file.memory_bytes)
         found = find_layouts(
-            options.model, file, sizes, memory, time_limit(options.budget or 1.0, time.monotonic)
+            options.model, file, sizes, memory, time_limit(time.monotonic, options.budget or 1.0)
         )
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))

@@ -93,11 +93,8 @@ SEARCH_S = 120.0
 takes on a machine that is not busy. A larger budget has as many times more."""
 
 
-def time_limit(budget: float, clock: Callable[[], float]) -> Callable[[], bool]:
-    """Return what tells whether the time is over for a search that begins now with this budget.
-
-    clock: seconds, from the caller: plans themselves read none, and are the same on a busy machine.
-    """
+def time_limit(clock: Callable[[], float], budget: float = 1.0) -> Callable[[], bool]:
+    """Return what tells, by this clock, whether the time is over for a search that begins now."""
     until_s = clock() + SEARCH_S * max(1.0, budget)
     return lambda: clock() > until_s
 
