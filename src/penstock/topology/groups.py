@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Annotated, ClassVar, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from penstock.config import ConfigError, IndivisibleError, Within, check_bounds
@@ -15,7 +17,10 @@ from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 from penstock.step.shape import TokenLayout
+from penstock.topology.gpu_groups import first_exchange, left_to_the_watch, named_failure, options_of
 from penstock.topology.meeting_point import SPARE_S, within
+
+CPU = torch.device("cpu")
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -230,23 +235,25 @@ INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
 
 
 def lane_groups(
-    layout: Layout,
-    timeout_s: float,
-    kinds: tuple[Axes, ...] = INTER_GROUPS,
-    backend: str | None = None,
+    layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS, device: torch.device = CPU
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. It costs one connection per pair of ranks and group. backend:
-    None = that of the default process group. Raises RuntimeError if the others, or the store at which ranks
-    meet, do not answer in time.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group. device:
+    whose tensors the groups are for. Raises RuntimeError if the others, or the store at which ranks meet, do
+    not answer in time, on GPUs a CommunicationError.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
-    for kind in kinds:
-        for ranks in layout.mesh.groups(kind):
-            make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
-            group = within(timeout_s + SPARE_S, make)
-            if layout.rank in ranks:
-                assert group is not None
-                found[kind] = group
+    timeout = timedelta(seconds=timeout_s)
+    with left_to_the_watch(device, os.environ):
+        for kind in kinds:
+            for ranks in layout.mesh.groups(kind):
+                make = partial(dist.new_group, list(ranks), timeout=timeout, **options_of(device, ranks))
+                with named_failure(kind, ranks, device, timeout_s, "could not be made"):
+                    group = within(timeout_s + SPARE_S, make)
+                if layout.rank in ranks:
+                    assert group is not None
+                    found[kind] = group
+            mine = layout.mesh.members(layout.rank, kind)
+            first_exchange(found[kind], kind, mine, device, timeout_s)
     return found

@@ -291,7 +291,7 @@ def build_transport(
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
     if parallel.transport == "staged":
-        return StagedTransport(partial(make_groups, backend="gloo"), device, parallel.send_buffer_bytes)
+        return StagedTransport(make_groups, device, parallel.send_buffer_bytes)
     if device_of(device).is_gpu:
-        return NcclTransport(make_groups(), device)
+        return NcclTransport(make_groups(device), device)
     return GlooTransport(make_groups, parallel.send_buffer_bytes)
