@@ -29,6 +29,7 @@ Timeout = Annotated[
 ]
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
 TransportName = Literal["direct", "staged"]
+Summation = Literal["native", "in_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class ParallelConfig:
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
     transport: how tensors of GPUs travel: "direct" = over NCCL, which takes one process for each GPU;
     "staged" = through pinned memory of the host and over Gloo, for several processes on one GPU.
+    reduce_scatter: how ranks of GPUs sum what each of them keeps a part of: "native" = by NCCL, which adds in
+    an order of its own, where all parts have one size; "in_order" = every rank gets its parts, and adds them
+    in the order of ranks, in float32 at least, as ranks on CPUs do.
     """
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
@@ -68,14 +72,15 @@ class ParallelConfig:
     timeout_s: Timeout = 60.0
     send_buffer_bytes: BufferBytes = 64 * 1024
     transport: TransportName = "direct"
+    reduce_scatter: Summation = "native"
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.transport not in (
-            known := get_args(TransportName)
-        ):  # parallelize and others are called with it
-            why = f"must be one of {', '.join(known)}"
-            raise ConfigError("parallel.transport", self.transport, why, "Leave it out, or use one of these.")
+        for name, known in (("transport", TransportName), ("reduce_scatter", Summation)):
+            if getattr(self, name) not in get_args(known):  # parallelize and others are called with it
+                why = f"must be one of {', '.join(get_args(known))}"
+                hint = "Leave it out, or use one of these."
+                raise ConfigError(f"parallel.{name}", getattr(self, name), why, hint)
 
 
 @dataclass(frozen=True, kw_only=True)
