@@ -8,14 +8,16 @@ of one: tests run the code for GPUs on tensors of the CPU, with streams and even
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.random import fork_rng
@@ -66,13 +68,21 @@ class Device(ABC):
 
     kind: its name in torch. is_cpu: whether kernels for processors are the fast ones. is_gpu: whether work is
     queued, so that an operation returns before it has run and reading a number makes the host wait. backend:
-    how process groups of such devices communicate; those of GPUs can also send tensors of the CPU.
+    how process groups of such devices communicate; those of GPUs can also send tensors of the CPU. refused:
+    by name of a variable of the environment, a value with which lanes would wait for each other, why, and
+    what to do. ends_process: the variable by which process groups end the process after an error; "" = none.
     """
 
     kind: ClassVar[str]
     is_cpu: ClassVar[bool] = False
     is_gpu: ClassVar[bool] = False
     backend: ClassVar[str]
+    refused: ClassVar[Mapping[str, tuple[str, str, str]]] = {}
+    ends_process: ClassVar[str] = ""
+
+    def set_environment(self, environ: MutableMapping[str, str]) -> None:
+        """Set variables, where they are unset, that the device's libraries read before its first use."""
+        del environ
 
     @abstractmethod
     def synchronize(self, device: torch.device) -> None:
@@ -195,6 +205,14 @@ class Gpu(Device):
         host.copy_(tensor, non_blocking=True)
         return host, self.current_stream(tensor.device).record_event(self.event(timed=False))
 
+    def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
+        """Return with what `new_group` makes a group of such devices alone.
+
+        connects: at once, and not with its first exchange.
+        """
+        del device, connects
+        return {"backend": self.collectives}
+
     @abstractmethod
     def abort(self, groups: Sequence[ProcessGroup]) -> None:
         """End exchanges of process groups that have begun; these cannot be used afterwards.
@@ -259,13 +277,39 @@ class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
     kind, backend, collectives = "cuda", "cpu:gloo,cuda:nccl", "nccl"
+    refused: ClassVar[Mapping[str, tuple[str, str, str]]] = {
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            "1",
+            "the streams of all lanes would share one queue of the GPU, so that exchanges wait for "
+            "computation and computation for exchanges",
+            "Unset it; Penstock orders its streams by events and needs no common queue.",
+        )
+    }
+    ends_process = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+    def set_environment(self, environ: MutableMapping[str, str]) -> None:
+        # Kernels of several communicators then run in the order in which this host has issued them.
+        environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+        # Row counts change with every step, and blocks of many sizes would leave memory in pieces.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+            environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+    def group_options(self, device: torch.device, *, connects: bool) -> dict[str, Any]:
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+        found: dict[str, Any] = {"backend": self.collectives, "pg_options": options}
+        if connects:
+            numbered = ":" in str(device)
+            found["device_id"] = device if numbered else torch.device("cuda", torch.cuda.current_device())
+        return found
 
     def current_stream(self, device: torch.device) -> Stream:
         return cast(Stream, torch.cuda.current_stream(device))
 
     def new_stream(self, device: torch.device, name: str) -> Stream:
         del name
-        return cast(Stream, torch.cuda.Stream(device))
+        # Before computation where both have blocks to run: few of them, and other ranks wait for these.
+        return cast(Stream, torch.cuda.Stream(device, priority=-1))
 
     def running(self, task: object, stream: Stream) -> AbstractContextManager[None]:
         del task
@@ -391,6 +435,7 @@ def pick_device(local_rank: int) -> torch.device:
     if not gpus:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % gpus)
+    device_of(device).set_environment(os.environ)
     device_of(device).make_current(device)
     return device
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import penstock
 from penstock.device import using
+from penstock.mesh import Group
 from penstock.models import GPT
 from penstock.runtime.errors import TaskError
-from penstock.topology import CommunicationError, Control
+from penstock.runtime.transport import build_transport
+from penstock.topology import CommunicationError, Control, Layout, ParallelConfig
 from penstock.topology.control import host_group
+from penstock.topology.groups import Summation
 from penstock.topology.join import joined
+from tests.support import cardccl
 from tests.support.adapted import Batch, distance, grads_of, share_of, small
 from tests.support.card import CardDevice, install
 from tests.support.cardccl import as_default
@@ -90,6 +97,56 @@ def test_models_and_layers_run_in_a_group_of_gpus_that_others_made(cards: Pools)
     for far, kind, total in cards(2).run(of_others):
         assert far < 1e-5
         assert (kind, total) == ("card", [2, 2, 2])
+
+
+# ---- sums --------------------------------------------------------------------------------------------------
+
+SIZES = {"even": [2, 2, 2, 2], "uneven": [1, 0, 3, 2], "empty": [0, 0, 0, 0]}
+
+
+def sums_of_parts(rank: int, how: Summation, dtype: torch.dtype) -> dict[str, tuple[bool, Tensor, Tensor]]:
+    """Whether the back end has summed, this rank's part, and what it should be; by the sizes of parts."""
+    device, layout, found = install(), Layout(world_size=4, ep_size=4, rank=rank), {}
+    with using(CardDevice()):
+        parallel = ParallelConfig(reduce_scatter=how)
+        transport = build_transport(layout, device, parallel, (Group.WORLD,))
+        for name, sizes in SIZES.items():
+            everyone = [torch.randn(sum(sizes), 3, generator=seed_of(r)).to(dtype) for r in range(4)]
+            with asked_for() as asked:
+                mine = transport.reduce_scatter(everyone[rank].to(device), sizes, Group.WORLD)
+            natively = any("reduce_scatter" in str(each) for each in asked)
+            wanted = torch.stack([rows.double() for rows in everyone]).sum(0).split(sizes)[rank]
+            found[name] = natively, mine.cpu().double(), wanted
+        transport.close()
+    return found
+
+
+@contextmanager
+def asked_for() -> Iterator[list[object]]:
+    """What is asked of the back end."""
+    asked, exchange = list[object](), cardccl.exchange
+
+    def noted(func: Any, *given: Any) -> Any:
+        asked.append(func)
+        return exchange(func, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cardccl, "exchange", noted)
+        yield asked
+
+
+def seed_of(rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("how", get_args(Summation))
+def test_sums_of_parts_natively_and_in_order(cards: Pools, how: Summation, dtype: torch.dtype) -> None:
+    for found in cards(4).run(sums_of_parts, how, dtype):
+        for name, (natively, mine, wanted) in found.items():
+            assert natively == (how == "native" and name == "even")
+            assert mine.shape == wanted.shape
+            assert torch.allclose(mine, wanted, atol=1e-12 if dtype is torch.float64 else 0.1)
 
 
 # ---- one rank is lost --------------------------------------------------------------------------------------

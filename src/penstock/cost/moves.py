@@ -66,7 +66,7 @@ def within(collective: Collective, group: Axes, sizes: tuple[int, ...], place: i
     match collective:
         case "all_gather":
             return Move(collective, group, mine, sizes, row_bytes)
-        case "reduce_scatter":  # every member gets and sums parts: see `scatter_sums` of the transport
+        case "reduce_scatter":  # every member gets parts and adds them, on GPUs in a ring of as many bytes
             return Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)
         case "all_reduce":
             return Move(collective, group, (sum(sizes),), (sum(sizes),), row_bytes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Annotated, ClassVar, Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from penstock.config import ConfigError, IndivisibleError, Within, check_bounds
@@ -15,7 +17,10 @@ from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
 from penstock.step.shape import TokenLayout
+from penstock.topology.gpu_groups import first_exchange, left_to_the_watch, named_failure, options_of
 from penstock.topology.meeting_point import SPARE_S, within
+
+CPU = torch.device("cpu")
 
 LONGEST_TIMEOUT_S = 1e6
 Processes = Annotated[int, Within(1, 4096, "they all run on this machine")]
@@ -24,6 +29,7 @@ Timeout = Annotated[
 ]
 BufferBytes = Annotated[int, Within(0, 1 << 30, "0 leaves it to the system, which takes no more")]
 TransportName = Literal["direct", "staged"]
+Summation = Literal["native", "in_order"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,9 @@ class ParallelConfig:
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
     transport: how tensors of GPUs travel: "direct" = over NCCL, which takes one process for each GPU;
     "staged" = through pinned memory of the host and over Gloo, for several processes on one GPU.
+    reduce_scatter: how ranks of GPUs sum what each of them keeps a part of: "native" = by NCCL, which adds in
+    an order of its own, where all parts have one size; "in_order" = every rank gets its parts, and adds them
+    in the order of ranks, in float32 at least, as ranks on CPUs do.
     """
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
@@ -63,14 +72,15 @@ class ParallelConfig:
     timeout_s: Timeout = 60.0
     send_buffer_bytes: BufferBytes = 64 * 1024
     transport: TransportName = "direct"
+    reduce_scatter: Summation = "native"
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.transport not in (
-            known := get_args(TransportName)
-        ):  # parallelize and others are called with it
-            why = f"must be one of {', '.join(known)}"
-            raise ConfigError("parallel.transport", self.transport, why, "Leave it out, or use one of these.")
+        for name, known in (("transport", TransportName), ("reduce_scatter", Summation)):
+            if getattr(self, name) not in get_args(known):  # parallelize and others are called with it
+                why = f"must be one of {', '.join(get_args(known))}"
+                hint = "Leave it out, or use one of these."
+                raise ConfigError(f"parallel.{name}", getattr(self, name), why, hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,23 +240,25 @@ INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
 
 
 def lane_groups(
-    layout: Layout,
-    timeout_s: float,
-    kinds: tuple[Axes, ...] = INTER_GROUPS,
-    backend: str | None = None,
+    layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS, device: torch.device = CPU
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
-    All ranks must call this in the same order. It costs one connection per pair of ranks and group. backend:
-    None = that of the default process group. Raises RuntimeError if the others, or the store at which ranks
-    meet, do not answer in time.
+    All ranks must call this in the same order. It costs one connection per pair of ranks and group. device:
+    whose tensors the groups are for. Raises RuntimeError if the others, or the store at which ranks meet, do
+    not answer in time, on GPUs a CommunicationError.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
-    for kind in kinds:
-        for ranks in layout.mesh.groups(kind):
-            make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
-            group = within(timeout_s + SPARE_S, make)
-            if layout.rank in ranks:
-                assert group is not None
-                found[kind] = group
+    timeout = timedelta(seconds=timeout_s)
+    with left_to_the_watch(device, os.environ):
+        for kind in kinds:
+            for ranks in layout.mesh.groups(kind):
+                make = partial(dist.new_group, list(ranks), timeout=timeout, **options_of(device, ranks))
+                with named_failure(kind, ranks, device, timeout_s, "could not be made"):
+                    group = within(timeout_s + SPARE_S, make)
+                if layout.rank in ranks:
+                    assert group is not None
+                    found[kind] = group
+            mine = layout.mesh.members(layout.rank, kind)
+            first_exchange(found[kind], kind, mine, device, timeout_s)
     return found

@@ -33,6 +33,7 @@ from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
 from penstock.topology.blame import answer_calls, has_ended, is_watched, reason
 from penstock.topology.control import CommunicationError, Control, host_group
+from penstock.topology.gpu_groups import prepare
 from penstock.topology.groups import TransportName
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
@@ -124,6 +125,7 @@ def join(
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
+    prepare(device, os.environ)
     device_of(device).make_current(device)
     where = "here" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
@@ -146,6 +148,7 @@ def joined(timeout_s: float, device: torch.device, transport: TransportName = "d
     """
     started = detect(os.environ) or ALONE
     if dist.is_initialized():
+        prepare(device, os.environ)
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
         if info.world_size > 1:

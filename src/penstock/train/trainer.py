@@ -194,8 +194,9 @@ class Trainer:
 
     def _check_peers(self) -> None:
         """Raise CommunicationError if what the device has done is anything, as another rank is gone."""
-        with self.control.naming("waiting for the device"):
-            ACTIVITY.check()
+        if device_of(self.stack.machinery.device).is_gpu:
+            with self.control.naming("waiting for the device"):
+                ACTIVITY.check()
 
     def _step(self, step: int) -> StepMetrics:
         """Run one optimiser step and return its metrics; `step` counts from 0."""

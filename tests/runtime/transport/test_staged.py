@@ -33,7 +33,7 @@ SIZES = ((3, 0, 2, 1), (0, 0, 0, 0), (1, 4, 0, 2), (2, 2, 5, 0))
 
 
 def groups(rank: int) -> dict[Axes, dist.ProcessGroup]:
-    return lane_groups(Layout(world_size=4, ep_size=2, rank=rank), NEVER_S, backend="gloo")
+    return lane_groups(Layout(world_size=4, ep_size=2, rank=rank), NEVER_S)
 
 
 def exchanged(transport: Transport, rank: int, dtype: torch.dtype) -> list[list[float]]:

@@ -22,7 +22,6 @@ from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined, to_ranks, to_slices
 from penstock.runtime.ops.transfers import held, routes_of
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import scatter_sums
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Slices = tuple[Tensor, ...]
@@ -58,7 +57,7 @@ def scatter_peers(context: StepContext, task: Task, rows: Slices, shares: Sequen
     """Return the sum of all shards' partial rows, to each shard the rows that came to it."""
     sizes, place = [each.peers for each in shares], _place(context, task).rank
     sent = to_ranks(rows, sizes)
-    mine = scatter_sums(sent, _totals(sizes), place, _transport(context, task), task.axes)
+    mine = _transport(context, task).reduce_scatter(sent, _totals(sizes), task.axes)
     return tuple(mine.split([each[place] for each in sizes]))
 
 
@@ -79,7 +78,7 @@ def scatter_blocks(context: StepContext, task: Task, rows: Slices, shares: Seque
     sizes = [[sum(blocks) for blocks in each.blocks] for each in shares]
     by_shard = [_by_shard(each, share) for each, share in zip(rows, shares, strict=True)]
     sent = to_ranks(by_shard, sizes)
-    mine = scatter_sums(sent, _totals(sizes), place, _transport(context, task), task.axes)
+    mine = _transport(context, task).reduce_scatter(sent, _totals(sizes), task.axes)
     return tuple(mine.split([each[place] for each in sizes]))
 
 

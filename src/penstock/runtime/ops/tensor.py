@@ -23,7 +23,6 @@ from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.legs import scatter_sums
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 Move = Callable[[StepContext, Task, Tensor], Tensor]
@@ -48,9 +47,9 @@ def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     lengths = context.tensor.lengths(all_BLM.shape[1])
     samples, _, hidden = all_BLM.shape
     rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
-    sizes, place = [samples * length for length in lengths], context.tensor.rank
-    mine = scatter_sums(rows, sizes, place, _transport(context, task), task.axes)
-    return mine.view(samples, lengths[place], hidden)
+    sizes = [samples * length for length in lengths]
+    mine = _transport(context, task).reduce_scatter(rows, sizes, task.axes)
+    return mine.view(samples, lengths[context.tensor.rank], hidden)
 
 
 def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:

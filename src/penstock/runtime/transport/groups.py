@@ -22,11 +22,13 @@ from penstock.mesh import Axes, Group, neighbour
 from penstock.runtime.transport.interface import LocalTransport, Transport, Transports
 from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
+from penstock.runtime.transport.sums import scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.watch import END_EXCHANGES
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""The collective that PyTorch calls by another name from 2.13 on."""
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""Collectives that PyTorch calls by other names from 2.13 on."""
 
 
 class GroupTransport(ABC):
@@ -74,6 +76,9 @@ class GroupTransport(ABC):
             return rows
         self._count(rows, [len(rows)] * members, group)
         return self._gather(rows.contiguous(), list(sizes), self._groups[group])
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        return scattered_in_order(rows, sizes, group, self)
 
     @abstractmethod
     def abort(self) -> None:
@@ -240,15 +245,32 @@ class StagedTransport(GlooTransport):
 
 
 class NcclTransport(GroupTransport):
-    """CUDA tensors over NCCL, on the stream that is current in the lane."""
+    """CUDA tensors over NCCL, on the stream that is current in the lane.
+
+    in_order: sums of a reduce-scatter are added in the order of ranks, whatever NCCL would do.
+    """
 
     _live: ClassVar[WeakSet[NcclTransport]] = WeakSet()
     """All of this process."""
 
-    def __init__(self, groups: dict[Axes, dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(
+        self, groups: dict[Axes, dist.ProcessGroup], device: torch.device, *, in_order: bool = False
+    ) -> None:
         super().__init__(groups)
-        self._device, self._aborted = gpu_of(device), False
+        self._device, self._in_order, self._aborted = gpu_of(device), in_order, False
         self._live.add(self)
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        """NCCL knows parts of one size; others are sent and added here."""
+        mine = sizes[self.place(group)]
+        if self._in_order or len(set(sizes)) > 1 or len(sizes) == 1 or not rows.numel():
+            return super().reduce_scatter(rows, sizes, group)
+        found = rows.new_empty(mine, *rows.shape[1:])
+        members, size = self._members[group], len(sizes)
+        following = members[neighbour(self._groups[group].rank(), 1, size)]
+        self.traffic[following] += (size - 1) * found.nbytes  # what a ring sends
+        REDUCE_SCATTER(found, rows.contiguous(), group=self._group(group))
+        return found
 
     def abort(self) -> None:
         """End the exchanges of this transport and of all others of the process, whose kernels may be waiting.
@@ -291,7 +313,7 @@ def build_transport(
         return LocalTransport()
     make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
     if parallel.transport == "staged":
-        return StagedTransport(partial(make_groups, backend="gloo"), device, parallel.send_buffer_bytes)
+        return StagedTransport(make_groups, device, parallel.send_buffer_bytes)
     if device_of(device).is_gpu:
-        return NcclTransport(make_groups(), device)
+        return NcclTransport(make_groups(device), device, in_order=parallel.reduce_scatter == "in_order")
     return GlooTransport(make_groups, parallel.send_buffer_bytes)

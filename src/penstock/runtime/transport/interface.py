@@ -34,6 +34,10 @@ class Transport(Protocol):
         """Sum over the group, in place."""
         ...
 
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        """Return the sum of all ranks' rows for this one. rows: [sum(sizes), ...], those for every place."""
+        ...
+
     def size(self, group: Axes) -> int:
         """Return the number of ranks in the group."""
         ...
@@ -142,6 +146,10 @@ class Unconnected:
 
 class LocalTransport(Unconnected):
     """A transport of one process: nothing moves."""
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        del sizes, group
+        return rows
 
     def all_to_all(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from penstock.mesh import Axes, Group
 from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.transport import Transport
+from penstock.runtime.transport.sums import summed
 from penstock.topology.rollcall import ACTIVITY
 
 S = TypeVar("S")
@@ -119,25 +120,3 @@ def send_home(rows: Tensor, leg: Leg, transport: Transport) -> Tensor:
     for block, part in zip(leg.order, rows.split([leg.sizes[block] for block in leg.order]), strict=True):
         found[block].append(part)
     return torch.cat([summed(parts) for parts in found if parts])
-
-
-def summed(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape, in their order, computed in float32 at least."""
-    if len(parts) == 1:
-        return parts[0]
-    precise = torch.promote_types(parts[0].dtype, torch.float32)
-    total = parts[0].to(precise) + parts[1]
-    for part in parts[2:]:
-        total.add_(part)
-    return total.to(parts[0].dtype)
-
-
-def scatter_sums(rows: Tensor, sizes: Sequence[int], place: int, transport: Transport, group: Axes) -> Tensor:
-    """Return this rank's part of a reduce-scatter: the sum of all ranks' rows for it, in the order of ranks.
-
-    rows: [sum(sizes), ...], those for every rank. place: this rank's. Uneven sizes are as good as even ones.
-    """
-    if len(sizes) == 1:
-        return rows
-    found = transport.all_to_all(rows, sizes, [sizes[place]] * len(sizes), group)
-    return summed(found.split(sizes[place])) if sizes[place] else found

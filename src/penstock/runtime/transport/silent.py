@@ -11,6 +11,7 @@ from penstock.mesh import Axes, Group, Mesh
 from penstock.runtime.lanes import build_lanes
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.transport import Transports, Unconnected
+from penstock.runtime.transport.sums import scattered_in_order
 
 
 class SilentTransport(Unconnected):
@@ -36,6 +37,9 @@ class SilentTransport(Unconnected):
     def all_gather(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
         del group
         return _of_length(rows, sum(sizes))
+
+    def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
+        return scattered_in_order(rows, sizes, group, self)
 
     def size(self, group: Axes) -> int:
         return self._mesh.size(group)

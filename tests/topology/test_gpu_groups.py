@@ -1,0 +1,193 @@
+"""Process groups of GPUs: made and tried in one order on all ranks, with the variables that GPUs need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from penstock.config import ConfigError
+from penstock.device import device_of, using
+from penstock.graph import Lane
+from penstock.mesh import Axes, Group
+from penstock.runtime.recorded.gpu import RecordedGpu
+from penstock.runtime.recorded.recorder import Recorder
+from penstock.runtime.transport import build_transports
+from penstock.topology import (
+    CommunicationError,
+    Layout,
+    ParallelConfig,
+    blame,
+    gpu_groups,
+    groups,
+    lane_groups,
+)
+from tests.support.card import CardDevice, install
+from tests.support.cardccl import NAME
+from tests.support.ranks import Pools
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def test_variables_are_set_where_they_are_unset() -> None:
+    environ = {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}
+    gpu_groups.prepare(CUDA, environ)
+    assert environ == {
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    }
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}
+    gpu_groups.prepare(CUDA, environ)
+    assert "PYTORCH_ALLOC_CONF" not in environ, "the one that is set means the same"
+    gpu_groups.prepare(CPU, environ := {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert list(environ) == ["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+
+@pytest.mark.parametrize(("connections", "refused"), [("1", True), ("8", False)])
+def test_one_queue_for_all_streams_is_refused(connections: str, refused: bool) -> None:
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    if not refused:
+        gpu_groups.prepare(CUDA, environ)
+        return
+    with pytest.raises(ConfigError) as caught:
+        gpu_groups.prepare(CUDA, environ)
+    assert (caught.value.key, caught.value.value) == ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("own", [{}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}])
+def test_nccl_ends_the_process_unless_ranks_watch(
+    monkeypatch: pytest.MonkeyPatch, watched: bool, own: dict[str, str]
+) -> None:
+    monkeypatch.setattr(gpu_groups, "is_watched", lambda: watched)
+    environ = dict(own)
+    with gpu_groups.left_to_the_watch(CUDA, environ):
+        assert environ == (own or ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched else {}))
+    assert environ == own, "groups that others make are as before"
+    assert not blame.is_watched()
+
+
+# ---- the order ---------------------------------------------------------------------------------------------
+
+
+class FakeGpu(RecordedGpu):
+    """A GPU in a world of any size, of whose ranks one runs: its process groups exchange nothing."""
+
+    collectives = "fake"
+
+
+@contextmanager
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What this rank asks of torch.distributed, in order."""
+    calls: list[Any] = []
+    make, add, swap = dist.new_group, dist.all_reduce, dist.all_to_all_single
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        calls.append(("new", tuple(ranks), options["backend"]))
+        return make(ranks, **options)
+
+    def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+        calls.append(("sum", tuple(dist.get_process_group_ranks(group))))
+        add(tensor, group=group)
+
+    def all_to_all(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> None:
+        calls.append(("rows", tuple(dist.get_process_group_ranks(group))))
+        swap(out, tensor, group=group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", new_group)
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "all_to_all_single", all_to_all)
+        yield calls
+
+
+def calls_of(rank: int, world_size: int, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a rank asks for as it builds all transports, with every group that a plan may need."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with using(FakeGpu(Recorder(None))), seen(monkeypatch) as calls:
+            layout = Layout(world_size=world_size, rank=rank, **sizes)  # type: ignore[arg-type]  # a table
+            transports = build_transports(layout, CPU, ParallelConfig())
+            kinds = [(lane, axes) for lane in (Lane.INTER, Lane.INTRA) for axes in Group.NAMES.values()]
+            transports.open(kinds if rank % 2 else kinds[::-1])
+        return calls
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"ep_size": 64, "node_size": 8}, marks=pytest.mark.soak),
+        pytest.param({"ep_size": 16, "node_size": 8}, marks=pytest.mark.soak),
+        {"ep_size": 16, "mp_size": 4, "esp_size": 2, "node_size": 8},
+    ],
+    ids=str,
+)
+def test_all_ranks_of_a_large_layout_make_the_same_groups(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """In one order; and of every group all members, and no others, have its first exchange, at one place."""
+    by_rank = [calls_of(rank, 64, sizes, monkeypatch) for rank in range(64)]
+    plans = [[call for call in calls if call[0] == "new"] for calls in by_rank]
+    assert all(plan == plans[0] for plan in plans)
+    assert {backend for _, _, backend in plans[0]} == {"fake"}
+    firsts: dict[tuple[int, tuple[int, ...], str], set[int]] = {}
+    for rank, calls in enumerate(by_rank):
+        made = 0
+        for what, ranks, *_ in calls:
+            made += what == "new"
+            if what != "new":
+                firsts.setdefault((made, ranks, what), set()).add(rank)
+    assert all(members == set(ranks) for (_, ranks, _), members in firsts.items())
+    several = sum(len(ranks) > 1 for _, ranks, _ in plans[0])
+    assert len(firsts) == several, "every group of several ranks has one"
+
+
+def test_a_swapped_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above sees a rank that makes groups in another order."""
+    sizes = {"ep_size": 2, "node_size": 2}
+    first = calls_of(0, 4, sizes, monkeypatch)
+    kinds = groups.INTER_GROUPS
+    monkeypatch.setattr("penstock.runtime.transport.groups.INTER_GROUPS", kinds[::-1])
+    second = calls_of(1, 4, sizes, monkeypatch)
+    made = [[call for call in calls if call[0] == "new"] for calls in (first, second)]
+    assert made[0] != made[1]
+
+
+def lane_of(rank: int, comes: bool) -> dict[Axes, str] | str:
+    """The back ends of a lane's groups, or the error if rank 1 does not come to the first exchange."""
+    device = install()
+    if rank == 1 and not comes:
+        vars(groups)["first_exchange"] = lambda *given: None
+    layout = Layout(world_size=2, ep_size=2, rank=rank)
+    with using(CardDevice()):
+        try:
+            found = lane_groups(layout, 60.0 if comes else 1.0, device=device)
+        except CommunicationError as error:
+            return str(error)
+        assert device_of(device).is_gpu
+        return {kind: dist.get_backend_config(group) for kind, group in found.items()}
+
+
+@pytest.mark.slow
+def test_groups_of_a_lane_are_of_the_device_alone(cards: Pools) -> None:
+    wanted = dict.fromkeys(groups.INTER_GROUPS, f"card:{NAME}")
+    assert cards(2).run(lane_of, True) == [wanted, wanted]
+
+
+@pytest.mark.slow
+def test_a_first_exchange_without_answer_names_the_group(cards: Pools) -> None:
+    pool = cards(2)
+    try:
+        said, _ = pool.run(lane_of, False)
+    finally:
+        pool.close()  # rank 1 has no first exchanges
+    assert "group world of ranks 0, 1" in said
