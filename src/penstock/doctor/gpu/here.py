@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,3 +57,15 @@ class Here:
     @property
     def control(self) -> Control:
         return Control(self.info.rank, self.info.world_size)
+
+
+def timed(here: Here, action: Callable[[], object]) -> tuple[float, float]:
+    """Run an action that all ranks start together; return the seconds until it was issued, and done."""
+    kind = device_of(here.device)
+    kind.synchronize(here.device)
+    here.control.barrier("starting what is timed")
+    start_s = time.perf_counter()
+    action()
+    issued_s = time.perf_counter() - start_s
+    kind.synchronize(here.device)
+    return issued_s, time.perf_counter() - start_s
