@@ -9,10 +9,13 @@ of one: tests run the code for GPUs on tensors of the CPU, with streams and even
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
@@ -24,6 +27,9 @@ from torch.random import fork_rng
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Wait = tuple[str, int, str]
+"""What makes the host wait for the device: file, line, and what happens there."""
+
 Numbers = float | Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any]
 
 
@@ -158,6 +164,25 @@ class Device(ABC):
         del device, dtype
         return False
 
+    # ---- for those who examine a device ----
+
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        """Return what tells people and plans what kind of device this is: plain data."""
+        return {"name": self.name(device)}
+
+    def used_bytes(self, device: torch.device) -> int | None:
+        """Return the memory that is taken of the device, by whomever; None if that is not known."""
+        del device
+        return None
+
+    def delay(self, seconds: float) -> None:
+        """Let the work that this thread asks for next begin later."""
+        time.sleep(seconds)
+
+    def counting_waits(self) -> AbstractContextManager[Counter[Wait] | None]:
+        """Return a context that counts what makes the host wait; of None where nothing can be counted."""
+        return nullcontext()
+
 
 class Gpu(Device):
     """A kind of device on which work is queued, in streams.
@@ -273,6 +298,13 @@ On other GPUs `grouped_mm` copies the ends to the host, waits, and loops over th
 """
 
 
+CYCLES_PER_S = 1.5e9
+"""About as fast as the clocks of GPUs run; a delay may be longer or shorter by a third."""
+
+SYNCHRONIZES = "synchronizing CUDA operation"
+"""What PyTorch says of an operation for which the host waits."""
+
+
 class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
@@ -373,6 +405,49 @@ class Cuda(Gpu):
     def has_grouped_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
         capability = torch.cuda.get_device_capability(device)[0]
         return dtype is torch.bfloat16 and capability in GROUPED_KERNELS
+
+    def facts(self, device: torch.device) -> dict[str, Any]:
+        found = torch.cuda.get_device_properties(device)
+        here = torch.cuda.current_device()
+        others = [each for each in range(torch.cuda.device_count()) if each != here]
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        return {
+            "name": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "memory_bytes": found.total_memory,
+            "processors": found.multi_processor_count,
+            "cuda": torch.version.cuda or torch.version.hip,
+            "nccl": ".".join(map(str, nccl)),
+            "bfloat16": self.computes_in_bfloat16(),
+            "grouped_kernel": self.has_grouped_kernel(device, torch.bfloat16),
+            "reaches": [each for each in others if torch.cuda.can_device_access_peer(here, each)],
+            "of_devices": len(others) + 1,
+        }
+
+    def used_bytes(self, device: torch.device) -> int | None:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes - free_bytes
+
+    def delay(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+    @contextmanager
+    def counting_waits(self) -> Iterator[Counter[Wait] | None]:
+        # PyTorch warns at every copy or read that waits. It does not see waits for events and streams.
+        found: Counter[Wait] = Counter()
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for each in said:
+            if SYNCHRONIZES in str(each.message):
+                found[each.filename, each.lineno, SYNCHRONIZES] += 1
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
 
 
 class Other(Cpu):

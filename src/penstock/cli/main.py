@@ -311,8 +311,38 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="how long to wait for ranks to come (default: 60)",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_gpu_doctor(doctor)
     add_emulation_options(doctor)
     doctor.set_defaults(run=_doctor)
+
+
+def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
+    gpu = doctor.add_argument_group(
+        "checks of GPUs", "docs/gpu.md says what each stage does, and what it shows on processors."
+    )
+    gpu.add_argument(
+        "--gpu",
+        action="store_true",
+        help="instead of all that, run real steps and exchanges in stages, each with a time limit, and say "
+        "PASS, SLOW or FAIL for each",
+    )
+    gpu.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="cpu: try the stages themselves on two processes without a GPU (default: auto, the GPUs)",
+    )
+    gpu.add_argument("--stage", metavar="A,B,...", help="run these alone, and what they need (default: all)")
+    gpu.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="time limit of every stage (default: its own)"
+    )
+    gpu.add_argument(
+        "--out",
+        type=user_path,
+        default=Path("gpu.json"),
+        metavar="FILE",
+        help="file for the findings, without names; with curves it is a cluster file (default: gpu.json)",
+    )
 
 
 def _count(text: str) -> int:
@@ -359,12 +389,30 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
+    if options.gpu:
+        return _gpu_doctor(options, given)
     with STOPS.loading():
         from penstock.cli.doctor import Options, doctor
 
     path, words = _config_and_settings(options)
     asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)
     return doctor(path, words, given, asked, emulation(options))
+
+
+def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
+    with STOPS.loading():
+        from penstock.cli.gpu_doctor import Options, gpu_doctor
+
+    path, words = _config_and_settings(options)
+    asked = Options(
+        on_cpu=options.device == "cpu",
+        stages=options.stage,
+        timeout_s=options.timeout,
+        wait_s=options.wait,
+        out=options.out,
+        json=options.json,
+    )
+    return gpu_doctor(path, words, given, asked, emulation(options))
 
 
 def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:

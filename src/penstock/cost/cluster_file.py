@@ -74,6 +74,9 @@ Points = Annotated[tuple[Point, ...], Items(10_000, "a line needs few points")]
 MemoryBytes = Annotated[int, Within(1, 2**62, "no machine has more", hint="Leave it out if it is not known.")]
 MOST_MODELS = 4096
 
+DOCTOR: Final = "doctor"
+"""The key of a file under which `penstock doctor --gpu` keeps what is no cluster file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
@@ -347,6 +350,8 @@ class ClusterFile:
         Raises ConfigError naming the file and the key that is wrong.
         """
         table = read_json(path, "Give a cluster file, or measure one with `penstock profile`.")
+        if isinstance(table, dict):
+            table = {key: value for key, value in table.items() if key != DOCTOR}
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)

@@ -183,12 +183,12 @@ class _Ranks:
         self.kill_at_s = float("inf")
 
     def start(self, command: Sequence[str], processes: int, shared: Mapping[str, str], place: Place) -> None:
-        die_with_parent = _die_with_parent(os.getpid())
+        with_parent = die_with_parent(os.getpid())
         for rank in range(processes):
             argv = place.command(rank, command)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place.environ(rank)}
             # Forking beside the store's threads is safe here: all that runs before exec is a system call.
-            child = subprocess.Popen(argv, env={**shared, **own}, preexec_fn=die_with_parent)  # noqa: PLW1509
+            child = subprocess.Popen(argv, env={**shared, **own}, preexec_fn=with_parent)  # noqa: PLW1509
             self.processes.append(child)
 
     def wait(self) -> None:
@@ -359,7 +359,7 @@ def _shared_environ(
     return {"OMP_NUM_THREADS": "1", **environ, **ours}
 
 
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
+def die_with_parent(parent: int) -> Callable[[], None] | None:
     """Return a function by which a child, before its command, asks the kernel to kill it when `parent` dies.
 
     Linux only (None elsewhere, where `kill -9` of the parent leaves the ranks to notice by themselves). The

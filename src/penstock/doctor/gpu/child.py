@@ -1,0 +1,97 @@
+"""The process of one stage on one rank: `python -m penstock.doctor.gpu.child STAGE FOLDER`.
+
+FOLDER has what it is given, and gets what it has found. Whoever started it ends it when its time is over.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import from_dict, to_dict
+from penstock.cost import ClusterFile
+from penstock.device import pick_device
+from penstock.doctor.gpu.here import Here, Scale
+from penstock.doctor.gpu.outcome import Outcome
+from penstock.doctor.gpu.stages import STAGES, Stage
+from penstock.topology import detect, join
+from penstock.topology.blame import give_up
+from penstock.topology.join import ALONE
+from penstock.train.assemble import on_device
+from penstock.train.config import RunConfig
+from penstock.writing import write_whole
+
+MODULE = "penstock.doctor.gpu.child"
+GIVEN, FOUND = "given.json", "found.json"
+BEFORE = 0.9
+"""When its time is nearly over, a process writes where it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a stage needs to know. config: not resolved. cluster: as `Here` has it."""
+
+    config: RunConfig
+    timeout_s: float
+    cluster: ClusterFile | None = None
+
+    def save(self, folder: Path) -> None:
+        cluster = None if self.cluster is None else to_dict(self.cluster)
+        plain = {"config": to_dict(self.config), "timeout_s": self.timeout_s, "cluster": cluster}
+        write_whole(folder / GIVEN, json.dumps(plain))
+
+    @staticmethod
+    def read(folder: Path) -> Given:
+        plain: dict[str, Any] = json.loads((folder / GIVEN).read_text(encoding="utf-8"))
+        cluster = plain["cluster"]
+        return Given(
+            config=from_dict(RunConfig, plain["config"], "config"),
+            timeout_s=plain["timeout_s"],
+            cluster=None if cluster is None else from_dict(ClusterFile, cluster, "cluster"),
+        )
+
+
+def main(stage_name: str, folder: Path) -> None:
+    """Run a stage as this rank, write what it has found, and end at once.
+
+    Leaving in order could wait for ranks that are gone, or for kernels that never end.
+    """
+    given = Given.read(folder)
+    faulthandler.dump_traceback_later(BEFORE * given.timeout_s)
+    outcome = run_here(STAGES[stage_name], given)
+    write_whole(folder / FOUND, json.dumps(asdict(outcome)))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def run_here(stage: Stage, given: Given) -> Outcome:
+    """Return what a stage has found on this rank; an error is a finding."""
+    try:
+        here = _here(stage, given)
+        outcome = stage.run(here)
+        if stage.joins and not stage.breaks:
+            here.control.barrier(f"ending the stage {stage.name}")
+        return outcome
+    except Exception as error:
+        # The first paragraph: errors of tasks go on with the grid of their schedule.
+        said = f"{type(error).__name__}: {str(error).partition(chr(10) * 2)[0].replace(chr(10), ' ')}"
+        give_up(said)
+        return Outcome.failed(said)
+
+
+def _here(stage: Stage, given: Given) -> Here:
+    info = detect(os.environ) or ALONE
+    device = pick_device(info.local_rank)
+    config = on_device(given.config.resolved(info.world_size), device)
+    if stage.joins:
+        join(info, config.parallel.timeout_s, device, config.parallel.transport)
+    return Here(info=info, device=device, config=config, scale=Scale.of(device), cluster=given.cluster)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

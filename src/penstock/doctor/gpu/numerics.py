@@ -1,0 +1,217 @@
+"""Whole steps of every schedule and main option, compared with the plain reference on the processor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from penstock.doctor.gpu.here import Here
+from penstock.doctor.gpu.outcome import Outcome
+from penstock.doctor.gpu.reference import reference_loss
+from penstock.doctor.gpu.small import (
+    BATCH,
+    LARGER,
+    MODEL,
+    OPTIMIZER,
+    Case,
+    batch_of,
+    logical,
+    small_machinery,
+    small_run,
+)
+from penstock.models import GPT
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.schedule import SCHEDULES
+from penstock.sharding import shardings_of
+from penstock.train.config import Precision
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Errors relative to the reference: of the loss, the gradient norm, and the step of all parameters of
+    this rank together. worst: the tensor whose step is farthest off."""
+
+    loss: float
+    norm: float
+    parameters: float
+    worst: str = ""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"loss": self.loss, "norm": self.norm, "parameters": self.parameters}
+
+    def beyond(self, limits: Errors) -> str:
+        """Return which error is beyond its limit, in words; "" if none is. What is no number is beyond."""
+        allowed = limits.numbers
+        wrong = {what: error for what, error in self.numbers.items() if not error <= allowed[what]}
+        return ", ".join(f"{what} is off by {error:.1e}" for what, error in wrong.items())
+
+
+LIMITS: Final[dict[Precision, Errors]] = {
+    "float32": Errors(loss=1e-4, norm=1e-4, parameters=1e-4),
+    "bfloat16": Errors(loss=0.02, norm=0.05, parameters=0.3),
+}
+"""By precision. bfloat16 has eight bits, and a token at the edge between two experts may go to the other."""
+
+MOST_SHOWN: Final = 3
+BOTH: Final = ("flowmoe", "penstock")
+"""Schedules with which every option is tried: the usual one, and the one that is searched."""
+
+
+def run(here: Here) -> Outcome:
+    """Run every case that the number of ranks allows."""
+    found: list[tuple[Case, Errors]] = []
+    by_layout: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases(here.world_size):
+        by_layout.setdefault(tuple(sorted(case.parallel.items())), []).append(case)
+    for alike in by_layout.values():
+        machinery = small_machinery(here, alike[0])
+        found += [(case, check(here, case, machinery)) for case in alike]
+        machinery.close()
+    return outcome_of(found)
+
+
+def outcome_of(found: list[tuple[Case, Errors]]) -> Outcome:
+    """Return the verdict on all cases."""
+    wrong, lines = [], []
+    for precision, limits in LIMITS.items():
+        here = [(case, errors) for case, errors in found if case.precision == precision]
+        wrong += [
+            f"{case.name} in {precision}: {beyond} ({errors.worst})"
+            for case, errors in here
+            if (beyond := errors.beyond(limits))
+        ]
+        largest = max((errors.parameters for _, errors in here), default=0.0)
+        lines.append(f"{precision}: {len(here)} cases, steps of parameters are off by {largest:.1e} at most")
+    figures = {"cases": [_plain(case, errors) for case, errors in found]}
+    more = f"; and {len(wrong) - MOST_SHOWN} more" if len(wrong) > MOST_SHOWN else ""
+    return Outcome.of(lines, figures, wrong="; ".join(wrong[:MOST_SHOWN]) + more)
+
+
+def _plain(case: Case, errors: Errors) -> dict[str, Any]:
+    """Return the figures of a case; what is no number is None, as JSON has no other."""
+    numbers = {what: each if math.isfinite(each) else None for what, each in errors.numbers.items()}
+    about = {"case": case.name, "schedule": case.schedule, "precision": case.precision}
+    return {**about, **numbers, "worst": errors.worst}
+
+
+def cases(world_size: int) -> Iterator[Case]:
+    """Yield all cases for this number of ranks, in both precisions."""
+    for case in (*_schedules(world_size), *_options(world_size)):
+        for precision in LIMITS:
+            yield replace(case, precision=precision)
+
+
+def _schedules(world_size: int) -> Iterator[Case]:
+    for name, system in SCHEDULES.items():
+        shared = system.expert_form not in (None, "gather")  # it says how rows meet the shards of experts
+        if not shared:
+            yield Case(name=name, schedule=name)
+        elif world_size % 2 == 0:
+            yield Case(name=name, schedule=name, parallel={"mp_size": 2, "esp_size": 2})
+
+
+def _options(world_size: int) -> Iterator[Case]:
+    """Yield options with the usual schedules. Capacities have room for all tokens: none is dropped."""
+    always: dict[str, dict[str, Mapping[str, object]]] = {
+        "capacity": {"moe": {"capacity_factor": float(world_size)}},
+        "recomputed blocks": {"plan": {"recompute": "blocks"}},
+        "recomputed experts": {"plan": {"recompute": "experts"}},
+    }
+    pairs: dict[str, dict[str, Mapping[str, object]]] = {
+        "replicas of experts": {"parallel": {"ep_size": world_size // 2}},
+        "tensor parallel": {"parallel": {"mp_size": 2}},
+        "tensor parallel, whole samples": {"parallel": {"mp_size": 2, "tokens": "replicated"}},
+        "shards of experts": {"parallel": {"esp_size": 2}},
+        "hierarchical": {
+            "parallel": {"ranks_per_node": world_size // 2},
+            "moe": {"dispatch": "hierarchical_2d"},
+        },
+        "one copy per node": {
+            "parallel": {"ranks_per_node": world_size // 2},
+            "moe": {"dispatch": "node_once"},
+        },
+        "sharded optimizer": {"optimizer": {"sharded": True}},
+        "sharded gradients": {"optimizer": {"sharded": True, "shard_gradients": True}},
+        "samples move": {"placement": {"samples": "netmoe"}},
+    }
+    known = {**always, **pairs} if world_size > 1 and world_size % 2 == 0 else always
+    for name, settings in known.items():
+        for schedule in BOTH:
+            yield Case(name=f"{schedule}, {name}", schedule=schedule, **settings)  # type: ignore[arg-type]
+
+
+# ---- one case ----------------------------------------------------------------------------------------------
+
+
+def check(here: Here, case: Case, machinery: Machinery) -> Errors:
+    """Return how far a step of a case is from the reference. machinery: of a case with the same layout."""
+    ran = small_run(here, case, machinery)
+    before = ran.parameters()
+    loss, norm = ran.step()
+    after = ran.parameters()
+    steps = {name: before[name] - after[name] for name in before}
+    wanted = reference_step(ran.stack.moe.num_experts, machinery.layout.dp_size)
+    parameters, worst = distance(ran.stack, steps, wanted.steps)
+    return Errors(
+        loss=abs(float(loss) - wanted.loss) / abs(wanted.loss),
+        norm=abs(float(norm) - wanted.norm) / wanted.norm,
+        parameters=parameters,
+        worst=worst,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the reference: its loss, the norm of its gradients, and what parameters lost."""
+
+    loss: float
+    norm: float
+    steps: Weights
+
+
+@cache
+def reference_step(num_experts: int, groups: int) -> Step:
+    """Return the reference's step on the batch of so many groups of ranks."""
+    case = Case(name="reference")
+    moe = case.moe_config(num_experts)
+    model = GPT(MODEL, moe)
+    model.initialise(0)
+    whole: Weights = {}
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().double() * (LARGER if parameter.dim() >= 2 else 1.0)
+        moe_layer = None if ".experts." not in name else model.parts[int(name.split(".")[1])].moe
+        named = [(name, tensor)] if moe_layer is None else moe_layer.by_number(name, tensor)
+        whole |= {each: part.clone().requires_grad_() for each, part in named}
+    tokens, labels = batch_of(MODEL, BATCH * groups)
+    loss = reference_loss(whole, MODEL.num_layers, MODEL.num_heads, moe.top_k, tokens, labels)
+    loss.backward()
+    gradients = {name: each.grad for name, each in whole.items() if each.grad is not None}
+    norm = float(torch.cat([each.flatten() for each in gradients.values()]).norm())
+    limit = OPTIMIZER.clip_grad_norm or math.inf
+    clipped = {name: each * min(1.0, limit / (norm + 1e-6)) for name, each in gradients.items()}
+    # The first step of AdamW: both averages are corrected back to g and its square.
+    steps = {name: OPTIMIZER.lr * g / (g.abs() + OPTIMIZER.eps) for name, g in clipped.items()}
+    return Step(float(loss.detach()), norm, steps)
+
+
+def distance(stack: PipelinedStack, ours: Weights, wanted: Weights) -> tuple[float, str]:
+    """Return the error of all tensors of this rank relative to what is wanted, and the worst tensor."""
+    shardings = shardings_of(stack.model)
+    error, size, worst = 0.0, 0.0, (-1.0, "")
+    for local, tensor in ours.items():
+        for name, part in logical(stack, local, tensor):
+            whole = wanted[name]
+            mine = shardings[local].part(whole) if local in shardings else whole
+            off, right = float((part.double() - mine).norm()), float(mine.norm())
+            error, size = error + off**2, size + right**2
+            worst = max(worst, (off if math.isfinite(off) else math.inf, name))
+    return (error / size) ** 0.5, worst[1]

@@ -1,0 +1,175 @@
+"""Runs the stages as one rank's parent: a child for each, with a time limit, and one result of all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, Protocol
+
+from penstock.config import from_dict
+from penstock.cost import ClusterFile
+from penstock.doctor.gpu.child import FOUND, MODULE, Given
+from penstock.doctor.gpu.outcome import Outcome, Verdict
+from penstock.doctor.gpu.private import names_here
+from penstock.doctor.gpu.stages import Stage
+from penstock.doctor.meeting import Meeting, MeetingError
+from penstock.train.config import RunConfig
+from penstock.train.launcher import die_with_parent
+
+LOG: Final = "log"
+SPARE_S: Final = 15.0
+"""How long ranks may differ in starting and ending a child."""
+
+LAST_WORDS: Final = 300
+FRAME: Final = re.compile(r'File ".*?(penstock/[\w/]+\.py)", line (\d+) in (\w+)')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A stage on all ranks. seconds: of the first rank's child."""
+
+    stage: str
+    seconds: float
+    outcome: Outcome
+
+
+class Crew(Protocol):
+    """The ranks that run the stages together."""
+
+    def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
+        """Return what all ranks have found in a stage; the same on all of them."""
+        ...
+
+    def names(self) -> Mapping[str, str]:
+        """Return the names of all hosts and users, and what stands for each."""
+        ...
+
+
+class OneRank:
+    """A rank without others."""
+
+    def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
+        del until_s
+        return stage.judge({0: mine})
+
+    def names(self) -> Mapping[str, str]:
+        return names_here()
+
+
+class Met:
+    """Ranks that have met at a store; the first one judges, and tells the others."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._ranks = meeting, range(meeting.size)
+        meeting.leave("names", names_here())
+
+    def collect(self, stage: Stage, mine: Outcome, until_s: float) -> Outcome:
+        """Raises MeetingError where the store, or the rank that judges, is gone."""
+        self._meeting.leave(stage.name, asdict(mine))
+        if self._meeting.rank == 0:
+            heard = self._meeting.hear(stage.name, self._ranks, until_s)
+            outcomes = {rank: Outcome.read(plain) for rank, plain in heard.items()}
+            for rank in self._ranks:
+                outcomes.setdefault(rank, Outcome.failed("its doctor did not answer"))
+            found = stage.judge(outcomes)
+            self._meeting.announce(f"{stage.name} on all", asdict(found))
+            return found
+        told = self._meeting.told(f"{stage.name} on all", until_s + SPARE_S)
+        if told is None:
+            raise MeetingError(f"rank 0 did not say how stage {stage.name} ended")
+        return Outcome.read(told)
+
+    def names(self) -> Mapping[str, str]:
+        everyone = self._meeting.hear("names", self._ranks, time.monotonic() + SPARE_S)
+        return {name: stands for each in everyone.values() for name, stands in each.items()}
+
+
+def run_stages(
+    stages: Sequence[Stage], config: RunConfig, crew: Crew, timeout_s: float | None = None
+) -> Iterator[Result]:
+    """Run the stages in order; yield each result when it is there.
+
+    timeout_s: of every stage; None = its own. Raises MeetingError where the other ranks are lost.
+    """
+    ended: dict[str, Verdict] = {}
+    cluster: ClusterFile | None = None
+    for stage in stages:
+        start_s, limit_s = time.monotonic(), stage.timeout_s if timeout_s is None else timeout_s
+        broken = [name for name in stage.needs if ended.get(name) in (Verdict.FAIL, Verdict.SKIPPED)]
+        if broken:
+            found = Outcome.skipped(f"it needs what {' and '.join(broken)} did not bring")
+        else:
+            given = Given(config=config, timeout_s=limit_s, cluster=cluster)
+            mine = run_child(lambda folder, name=stage.name: _command(name, folder), given)  # type: ignore[misc]
+            found = crew.collect(stage, mine, start_s + limit_s + SPARE_S)
+        ended[stage.name] = found.verdict
+        measured: Any = found.figures.get("cluster")
+        cluster = cluster if measured is None else from_dict(ClusterFile, measured, "cluster")
+        yield Result(stage=stage.name, seconds=time.monotonic() - start_s, outcome=found)
+
+
+def _command(stage: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", MODULE, stage, str(folder)]
+
+
+def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome:
+    """Run a command to its end, or for as long as it may; return what it has found, or how it ended.
+
+    command: of the folder in which it finds what it is given, and leaves what it has found.
+    """
+    # Where ranks meet at their launcher's store, or at that of the first parent, no child makes one.
+    environ = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    with TemporaryDirectory(prefix="penstock-doctor-") as name:
+        folder = Path(name)
+        given.save(folder)
+        with (folder / LOG).open("wb") as log:
+            child = subprocess.Popen(
+                command(folder),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - a system call
+            )
+            try:
+                child.wait(given.timeout_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                child.kill()
+                code = child.wait()
+        if (folder / FOUND).exists():
+            return Outcome.read(json.loads((folder / FOUND).read_text(encoding="utf-8")))
+        said = (folder / LOG).read_text(encoding="utf-8", errors="replace")
+        return Outcome.failed(_ending(code, said, given.timeout_s))
+
+
+def _ending(code: int, said: str, timeout_s: float) -> str:
+    """Return in words how a child ended that has left nothing. said: what it has written."""
+    if code == -signal.SIGKILL:  # nothing but its parent, or a system without memory, ends it so
+        frame = FRAME.search(said)
+        where = f"; it was in {frame[1]} line {frame[2]}, {frame[3]}" if frame else ""
+        return f"did not end within {timeout_s:g} s{where}"
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    words = " ".join(said.split())[-LAST_WORDS:]
+    return f"{how}: {words}" if words else how
+
+
+def cluster_of(results: Sequence[Result]) -> dict[str, Any] | None:
+    """Return the cluster file that the stages have measured, as plain data."""
+    return next((dict(r.outcome.figures["cluster"]) for r in results if "cluster" in r.outcome.figures), None)
+
+
+def without_cluster(result: Result) -> Result:
+    """Return the result without the cluster file, which has a place of its own."""
+    figures = {name: value for name, value in result.outcome.figures.items() if name != "cluster"}
+    return replace(result, outcome=replace(result.outcome, figures=figures))

@@ -1,0 +1,230 @@
+"""Stages as processes: what hangs, dies or fails is a result with its reason; and the report of all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import DOCTOR
+from penstock.doctor.gpu import facts, run
+from penstock.doctor.gpu.child import FOUND, Given, run_here
+from penstock.doctor.gpu.here import Here
+from penstock.doctor.gpu.outcome import Outcome, Verdict, together
+from penstock.doctor.gpu.report import report_of
+from penstock.doctor.gpu.run import OneRank, run_child, run_stages
+from penstock.doctor.gpu.stages import Stage
+from penstock.topology import ProcessInfo
+from penstock.train.config import RunConfig
+from tests.support.forked import run_forked
+from tests.support.patience import HANG_S
+
+CONFIG = RunConfig()
+PASSED = Outcome.of([], {})
+
+
+def child(code: str, timeout_s: float = HANG_S) -> Outcome:
+    """What a child with this code is said to have found; `folder` is its folder."""
+    text = f"import os, signal, sys, threading\nfrom pathlib import Path\nfolder = Path(sys.argv[1])\n{code}"
+    given = Given(config=CONFIG, timeout_s=timeout_s)
+    return run_child(lambda folder: [sys.executable, "-c", text, str(folder)], given)
+
+
+def test_a_stage_that_hangs_fails_by_its_time_limit() -> None:
+    found = child("threading.Event().wait()", timeout_s=0.2)
+    assert (found.verdict, found.reason) == (Verdict.FAIL, "did not end within 0.2 s")
+
+
+def test_where_it_hung_is_said() -> None:
+    """As the child's own timer writes it."""
+    said = (
+        'Thread 0x1 (most recent call first):\n  File "/x/penstock/device.py", line 7 in wait\n'
+        '  File "/x/penstock/other.py", line 9 in more'
+    )
+    found = child(f"sys.stderr.write({said!r}); sys.stderr.flush(); os.kill(os.getpid(), signal.SIGKILL)")
+    assert found.reason.endswith("; it was in penstock/device.py line 7, wait")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit('no device')", "ended with code 1: no device"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", f"was ended by {signal.SIGTERM.name}"),
+        ("os._exit(0)", "ended with code 0"),
+    ],
+)
+def test_a_stage_that_leaves_nothing_fails(code: str, reason: str) -> None:
+    found = child(code)
+    assert (found.verdict, found.reason) == (Verdict.FAIL, reason)
+
+
+def test_what_a_stage_left_counts() -> None:
+    plain = {"verdict": "SLOW", "reason": "why", "lines": ["a"], "figures": {"n": 1}}
+    found = child(f"(folder / {FOUND!r}).write_text({json.dumps(plain)!r})")
+    assert found == Outcome(verdict=Verdict.SLOW, reason="why", lines=("a",), figures={"n": 1})
+
+
+def failing(here: Here) -> Outcome:
+    raise ValueError(f"rank {here.info.rank} has no numbers\n\nand a grid")
+
+
+def stage(name: str, **settings: Any) -> Stage:
+    usual: dict[str, Any] = {"title": name, "run": failing, "timeout_s": 1, "joins": False}
+    return Stage(name=name, **{**usual, **settings})
+
+
+def test_an_error_of_a_stage_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, processes=1))
+    found = run_here(stage("any"), Given(config=config, timeout_s=1))
+    assert (found.verdict, found.reason) == (Verdict.FAIL, "ValueError: rank 0 has no numbers")
+
+
+def test_the_worst_of_all_ranks_counts() -> None:
+    slow, wrong = Outcome.of([], {}, slow="late"), Outcome.of([], {}, wrong="NaN")
+    assert together({0: PASSED, 1: slow}).reason == "rank 1: late"
+    assert together({0: PASSED, 1: slow, 2: wrong, 3: wrong}).reason == "rank 2, 3: NaN"
+    assert together({0: wrong, 1: wrong}) == wrong
+    assert together({0: PASSED, 1: PASSED}).verdict is Verdict.PASS
+
+
+def test_what_a_failed_stage_should_have_brought_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a cluster file has become reaches the stages after it."""
+    cluster = {"name": "here", "nodes": 1, "ranks_per_node": 2}
+    given: list[Given] = []
+
+    def ran(command: Any, each: Given) -> Outcome:
+        given.append(each)
+        name = command(Path())[-2]
+        return Outcome.failed("broken") if name == "b" else Outcome.of([], {"cluster": cluster})
+
+    monkeypatch.setattr(run, "run_child", ran)
+    stages = [stage("a"), stage("b", needs=("a",)), stage("c", needs=("b",)), stage("d", needs=("c",))]
+    results = [*run_stages(stages, CONFIG, OneRank())]
+    assert [r.outcome.verdict for r in results] == ["PASS", "FAIL", "SKIPPED", "SKIPPED"]
+    assert [each.cluster for each in given] == [None, ClusterFile(name="here", nodes=1, ranks_per_node=2)]
+
+
+def test_a_report_is_a_cluster_file(tmp_path: Path) -> None:
+    cluster = ClusterFile(name="here", nodes=1, ranks_per_node=2)
+    plain = {"version": 2, "name": "here", "nodes": 1, "ranks_per_node": 2}
+    results = [
+        run.Result(stage="facts", seconds=1.0, outcome=Outcome.of(["x"], {"cluster": plain, "n": 1})),
+    ]
+    report = report_of(results, {}, 2, "cpu")
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps(report))
+    assert ClusterFile.read(path) == cluster
+    assert report[DOCTOR].keys() == SCHEMA
+    (only,) = report[DOCTOR]["stages"]
+    assert only.keys() == OF_STAGE and only["figures"] == {"n": 1}
+
+
+SCHEMA = {"version", "verdict", "device", "ranks", "date", "penstock", "torch", "stages"}
+OF_STAGE = {"stage", "seconds", "verdict", "reason", "lines", "figures"}
+
+
+# ---- facts -------------------------------------------------------------------------------------------------
+
+
+def of_rank(**changes: Any) -> Outcome:
+    figures: dict[str, Any] = {
+        "device": {"name": "H100", "nccl": "2.28"},
+        "versions": {"torch": "2.13"},
+    }
+    return Outcome.of([], {**figures, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "reason"),
+    [
+        ({}, Verdict.PASS, ""),
+        ({"versions": {"torch": "2.12"}}, Verdict.FAIL, "rank 1 has torch 2.12, and rank 0 2.13"),
+        ({"versions": {}}, Verdict.FAIL, "rank 1 has torch none, and rank 0 2.13"),
+        ({"device": {"name": "H100", "nccl": "2.27"}}, Verdict.FAIL, "rank 1 has NCCL 2.27, and rank 0 2.28"),
+        (
+            {"device": {"name": "A100", "nccl": "2.28"}},
+            Verdict.SLOW,
+            "ranks have different cards: A100, H100",
+        ),
+    ],
+)
+def test_ranks_with_different_software_fail(
+    changes: Mapping[str, Any], verdict: Verdict, reason: str
+) -> None:
+    found = facts.judge({0: of_rank(), 1: of_rank(**changes)})
+    assert (found.verdict, found.reason) == (verdict, reason)
+
+
+def test_a_setting_that_slows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the facts of a real process."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    here = child_here()
+    found = facts.run(here)
+    assert found.verdict is Verdict.SLOW
+    assert found.reason.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1: ")
+    assert found.figures["environment"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def child_here() -> Here:
+    import torch
+
+    from penstock.doctor.gpu.here import Scale
+
+    cpu = torch.device("cpu")
+    info = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="alone")
+    return Here(info=info, device=cpu, config=CONFIG, scale=Scale.of(cpu))
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ([], "--gpu"),
+        (["--device", "cpu", "--stage", "fact"], "--stage"),
+        (["--device", "cpu", "--timeout", "0"], "--timeout"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    words: list[str], key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["doctor", "--gpu", *words]) == 2
+    assert f"penstock: {key} = " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_started_find_the_facts_together(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ("doctor", "--gpu", "--device", "cpu", "--stage", "facts", "--out", out)
+    done = run_forked(2, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("PASS    facts ")
+    report = json.loads(out.read_text())[DOCTOR]
+    assert (report["verdict"], report["ranks"], report["device"]) == ("PASS", 2, "cpu")
+    (found,) = report["stages"]
+    assert [each["rank"] for each in found["figures"]["ranks"]] == [0, 1]
+    assert os.uname().nodename not in out.read_text()
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_end_is_a_result_on_all(tmp_path: Path) -> None:
+    """No process is as fast as that."""
+    out = tmp_path / "found.json"
+    words = ("doctor", "--gpu", "--device", "cpu", "--stage", "facts", "--timeout", "0.001", "--out", out)
+    done = run_forked(2, *words)
+    assert done.returncode == 1, done.stderr
+    (found,) = json.loads(out.read_text())[DOCTOR]["stages"]
+    assert (found["verdict"], found["reason"]) == ("FAIL", "did not end within 0.001 s")
