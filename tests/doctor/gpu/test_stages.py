@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -35,6 +35,7 @@ TINY = (
     "moe.num_experts=2",
     "moe.moe_ffn_hidden_size=16",
     "data.batch_per_device=2",
+    "parallel.timeout_s=10",
 )
 Plant = Callable[[int], AbstractContextManager[Any]]
 
@@ -98,16 +99,20 @@ def only_few(rank: int) -> AbstractContextManager[Any]:
     return patch.object(numerics, "cases", few_cases)
 
 
-def a_sum_is_lost(rank: int) -> AbstractContextManager[Any]:
-    """One rank's gradients get no sums over ranks: the others' part is missing."""
+def scaled_sums(factor: Callable[[], float]) -> AbstractContextManager[Any]:
+    """Sums of gradients are wrong on all ranks alike, so that none differs from the others."""
     original = GroupTransport.all_reduce
 
-    def half(self: Any, tensor: Tensor, group: Any) -> None:
+    def wrong(self: Any, tensor: Tensor, group: Any) -> None:
         original(self, tensor, group)
-        if rank == 1 and tensor.numel() > 500:
-            tensor.mul_(0.5)
+        if tensor.numel() > 500:
+            tensor.mul_(factor())
 
-    return both(only_few(rank), patch.object(GroupTransport, "all_reduce", half))
+    return patch.object(GroupTransport, "all_reduce", wrong)
+
+
+def half_is_lost(rank: int) -> AbstractContextManager[Any]:
+    return both(only_few(rank), scaled_sums(lambda: 0.5))
 
 
 def test_numbers_of_steps_are_those_of_the_reference(ranks: Pools) -> None:
@@ -118,13 +123,19 @@ def test_numbers_of_steps_are_those_of_the_reference(ranks: Pools) -> None:
 
 
 def test_a_lost_sum_is_found(ranks: Pools) -> None:
-    found = judged("numerics", ranks(2).run(run_on, "numerics", a_sum_is_lost))
+    found = judged("numerics", ranks(2).run(run_on, "numerics", half_is_lost))
     assert found.verdict is Verdict.FAIL
     assert "plain in float32: " in found.reason and "parameters is off by" in found.reason
 
 
+def two_cases(rank: int) -> AbstractContextManager[Any]:
+    """The card has no tensors without memory, as a sharded optimiser has in place of parameters."""
+    del rank
+    return patch.object(numerics, "cases", lambda world_size: few_cases(world_size)[:2])
+
+
 def test_numbers_of_the_card_are_those_of_the_reference(cards: Pools) -> None:
-    found = judged("numerics", cards(2).run(run_on_card, "numerics", only_few))
+    found = judged("numerics", cards(2).run(run_on_card, "numerics", two_cases))
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
 
 
@@ -155,31 +166,16 @@ def one_schedule(rank: int) -> AbstractContextManager[Any]:
     return patch.object(races, "SCHEDULES", ("flowmoe",))
 
 
-def a_late_task_changes_numbers(rank: int) -> AbstractContextManager[Any]:
+def late_tasks_change_sums(rank: int) -> AbstractContextManager[Any]:
     """As a race would: only where tasks are late."""
-    original = races.delayed
+    original, late = races.delayed, [False]
 
-    def racing(here: Here, found: Any) -> Any:
-        plain = original(here, found)
-        draws = random.Random(rank)
+    def delayed(here: Here, found: Any) -> Any:
+        late[0] = True
+        return original(here, found)
 
-        class Racing:
-            def run(self, span: Any, execute: Any, *, timed: bool = True) -> Any:
-                def late(call: Any) -> Any:
-                    left = execute(call)
-                    for each in left if isinstance(left, tuple | list) else ():
-                        if isinstance(each, Tensor) and each.is_floating_point() and draws.random() < 0.5:
-                            each.data.mul_(1 + 1e-3)
-                    return left
-
-                return plain.run(span, late, timed=timed)
-
-            def close(self) -> None:
-                plain.close()
-
-        return Racing()
-
-    return both(one_schedule(rank), patch.object(races, "delayed", racing))
+    slightly = scaled_sums(lambda: 1.001 if late[0] else 1.0)
+    return both(one_schedule(rank), slightly, patch.object(races, "delayed", delayed))
 
 
 def test_late_tasks_change_no_bit(ranks: Pools) -> None:
@@ -190,7 +186,7 @@ def test_late_tasks_change_no_bit(ranks: Pools) -> None:
 
 
 def test_a_race_is_found(ranks: Pools) -> None:
-    found = judged("races", ranks(2).run(run_on, "races", a_late_task_changes_numbers))
+    found = judged("races", ranks(2).run(run_on, "races", late_tasks_change_sums))
     assert found.verdict is Verdict.FAIL
     assert "flowmoe: disturbed steps differ" in found.reason
 
@@ -231,7 +227,7 @@ def test_more_waits_are_slow(cards: Pools) -> None:
     assert found.verdict is Verdict.SLOW
     assert "flowmoe waits " in found.reason
     lines = [line for each in found.figures["waits"] for line in each["lines"]]
-    assert any(line["file"].endswith("gpu/test_stages.py") and line["times"] == 10 for line in lines)
+    assert any(line["times"] >= 10 and line["what"] == "number read on the host" for line in lines)
 
 
 # ---- curves and prediction ---------------------------------------------------------------------------------
@@ -242,7 +238,8 @@ def curves_then_prediction(rank: int) -> tuple[Outcome, Outcome, Outcome]:
 
     here = here_of(rank)
     found = curves.run(here)
-    measured = replace(here, cluster=from_dict(ClusterFile, found.figures["cluster"], "cluster"))
+    plain = json.loads(json.dumps(found.figures["cluster"]))  # as the command hands it on
+    measured = replace(here, cluster=from_dict(ClusterFile, plain, "cluster"))
     with patch.object(prediction, "TRIED", ("sequential", "flowmoe")):
         predicted = prediction.run(measured)
         far = replace(measured, scale=replace(SCALE, judged=True))
@@ -266,8 +263,9 @@ def test_curves_are_a_cluster_file_from_which_steps_are_predicted(ranks: Pools) 
 
 def test_doubts_about_curves_are_shown() -> None:
     file = ClusterFile(name="x", nodes=1, ranks_per_node=2, doubts=("links were busy",))
-    found = curves.outcome_of(file, [])
+    found = curves.outcome_of(file, [], judged=True)
     assert (found.verdict, found.reason) == (Verdict.SLOW, "links were busy")
+    assert curves.outcome_of(file, [], judged=False).verdict is Verdict.PASS
 
 
 def large_ones(rank: int) -> Outcome:
@@ -325,8 +323,8 @@ def test_all_layouts_have_communicators(cards: Pools) -> None:
 # ---- faults ------------------------------------------------------------------------------------------------
 
 
-def with_roll_call(rank: int, plants: bool) -> Outcome:
-    """In a group of its own, as ranks of the command have one: it cannot be used afterwards."""
+def a_fault(rank: int, plants: bool) -> Outcome:
+    """Afterwards the groups of the ranks cannot be used, if there was one."""
     here = here_of(rank)
     if not plants:
         with patch.object(faults, "_plant", lambda ran: None):
@@ -350,10 +348,10 @@ def test_what_ranks_must_say_of_a_fault(said: str, waited_s: float, faulty: bool
     assert found.startswith(why) and bool(found) == bool(why)
 
 
-def test_a_rank_that_fails_says_so_and_a_fault_that_is_missing_is_found() -> None:
+def test_a_rank_that_fails_says_so() -> None:
     pool = RankPool(2)
     try:
-        _, own = pool.run(with_roll_call, True)
+        _, own = pool.run(a_fault, True)
     finally:
         pool.close()
     assert (own.verdict, own.figures["failed"]) == (Verdict.PASS, True)
@@ -361,6 +359,6 @@ def test_a_rank_that_fails_says_so_and_a_fault_that_is_missing_is_found() -> Non
 
 
 def test_a_fault_that_no_rank_notices_is_found(ranks: Pools) -> None:
-    found = judged("faults", ranks(2).run(with_roll_call, False))
+    found = judged("faults", ranks(2).run(a_fault, False))
     assert found.verdict is Verdict.FAIL
     assert found.reason == "the step ended as if no rank had failed"

@@ -19,12 +19,15 @@ from penstock.doctor.gpu.outcome import Outcome
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.runtime import Machinery
+from penstock.words import counted
 
 NAME: Final = "gpu"
 LEAST_LARGE_BYTES: Final = 1 << 26
 TIMES: Final = 5
 SHOWN: Final = ("all_to_all", "all_reduce")
 FLOAT_BYTES: Final = 4
+MOST_DOUBTS: Final = 2
+"""Doubts in the text; all are in the file."""
 
 
 def run(here: Here) -> Outcome:
@@ -35,11 +38,11 @@ def run(here: Here) -> Outcome:
     machinery.close()
     if file.measured is not None:
         file = replace(file, measured=replace(file.measured, host=""))
-    return outcome_of(file, large)
+    return outcome_of(file, large, judged=here.scale.judged)
 
 
-def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]]) -> Outcome:
-    """Return the curves for people and for plans; doubts about them count as SLOW."""
+def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bool) -> Outcome:
+    """Return the curves for people and for plans. judged: whether doubts about them count."""
     lines = [
         f"{name}: {1e6 * link.alpha_s:.0f} us, {1 / link.beta_s_per_byte / 1e9:.2f} GB/s of what a rank has"
         for name in SHOWN
@@ -55,7 +58,10 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]]) -> Outcome:
         rate = last["bytes"] / last["seconds"] / 1e9
         lines.append(f"{last['collective']} of {last['bytes'] >> 20} MiB: {rate:.2f} GB/s")
     figures = {"cluster": to_dict(file), "large": list(large)}
-    return Outcome.of(lines, figures, slow="; ".join(file.doubts))
+    doubts = "; ".join([*file.doubts[:MOST_DOUBTS], *(["and more"] if file.doubts[MOST_DOUBTS:] else [])])
+    if doubts and not judged:
+        lines.append(f"{counted(len(file.doubts), 'doubt')}, listed in the file")
+    return Outcome.of(lines, figures, slow=doubts if judged else "")
 
 
 def _large(here: Here, machinery: Machinery) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ NO_NAMES: Final = frozenset({"", "localhost", "127.0.0.1"})
 PATH: Final = re.compile(r"(?<![\w.<>/-])~?(?:/[^\s'\"`,:;(){}<>\[\]|]+)+")
 ADDRESS: Final = re.compile(
     r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])"
-    r"|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,8}(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4})(?![\w:])"
+    r"|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,8}(?:\d{1,3}(?:\.\d{1,3}){3}|[0-9a-fA-F]{0,4}):?(?![\w:])"
 )
 PACKAGES: Final = {Path(module.__file__ or "").parent: module.__name__ for module in (penstock, torch)}
 """Folders whose files may be named, from the package on."""
@@ -62,11 +62,12 @@ def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _no_address(found: re.Match[str]) -> str:
-    try:
-        ipaddress.ip_address(found[0])
-    except ValueError:  # a time of day, or a version
-        return found[0]
-    return "<address>"
+    """Return what stands for an address, and anything else, such as a time of day, as it is."""
+    for end in ("", ":"):  # a colon after an address may belong to the sentence
+        with suppress(ValueError):
+            ipaddress.ip_address(found[0].removesuffix(end))
+            return f"<address>{end}"
+    return found[0]
 
 
 def _short(found: re.Match[str]) -> str:
