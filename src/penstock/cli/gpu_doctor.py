@@ -20,7 +20,7 @@ from penstock.cost.json_file import write_json
 from penstock.device import best_kind, count_gpus, device_of
 from penstock.doctor.gpu.outcome import Verdict
 from penstock.doctor.gpu.report import last_line, report_of, result_text, worst_of
-from penstock.doctor.gpu.run import Met, OneRank, Result, run_stages
+from penstock.doctor.gpu.run import Crew, Met, OneRank, Result, run_stages
 from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.doctor.unreachable import why_unreachable
@@ -140,7 +140,7 @@ def _be_rank(info: ProcessInfo, config: RunConfig, options: Options, stages: Seq
 
 
 def _report(
-    info: ProcessInfo, config: RunConfig, options: Options, stages: Sequence[Stage], crew: Met | OneRank
+    info: ProcessInfo, config: RunConfig, options: Options, stages: Sequence[Stage], crew: Crew
 ) -> int:
     """Run the stages; the first rank prints each when it ends, and saves all. Return the exit code."""
     results: list[Result] = []

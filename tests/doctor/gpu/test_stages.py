@@ -16,10 +16,11 @@ from torch import Tensor
 from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.device import using
-from penstock.doctor.gpu import curves, faults, lanes, numerics, prediction, races, waits
+from penstock.doctor.gpu import curves, faults, lanes, numerics, prediction, races
 from penstock.doctor.gpu.here import Here, Scale
-from penstock.doctor.gpu.numerics import LIMITS, Case, Errors
+from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
+from penstock.doctor.gpu.small import Case, Running
 from penstock.doctor.gpu.stages import STAGES
 from penstock.runtime.transport.groups import GroupTransport
 from penstock.topology import ProcessInfo
@@ -194,25 +195,18 @@ def test_a_race_is_found(ranks: Pools) -> None:
 # ---- waits -------------------------------------------------------------------------------------------------
 
 
-def one_more_wait(rank: int) -> AbstractContextManager[Any]:
-    """Every step reads many numbers."""
+def many_waits(rank: int) -> AbstractContextManager[Any]:
+    """Every step reads its loss ten times."""
     del rank
-    original = waits.small_run
+    original = Running.step
 
-    def reading(*given: Any) -> Any:
-        ran = original(*given)
-        step = ran.step
+    def step(self: Running, number: int = 0) -> tuple[Tensor, Tensor]:
+        loss, norm = original(self, number)
+        for _ in range(10):
+            loss.item()
+        return loss, norm
 
-        def read(number: int = 0) -> Any:
-            loss, norm = step(number)
-            for _ in range(10):
-                loss.item()
-            return loss, norm
-
-        ran.step = read
-        return ran
-
-    return patch.object(waits, "small_run", reading)
+    return patch.object(Running, "step", step)
 
 
 def test_waits_of_the_card_are_few(cards: Pools) -> None:
@@ -223,7 +217,7 @@ def test_waits_of_the_card_are_few(cards: Pools) -> None:
 
 
 def test_more_waits_are_slow(cards: Pools) -> None:
-    found = judged("waits", cards(2).run(run_on_card, "waits", one_more_wait))
+    found = judged("waits", cards(2).run(run_on_card, "waits", many_waits))
     assert found.verdict is Verdict.SLOW
     assert "flowmoe waits " in found.reason
     lines = [line for each in found.figures["waits"] for line in each["lines"]]
