@@ -22,6 +22,9 @@ from penstock.doctor.gpu.numerics import LIMITS, Errors
 from penstock.doctor.gpu.outcome import Outcome, Verdict
 from penstock.doctor.gpu.small import Case, Running
 from penstock.doctor.gpu.stages import STAGES
+from penstock.runtime.recorded.gpu import recorded
+from penstock.runtime.recorded.hazards import Hazard, find_hazards
+from penstock.runtime.recorded.log import Launch
 from penstock.runtime.transport.groups import GroupTransport
 from penstock.topology import ProcessInfo
 from penstock.train.config import RunConfig
@@ -294,6 +297,21 @@ def test_exchanges_are_right_and_wrong_ones_are_found(ranks: Pools, name: str, s
     wrong = judged(name, ranks(2).run(run_on, name, wrong_sums))
     assert wrong.verdict is Verdict.FAIL
     assert said in wrong.reason and wrong.reason.startswith("rank 1: ")
+
+
+def recorded_lanes(rank: int) -> tuple[Outcome, list[Hazard], int]:
+    """The stage on streams that are logged, what could happen too early in it, and how much is in the log."""
+    with recorded() as recorder:
+        found = lanes.run(here_of(rank))
+    launches = [each for each in recorder.log if isinstance(each, Launch) and each.actor.on_device]
+    return found, find_hazards(recorder.log), len(launches)
+
+
+def test_lanes_of_a_gpu_wait_for_each_other(ranks: Pools) -> None:
+    """The stage itself has no race: what it reads at the end has been written."""
+    for found, hazards, launches in ranks(2).run(recorded_lanes):
+        assert (found.verdict, hazards) == (Verdict.PASS, [])
+        assert launches > 0
 
 
 def test_lanes_that_do_not_run_at_once_are_slow(ranks: Pools) -> None:
