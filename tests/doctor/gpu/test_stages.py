@@ -328,7 +328,9 @@ def one_after_the_other(rank: int) -> Outcome:
 def test_all_layouts_have_communicators(cards: Pools) -> None:
     found = judged("join", cards(2).run(run_on_card, "join", nothing))
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
-    made = {(each["layout"], each["group"]) for each in found.figures["communicators"]}
+    made = {
+        (each["layout"], one["group"]) for each in found.figures["layouts"] for one in each["communicators"]
+    }
     assert {("flat", "ep"), ("hierarchical", "rail"), ("tensor parallel", "mp"), ("sharded", "esp")} <= made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -35,22 +35,23 @@ GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
 def run(here: Here) -> Outcome:
     """Try all layouts, one after the other."""
     found = [
-        {"layout": name, **each}
+        {"layout": name, **_try(here, Case(name=name, parallel=parallel))}
         for name, parallel in layouts(here.world_size).items()
-        for each in _try(here, Case(name=name, parallel=parallel))
     ]
     wrong = [
-        f"{each['layout']}: group {each['group']} on lane {each['lane']} gave {each['got']}, "
+        f"{layout['layout']}: group {each['group']} on lane {each['lane']} gave {each['got']}, "
         f"not {each['wanted']}"
-        for each in found
+        for layout in found
+        for each in layout["communicators"]
         if each["got"] != each["wanted"]
     ]
-    seconds = sum(each["seconds"] for each in found)
-    taken = [each["bytes"] for each in found if each["bytes"] is not None]
-    memory = f", {mib(max(0, sum(taken)))} of the device" if taken else ""
+    number = sum(len(layout["communicators"]) for layout in found)
+    seconds = sum(layout["seconds"] for layout in found)
+    taken = [layout["bytes"] for layout in found if layout["bytes"] is not None]
+    memory = f", {mib(max(0, *taken))} of the device at most" if taken else ""
     of = ", ".join(layouts(here.world_size))
-    line = f"{of}: {counted(len(found), 'communicator')}, first use {seconds:.2f} s{memory}"
-    return Outcome.of([line], {"communicators": found}, wrong="; ".join(wrong))
+    line = f"{of}: {counted(number, 'communicator')} made in {seconds:.2f} s{memory}"
+    return Outcome.of([line], {"layouts": found}, wrong="; ".join(wrong))
 
 
 def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
@@ -64,8 +65,11 @@ def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _try(here: Here, case: Case) -> Iterator[dict[str, Any]]:
-    """Yield what the groups of a layout that have several ranks did."""
+def _try(here: Here, case: Case) -> dict[str, Any]:
+    """Return what it took to connect a layout's groups, and what those that have several ranks did."""
+    kind = device_of(here.device)
+    here.control.barrier(f"making the groups of layout {case.name}")
+    before, start_s = kind.used_bytes(here.device), time.monotonic()
     machinery = small_machinery(here, case)
     mesh = machinery.layout.mesh
     pairs = [
@@ -75,27 +79,23 @@ def _try(here: Here, case: Case) -> Iterator[dict[str, Any]]:
         if mesh.size(group) > 1 and (group != Group.NODE or machinery.layout.ep_nodes > 1)
     ]
     machinery.transports.open(pairs)
-    for lane, group in pairs:
-        yield _use(here, machinery, lane, group)
+    done = [_use(here, machinery, lane, group) for lane, group in pairs]
+    kind.synchronize(here.device)
+    seconds, after = time.monotonic() - start_s, kind.used_bytes(here.device)
     machinery.close()
+    taken = None if before is None or after is None else after - before
+    return {"seconds": seconds, "bytes": taken, "communicators": done}
 
 
 def _use(here: Here, machinery: Machinery, lane: Lane, group: Axes) -> dict[str, Any]:
-    """Sum over a group and exchange in it, once each; the first use makes the communicator."""
-    kind = device_of(here.device)
-    here.control.barrier(f"using group {Group.name(group)}")
-    before, start_s = kind.used_bytes(here.device), time.monotonic()
+    """Return what a sum over a group and an exchange in it brought this rank, and what they should."""
     got = exchanged(machinery.transports, lane, group, here)
-    kind.synchronize(here.device)
-    after = kind.used_bytes(here.device)
     members = machinery.layout.mesh.members(here.info.rank, group)
     place = members.index(here.info.rank)
     return {
         "lane": str(lane),
         "group": Group.name(group),
         "ranks": len(members),
-        "seconds": time.monotonic() - start_s,
-        "bytes": None if before is None or after is None else after - before,
         "got": got,
         "wanted": [sum(each + 1 for each in members), *(each * len(members) + place for each in members)],
     }

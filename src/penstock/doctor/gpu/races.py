@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -34,12 +34,12 @@ STEADY: Final = {"lr": 1e-2, "eps": 1e-3}
 """An optimiser for more than one step."""
 
 
-@dataclass(frozen=True)
 class Delayed:
-    """Lanes on which every second task or so begins later."""
+    """Lanes on which every task begins later by what `delay` does."""
 
-    lanes: Lanes
-    delay: Callable[[], None]
+    def __init__(self, lanes: Lanes, delay: Callable[[], None]) -> None:
+        self.lanes, self.delay = lanes, delay
+        self.issued_s = lanes.issued_s
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         def late(call: Call) -> Any:
