@@ -416,7 +416,7 @@ class Cuda(Gpu):
             "capability": f"{found.major}.{found.minor}",
             "memory_bytes": found.total_memory,
             "processors": found.multi_processor_count,
-            "cuda": torch.version.cuda or torch.version.hip,
+            "toolkit": torch.version.cuda or torch.version.hip,
             "nccl": ".".join(map(str, nccl)),
             "bfloat16": self.computes_in_bfloat16(),
             "grouped_kernel": self.has_grouped_kernel(device, torch.bfloat16),

@@ -12,7 +12,7 @@ import torch
 
 from penstock.autopilot.profiling import profile_run
 from penstock.config import to_dict
-from penstock.cost import ClusterFile
+from penstock.cost import ClusterFile, split_sizes
 from penstock.doctor.gpu.given import given_machinery, settled
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
@@ -70,8 +70,8 @@ def _large(here: Here, machinery: Machinery) -> Iterator[dict[str, Any]]:
     transport = machinery.transports.of(Lane.INTER)
     ranks = here.world_size
     while ranks > 1 and size_bytes <= here.scale.largest_bytes:
-        values = torch.zeros(size_bytes // FLOAT_BYTES // ranks * ranks, device=here.device)
-        splits = [len(values) // ranks] * ranks
+        splits = [min(split_sizes(size_bytes // FLOAT_BYTES, ranks))] * ranks
+        values = torch.zeros(sum(splits), device=here.device)
         actions: dict[str, Callable[[], object]] = {
             "all_reduce": partial(transport.all_reduce, values, Group.WORLD),
             "all_to_all": partial(transport.all_to_all, values, splits, splits, Group.WORLD),

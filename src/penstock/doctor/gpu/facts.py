@@ -86,7 +86,7 @@ def _lines(figures: Mapping[str, Any]) -> list[str]:
     memory = f", {gib(card['memory_bytes'])}" if "memory_bytes" in card else ""
     capability = f", capability {card['capability']}" if "capability" in card else ""
     software = [f"torch {versions_here['torch']}"]
-    software += [f"CUDA {card['cuda']}", f"NCCL {card['nccl']}"] if "cuda" in card else []
+    software += [f"CUDA {card['toolkit']}", f"NCCL {card['nccl']}"] if "toolkit" in card else []
     software += [f"driver {figures['driver']}"] if figures["driver"] else []
     nics = [f"{each['name']} {each['rate']}".strip() for each in figures["network"]]
     lines = [f"{card['name']}{memory}{capability}; {counted(figures['cores'], 'core')}", ", ".join(software)]

@@ -13,10 +13,13 @@ from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.doctor.gpu.small import Case, small_machinery
 from penstock.graph import Lane
-from penstock.mesh import Axes, Group
+from penstock.mesh import Axes, Group, group_sizes, holders
 from penstock.runtime import Machinery
 from penstock.runtime.transport import Transports
 from penstock.words import counted, mib
+
+PAIR: Final = 2
+"""Ranks that share something in a layout in which ranks do."""
 
 GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
     Lane.INTER: (
@@ -57,9 +60,9 @@ def run(here: Here) -> Outcome:
 def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
     """Return the layouts that so many ranks can have, as settings of [parallel]."""
     found: dict[str, Mapping[str, Any]] = {"flat": {}}
-    if world_size % 2 == 0:
-        found["replicas"] = {"ep_size": world_size // 2}
-        found["hierarchical"] = {"ranks_per_node": world_size // 2}
+    if PAIR in group_sizes(world_size):
+        found["replicas"] = {"ep_size": holders(world_size, PAIR)}
+        found["hierarchical"] = {"ranks_per_node": holders(world_size, PAIR)}
         found["tensor parallel"] = {"mp_size": 2}
         found["sharded"] = {"mp_size": 2, "esp_size": 2}
     return found

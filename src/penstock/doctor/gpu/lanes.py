@@ -70,9 +70,9 @@ def rounds(here: Here, machinery: Machinery, transports: dict[Lane, Transport]) 
         if draws.random() < 0.5:
             kind.delay(draws.random() * DELAY_S)
         lane = call.task.lane
-        if lane is Lane.COMPUTE:
+        if lane.computes:
             return (square @ square,)
-        if lane is Lane.INTER:
+        if not lane.is_inside:
             values = torch.full((SIZE,), float(number + here.info.rank), device=here.device)
             transports[lane].all_reduce(values, Group.WORLD)
             wanted = (ranks + number).sum().expand(SIZE)
@@ -112,7 +112,7 @@ def seconds(here: Here, machinery: Machinery, transports: dict[Lane, Transport])
 def _span(*lanes: Lane) -> Span:
     """Return one task on each lane; none waits for another."""
     calls = {lane: (_call(number, lane),) for number, lane in enumerate(lanes)}
-    return calls if Lane.COMPUTE in calls else {Lane.COMPUTE: (), **calls}
+    return {Lane.COMPUTE: (), **calls}
 
 
 def _call(number: int, lane: Lane) -> Call:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from penstock.doctor.gpu.groups import PAIR
 from penstock.doctor.gpu.here import Here
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.doctor.gpu.reference import reference_loss
@@ -25,6 +26,7 @@ from penstock.doctor.gpu.small import (
     small_machinery,
     small_run,
 )
+from penstock.mesh import group_sizes, holders
 from penstock.models import GPT
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import SCHEDULES
@@ -115,7 +117,7 @@ def _schedules(world_size: int) -> Iterator[Case]:
         shared = system.expert_form not in (None, "gather")  # it says how rows meet the shards of experts
         if not shared:
             yield Case(name=name, schedule=name)
-        elif world_size % 2 == 0:
+        elif PAIR in group_sizes(world_size):
             yield Case(name=name, schedule=name, parallel={"mp_size": 2, "esp_size": 2})
 
 
@@ -127,23 +129,23 @@ def _options(world_size: int) -> Iterator[Case]:
         "recomputed experts": {"plan": {"recompute": "experts"}},
     }
     pairs: dict[str, dict[str, Mapping[str, object]]] = {
-        "replicas of experts": {"parallel": {"ep_size": world_size // 2}},
+        "replicas of experts": {"parallel": {"ep_size": holders(world_size, PAIR)}},
         "tensor parallel": {"parallel": {"mp_size": 2}},
         "tensor parallel, whole samples": {"parallel": {"mp_size": 2, "tokens": "replicated"}},
         "shards of experts": {"parallel": {"esp_size": 2}},
         "hierarchical": {
-            "parallel": {"ranks_per_node": world_size // 2},
+            "parallel": {"ranks_per_node": holders(world_size, PAIR)},
             "moe": {"dispatch": "hierarchical_2d"},
         },
         "one copy per node": {
-            "parallel": {"ranks_per_node": world_size // 2},
+            "parallel": {"ranks_per_node": holders(world_size, PAIR)},
             "moe": {"dispatch": "node_once"},
         },
         "sharded optimizer": {"optimizer": {"sharded": True}},
         "sharded gradients": {"optimizer": {"sharded": True, "shard_gradients": True}},
         "samples move": {"placement": {"samples": "netmoe"}},
     }
-    known = {**always, **pairs} if world_size > 1 and world_size % 2 == 0 else always
+    known = {**always, **pairs} if PAIR in group_sizes(world_size) else always
     for name, settings in known.items():
         for schedule in BOTH:
             yield Case(name=f"{schedule}, {name}", schedule=schedule, **settings)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Final, Protocol
 
 from penstock.config import from_dict
@@ -25,7 +25,6 @@ from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.train.config import RunConfig
 from penstock.train.launcher import die_with_parent
 
-LOG: Final = "log"
 SPARE_S: Final = 15.0
 """How long ranks may differ in starting and ending a child."""
 
@@ -131,7 +130,7 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
     with TemporaryDirectory(prefix="penstock-doctor-") as name:
         folder = Path(name)
         given.save(folder)
-        with (folder / LOG).open("wb") as log:
+        with TemporaryFile() as log:
             child = subprocess.Popen(
                 command(folder),
                 env=environ,
@@ -147,9 +146,10 @@ def run_child(command: Callable[[Path], Sequence[str]], given: Given) -> Outcome
             finally:
                 child.kill()
                 code = child.wait()
+            log.seek(0)
+            said = log.read().decode(errors="replace")
         if (folder / FOUND).exists():
             return Outcome.read(json.loads((folder / FOUND).read_text(encoding="utf-8")))
-        said = (folder / LOG).read_text(encoding="utf-8", errors="replace")
         return Outcome.failed(_ending(code, said, given.timeout_s))
 
 
