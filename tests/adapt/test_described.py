@@ -135,6 +135,11 @@ KEYS: list[tuple[Change, str]] = [
         saying(text_config={"quantization_config": {"quant_method": "fp8"}}),
         "config.json: text_config.quantization_config.quant_method",
     ),
+    (
+        saying(text_config={"text_config": {"quantization_config": {"quant_method": "x"}}}),
+        "config.json: text_config.text_config.quantization_config.quant_method",
+    ),
+    (saying(text_config={"text_config": {}}), "config.json: text_config"),
     (holding("config.json", nested(100_000)), "config.json"),
     (holding("config.json", nested(DEEPEST + 1)), "config.json"),
     (holding("config.json", f'{{"model_type": "{"x" * (1 << 22)}"}}'), "config.json"),
@@ -147,6 +152,7 @@ KEYS: list[tuple[Change, str]] = [
 
 OWN: list[tuple[Change, str]] = [
     (saying(hidden_size=24), r"config\.json describes no model .*hidden_size = 24, and sections say 16"),
+    (saying(tokenizer_digest=3), r"config\.json describes no model .*tokenizer_digest = 3"),
     (saying(sections=[]), r"config\.json describes no model .*sections = \[\]: write the settings"),
     (saying(sections={"model": 3}), r"config\.json describes no model .*sections = .*: write the settings"),
     (

@@ -291,6 +291,19 @@ def test_an_option_that_cannot_be_used_is_named(
     assert f"argument {option}: " in said and why in said
 
 
+def test_a_model_whose_numbers_are_not_finite_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its likeliest token would be token 0, and its loss no number in JSON."""
+    model = small("mixtral", vocab_size=256)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "text").write_text("several words")
+    for command in (("generate", tmp_path, "--prompt", "ab"), ("evaluate", tmp_path, tmp_path / "text")):
+        assert refused(capsys, *command, "--json").count("\n") == 1
+
+
 def test_the_least_temperature_takes_the_likeliest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

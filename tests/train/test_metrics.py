@@ -124,6 +124,9 @@ def test_a_last_line_cut_anywhere_is_dropped(cut: int) -> None:
         b'{"step": 2}',
         json.dumps({**vars(EXAMPLE), "step": 2.5}).encode(),
         json.dumps({**vars(EXAMPLE), "loss": "much"}).encode(),
+        json.dumps({**vars(EXAMPLE), "loss": 10**320}).encode(),
+        json.dumps({**vars(EXAMPLE), "loss": "nan"}).encode(),
+        json.dumps({**vars(EXAMPLE), "skipped": "false"}).encode(),
         json.dumps({**vars(EXAMPLE), "surprise": 1}).encode(),
     ],
 )

@@ -158,6 +158,9 @@ def find_checkpoint(path: Path) -> Path | None:
     return found[-1] if found else None
 
 
+NOT_FINITE = "its weights or its settings are damaged. Use an earlier checkpoint, or copy it again"
+
+
 class Telling:
     """A streamer for `generate` of transformers: says text while a model writes it.
 
@@ -211,13 +214,26 @@ def generate(
     telling = Telling(opened.words, prompt, say) if beams == 1 else None
     with _naming("generate"):
         out_1L = opened.model.generate(
-            prompt_1L, max_new_tokens=most, streamer=telling, **FIXED, **sampling.options
+            prompt_1L,
+            max_new_tokens=most,
+            streamer=telling,
+            logits_processor=[_check_finite],
+            **FIXED,
+            **sampling.options,
         )
     whole = opened.words.decode(out_1L[0].tolist())  # a tokenizer may drop the first space of a text
     text = whole[len(opened.words.decode(tokens)) :]
     if telling is None:
         say(prompt + text)
     return text
+
+
+def _check_finite(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores of the next token; the likeliest of numbers that are none would be token 0."""
+    del input_ids
+    if scores.isnan().any():
+        raise ValueError(f"its numbers are not finite: {NOT_FINITE}")
+    return scores
 
 
 @contextmanager
@@ -264,6 +280,8 @@ def judge(
                 losses_T = F.cross_entropy(logits.float(), wanted, reduction="none")
                 total += losses_T.double().sum().item()
             done += wanted_BL.numel()
+            if not math.isfinite(total):
+                raise ValueError(f"the model gives numbers that are not finite for {name}: {NOT_FINITE}")
             say(f"{done:,} of {len(tokens) - 1:,} tokens, loss so far {total / done:.4f}")
     return Judgement(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1)
 

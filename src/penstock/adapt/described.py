@@ -56,7 +56,7 @@ def config_of(folder: Path, table: Mapping[str, Any], held: Held) -> Any:
 
     table: as `read_description` returns it. Raises ValueError, naming the file, if it describes no model.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     file = folder / CONFIG
     check_sizes(file, table, held)
@@ -67,7 +67,10 @@ def config_of(folder: Path, table: Mapping[str, Any], held: Held) -> Any:
         raise ValueError(
             f"{file} describes no model that transformers knows: {in_one_line(error)}. {COPY}"
         ) from error
-    for part in (config, config.get_text_config()):
+    text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):
+        raise ConfigError(f"{file}: text_config", UNSET, "holds no configuration of a text model", f"{COPY}.")
+    for part in (config, text):
         part.return_dict = True  # a model of transformers runs with no other value
     _check_experts(file, config.get_text_config())
     return config

@@ -87,11 +87,10 @@ def check_code(file: Path, table: Mapping[str, Any]) -> None:
             "names other configurations, which are not read",
             "Leave it out.",
         )
-    parts = [("", table), *((name, part) for name, part in table.items() if isinstance(part, Mapping))]
-    for name, part in parts:
+    for path, part in _tables(table):
         for setting in QUANTIZED:
             if part.get(setting) is not None:
-                _refuse_quantized(_key(file, (name, setting) if name else (setting,)), part[setting])
+                _refuse_quantized(_key(file, (*path, setting)), part[setting])
 
 
 def _refuse_quantized(key: str, settings: Any) -> None:
@@ -133,6 +132,16 @@ def _settings(file: Path, value: Any, path: tuple[str, ...] = ()) -> Iterator[tu
             yield from _settings(file, each, (*path, str(number)))
     else:
         yield path, value
+
+
+def _tables(
+    table: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Mapping[str, Any]]]:
+    """Yield a table and all tables in it by their path."""
+    yield path, table
+    for name, each in table.items():
+        if isinstance(each, Mapping):
+            yield from _tables(each, (*path, name))
 
 
 def _key(file: Path, path: tuple[str, ...]) -> str:

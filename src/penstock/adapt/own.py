@@ -62,6 +62,10 @@ class PenstockConfig(PreTrainedConfig):
             raise ValueError(
                 f"sections = {shorten(repr(sections))}: write the settings of [model] and [moe] as two tables"
             )
+        if not isinstance(tokenizer_digest, str | None):
+            raise ValueError(
+                f"tokenizer_digest = {shorten(repr(tokenizer_digest))}: must be a text, or left out"
+            )
         self.sections = {
             "model": to_dict(from_dict(ModelConfig, dict(tables.get("model", {})), "model")),
             "moe": to_dict(from_dict(MoEConfig, dict(tables.get("moe", {})), "moe")),

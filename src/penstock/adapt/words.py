@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from penstock.adapt.described import in_one_line, quiet
+from penstock.adapt.described import CONFIG, in_one_line, quiet
 from penstock.config import ConfigError, HintWarning
 from penstock.data.text import BYTES
 from penstock.data.tokenizer import Bytes, read_tokenizer
@@ -129,6 +129,9 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
     """
     vocabulary = config.get_text_config().vocab_size
     digest, named = getattr(config, "tokenizer_digest", None), (data or {}).get("tokenizer")
+    if not isinstance(digest, str | None):  # any configuration of transformers may have a setting of the name
+        key = f"{path / CONFIG}: tokenizer_digest"
+        raise ConfigError(key, digest, "is no text", "Leave it out, or copy the file again.")
     if tokenizer is not None:
         return _chosen(tokenizer, digest, vocabulary)
     if data is None and any((path / name).exists() for name in TOKENIZERS):

@@ -212,7 +212,7 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
     try:
         record = parse_json(line)
         return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path}, line {number}: not a training step ({error}); {WHAT_TO_DO}") from error
 
 
@@ -222,7 +222,11 @@ def _from_json(key: str, value: Any) -> Any:
     if key in WHOLE:
         return operator.index(value)  # rejects anything but integers
     if key == "skipped":
-        return bool(value)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is {value!r}, and must be true or false")
+        return value
+    if key != "plan" and isinstance(value, str):
+        raise ValueError(f"{key} is a text")
     if key in BY_LAYER:
         return tuple(math.nan if each is None else float(each) for each in value)
     return str(value) if key == "plan" else float(value)
