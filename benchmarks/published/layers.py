@@ -34,7 +34,7 @@ TOP_K = 2
 ATTENTION_PRODUCTS = 6
 """Projections of q, k, v and the output; scores; values."""
 
-NO_COPIES_BYTES_PER_S = 1e30
+NO_COPIES_BYTES_PER_S = 1e18
 
 
 class LayerProblem(Problem):
