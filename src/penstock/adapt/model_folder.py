@@ -37,6 +37,8 @@ class ModelFolder:
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
         """Open a folder. Raises ValueError, naming a file, if it holds no causal language model."""
+        import transformers  # noqa: F401  # where it is missing, that is said first
+
         table = read_description(path)
         if pipe := next((file for file in path.iterdir() if file.is_fifo()), None):  # reading would wait
             raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")

@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_trains_in_shares() -> None:
     """What ranks need is what the planner says, and with room between two the lesser alone trains."""
     needs = {shares: needed(shares) for shares in (WHOLE, MOMENTS, GRADIENTS)}
     for shares, need_bytes in needs.items():
-        assert need_bytes == pytest.approx(planned(shares).total_bytes, rel=0.03), shares
+        assert need_bytes == pytest.approx(planned(shares).total_bytes, rel=0.04), shares
     for more, less in ((WHOLE, MOMENTS), (MOMENTS, GRADIENTS)):
         room_bytes = (needs[more] + needs[less]) // 2
         found = on_two_ranks(less, room_bytes)
