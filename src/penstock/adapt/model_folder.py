@@ -66,7 +66,7 @@ class ModelFolder:
         generation = read_generation(self.path)
         try:
             with quiet():
-                model, told = kind.from_pretrained(
+                model, loading = kind.from_pretrained(
                     None,
                     config=self.config,
                     state_dict=dict(tensors),
@@ -76,7 +76,7 @@ class ModelFolder:
                 )
         except Exception as error:  # whatever a model's own code raises
             raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
-        refuse_misfits(self.path, told)
+        refuse_misfits(self.path, loading)
         model.config._name_or_path = str(self.path)
         if generation is not None:
             model.generation_config = generation

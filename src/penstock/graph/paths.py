@@ -11,7 +11,7 @@ from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Lane, Phase, Task
+from penstock.graph.task import Lane, Task
 
 T = TypeVar("T")
 
@@ -31,6 +31,20 @@ class Clock(Protocol[T]):
     def latest(self, first: T, second: T) -> T: ...
 
     def end(self, task: Task, start: T) -> T: ...
+
+
+class SlotClock:
+    """A clock on which every task takes one slot; plain integers."""
+
+    def zero(self) -> int:
+        return 0
+
+    def latest(self, first: int, second: int) -> int:
+        return max(first, second)
+
+    def end(self, task: Task, start: int) -> int:
+        del task
+        return start + 1
 
 
 def longest_path(
@@ -87,28 +101,11 @@ def slot_order(lanes: Mapping[Lane, Sequence[Task]], needs: Callable[[Task], Seq
         return [need for need in needs(task) if need not in done]
 
     for forward in (True, False):
-        half = {
-            lane: [task for task in tasks if (task.phase is Phase.FORWARD) == forward]
-            for lane, tasks in lanes.items()
-        }
-        times = longest_path(half, needs_of_half, _Slots())
+        half = {lane: [task for task in tasks if task.forward is forward] for lane, tasks in lanes.items()}
+        times = longest_path(half, needs_of_half, SlotClock())
         order += sorted(times, key=lambda task: (times[task].start, place[task.lane]))
         done.update(times)
     return order
-
-
-class _Slots:
-    """A clock on which every task takes one slot."""
-
-    def zero(self) -> int:
-        return 0
-
-    def latest(self, first: int, second: int) -> int:
-        return max(first, second)
-
-    def end(self, task: Task, start: int) -> int:
-        del task
-        return start + 1
 
 
 def path_ends(

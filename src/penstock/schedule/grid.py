@@ -7,34 +7,19 @@ All-reduces carry their own layer (`AR3.0`). Columns are slots, not seconds: the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from penstock.graph import Graph, Interval, Lane, Task, longest_path
+from penstock.graph.paths import SlotClock
 
 LABEL_WIDTH = 8
 IDLE = "·"
-
-
-@dataclass(frozen=True)
-class _SlotClock:
-    """A clock on which every task takes one slot; plain integers."""
-
-    def zero(self) -> int:
-        return 0
-
-    def latest(self, first: int, second: int) -> int:
-        return max(first, second)
-
-    def end(self, task: Task, start: int) -> int:
-        del task
-        return start + 1
 
 
 def draw(
     name: str, orders: Mapping[Lane, Sequence[Task]], graph: Graph, *, width: int, mark: Task | None
 ) -> str:
     """Return the picture as text, wrapped at `width` characters, forward before backward."""
-    times: dict[Task, Interval[int]] = longest_path(orders, lambda t: graph.needs[t], _SlotClock())
+    times: dict[Task, Interval[int]] = longest_path(orders, lambda t: graph.needs[t], SlotClock())
     lanes = [lane for lane, order in orders.items() if order]
     slots = {(task.lane, when.start): task for task, when in times.items()}
     parts = [f"{name}: one column = one slot, {IDLE} = idle"]
