@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,15 +12,10 @@ from penstock.cost import Issuing
 from penstock.graph import Graph, Interval, Lane, Task, longest_path
 from penstock.graph.paths import Clock, path_ends, slot_order
 from penstock.mesh import Mesh, Seconds
-from penstock.ops import Op
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
 
 T = TypeVar("T")
-
-READ_BY_THE_HOST: Final = (Op.COUNTS,)
-"""Ops whose results are split sizes of transfers: NCCL takes them from the host, which waits for them when it
-issues the first transfer."""
 
 RankCost = Callable[[Task], Any]
 """Seconds of a task: one number for all ranks, or an array [ranks]."""
@@ -119,7 +114,7 @@ def _times(
         ready = free[task.lane]
         for need in graph.needs[task]:
             ready = clock.latest(ready, times[need].end)
-            if not need.lane.is_issued or need.op in READ_BY_THE_HOST:
+            if not need.lane.is_issued or need.op in issuing.read:
                 host = clock.latest(host, times[need].end)
         start = clock.latest(ready, host)
         if task.lane.is_issued:  # others have a thread of their own

@@ -47,11 +47,18 @@ def clear_seed(family: str, given: Any) -> int:
 
 
 def agreement(
-    rank: int, world: int, family: str, plan: str, dtype: torch.dtype, *, again: bool = False
+    rank: int,
+    world: int,
+    family: str,
+    plan: str,
+    dtype: torch.dtype,
+    *,
+    again: bool = False,
+    bound_factor: float | None = None,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm and logits, on this rank.
 
-    again: layers are computed again in backward.
+    again: layers are computed again in backward. bound_factor: of rows, from a pass before.
     """
     batch = Batch(padded=True)
     everything = batch.inputs()
@@ -63,7 +70,10 @@ def agreement(
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
         wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
-        penstock.parallelize(model, ep_size=world, plan=plan)
+        penstock.parallelize(model, ep_size=world, plan=plan, bound_factor=bound_factor)
+        if bound_factor is not None:
+            with torch.no_grad():
+                model(**mine)
         if again:
             model.gradient_checkpointing_enable()
         theirs, ours = wanted(**everything, **options), model(**mine, **options)
@@ -177,6 +187,21 @@ def test_a_family_without_a_balance_loss_gets_none() -> None:
     found = model(**given)
     assert found.loss.item() == pytest.approx(wanted(**given).loss.item(), rel=1e-5)
     assert found.aux_loss is None
+
+
+def bounded_agreements(rank: int, world: int, families: list[str]) -> dict[str, float]:
+    """The largest distance for every family where rows are bounded."""
+    return {
+        family: max(agreement(rank, world, family, "flowmoe", torch.float64, bound_factor=2.0).values())
+        for family in families
+    }
+
+
+@pytest.mark.slow
+def test_rows_that_are_bounded(ranks: Pools) -> None:
+    families = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
+    for found in ranks(2).run(bounded_agreements, 2, families):
+        assert max(found.values()) < LIMITS[torch.float64], found
 
 
 @pytest.mark.slow

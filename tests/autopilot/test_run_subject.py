@@ -32,6 +32,7 @@ COUNTS: dict[str, str] = {
     "moe.shared_ffn_hidden_size": "64",
     "moe.gate": "expert_choice moe.capacity_factor=1.0",
     "moe.capacity_factor": "1.5",
+    "moe.bound_factor": "1.5",
     "moe.min_capacity": "8",
     "moe.slots_per_expert": "8 moe.gate=soft",
     "moe.dispatch": "hierarchical_1d",

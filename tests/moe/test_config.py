@@ -24,6 +24,11 @@ from penstock.moe import MoEConfig
         ({"min_capacity": 0}, "min_capacity", "Nearest valid: 1."),
         ({"aux_loss_coeff": -0.1}, "aux_loss_coeff", "0"),
         ({"z_loss_coeff": -0.1}, "z_loss_coeff", "0"),
+        ({"bound_factor": 0.9}, "bound_factor", "1"),
+        ({"bound_factor": 2.0, "capacity_factor": 2.0}, "bound_factor", "capacity_factor"),
+        ({"bound_factor": 2.0, "gate": "soft"}, "bound_factor", "gate"),
+        ({"bound_factor": 2.0, "one_copy_per_rank": True}, "bound_factor", "one_copy_per_rank"),
+        ({"bound_factor": 2.0, "dispatch": "node_once"}, "bound_factor", "dispatch"),
     ],
 )
 def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -> None:

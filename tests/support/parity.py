@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.bounds import RowBounds
 from penstock.runtime.lanes import build_lanes
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
@@ -59,7 +61,9 @@ class Case:
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
     several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
-    for one, see `tests.support.card`. transport: how tensors of GPUs travel.
+    for one, see `tests.support.card`. transport: how tensors of GPUs travel. bounds: those of rows, where
+    `moe.bound_factor` is set; the first step of a stack has none. late: ranks then know in backward whether
+    they had rows enough.
     """
 
     world_size: int
@@ -89,6 +93,8 @@ class Case:
     packed: bool = False
     card: bool = False
     transport: TransportName = "direct"
+    bounds: Literal["", "kept", "exceeded"] = ""
+    late: bool = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,6 +213,8 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
                 parameter.fill_(0.5)  # makes the gate's row sums count, see below
             if name.endswith("gate.weight") and case.moe.kind != "soft":
                 _steer(parameter, case)
+    if isinstance(stack.bounds, RowBounds):
+        _bound_rows(stack.bounds, case)
 
 
 def _steer(gate_EM: Tensor, case: Case) -> None:
@@ -214,6 +222,16 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
         gate_EM[case.idle_expert] -= 2.0
     for expert in case.busy_experts:
         gate_EM[expert] += 2.0
+
+
+def _bound_rows(bounds: RowBounds, case: Case) -> None:
+    """Bound rows as if earlier steps had wanted all of them, or one of each expert."""
+    bounds.late = case.late
+    if not case.bounds:
+        return
+    positions = sum(order.num_experts for order in bounds.orders)
+    most = case.model.seq_len * max(case.samples)
+    bounds.use(np.full(positions, most if case.bounds == "kept" else 1))
 
 
 def machinery(

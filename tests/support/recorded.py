@@ -24,7 +24,8 @@ from tests.support.parity import Case, batch_of, stack_of
 class Ran:
     """What a rank has computed, and what it has asked of its device.
 
-    streams: that were given tasks. waits: of the host, in every step.
+    streams: that were given tasks. waits: of the host, in every step. repeats: how often each
+    step was run again, since a rank had too few rows.
     """
 
     losses: list[float]
@@ -33,11 +34,13 @@ class Ran:
     calls: list[Issued] = field(default_factory=list)
     streams: frozenset[str] = frozenset()
     waits: list[dict[Wait, int]] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
 
 
 def plain_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
-    """Steps as a training loop runs them, on the CPU as it is."""
-    losses, norms, _ = _train(rank, case, hosts)
+    """Steps as a training loop runs them, on the CPU as it is; rows are counted in each."""
+    counted_rows = replace(case, transport="direct", bounds="", moe=replace(case.moe, bound_factor=None))
+    losses, norms, *_ = _train(rank, counted_rows, hosts)
     return Ran(losses, norms)
 
 
@@ -45,17 +48,19 @@ def carded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     """The same steps on this rank's stand-in for a GPU."""
     install()
     with using(CardDevice(shared=case.transport == "staged")):
-        losses, norms, waits = _train(rank, replace(case, card=True), hosts)
-    return Ran(losses, norms, waits=waits)
+        losses, norms, waits, repeats = _train(rank, replace(case, card=True), hosts)
+    return Ran(losses, norms, waits=waits, repeats=repeats)
 
 
 def recorded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     """The same steps on a recorded device."""
     with recorded() as recorder:
-        losses, norms, _ = _train(rank, case, hosts)
+        losses, norms, _, repeats = _train(rank, case, hosts)
     launches = (entry for entry in recorder.log if isinstance(entry, Launch))
     streams = {entry.actor.name for entry in launches if entry.actor.on_device}
-    return Ran(losses, norms, find_hazards(recorder.log), calls_of(recorder.log), frozenset(streams))
+    return Ran(
+        losses, norms, find_hazards(recorder.log), calls_of(recorder.log), frozenset(streams), repeats=repeats
+    )
 
 
 def log_of_steps(rank: int, case: Case, hosts: Hosts) -> list[Entry]:
@@ -65,11 +70,14 @@ def log_of_steps(rank: int, case: Case, hosts: Hosts) -> list[Entry]:
     return recorder.log
 
 
-def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float], list[dict[Wait, int]]]:
+def _train(
+    rank: int, case: Case, hosts: Hosts
+) -> tuple[list[float], list[float], list[dict[Wait, int]], list[int]]:
     stack = hosted_stack(rank, case, hosts) if hosts.slots else stack_of(rank, case)
     config = case.config.optimizer
     update = build_update(stack, build_optimizer(stack, config), config)
     losses, norms, waits = [], [], []
+    repeats: list[int] = []
     batch = _batch_of(stack, rank, case)
     for step in range(hosts.steps):
         with counted() as waited:
@@ -77,6 +85,7 @@ def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float
             norm = update.backward(loss, step + 1)
             update.apply(accepted=True)
         waits.append(dict(waited))
+        repeats.append(stack.bounds.repeats - sum(repeats))
         norms.append(float(norm))
         losses.append(float(loss.detach()))
         if hosts.fresh:
@@ -85,7 +94,7 @@ def _train(rank: int, case: Case, hosts: Hosts) -> tuple[list[float], list[float
     stack.eval()
     with torch.no_grad():
         losses.append(float(stack(*batch)))
-    return losses, norms, waits
+    return losses, norms, waits, repeats
 
 
 def _batch_of(stack: PipelinedStack, rank: int, case: Case) -> tuple[Tensor | None, ...]:

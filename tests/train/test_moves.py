@@ -69,6 +69,8 @@ def test_what_would_change_nothing_is_refused(settings: list[str], ranks: int, k
             ["placement.samples=netmoe", "moe.one_copy_per_rank=true"],
             "rank = true one row serves",
         ),
+        (["placement.samples=netmoe", "moe.bound_factor=2"], r"Use moe\.bound_factor=none"),
+        (["placement.experts=planned", "moe.bound_factor=2"], r"Use moe\.bound_factor=none"),
         (["placement.samples=netmoe", "moe.aux_loss_group=microbatch"], r"Use moe\.aux_loss_group=global"),
     ],
 )

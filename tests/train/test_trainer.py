@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -85,11 +85,13 @@ def events(folder: Path) -> list[dict[str, object]]:
 ON_A_GPU = ("parallel.processes=1", "train.steps=6", "plan.source=given", "schedule.name=flowmoe")
 
 
-def waits_of_a_step(rank: int, folder: Path, precision: str) -> tuple[dict[Wait, int], int, list[int]]:
+def waits_of_a_step(
+    rank: int, folder: Path, settings: Sequence[str]
+) -> tuple[dict[Wait, int], int, list[int]]:
     """What the host waits for in the last but one step of a run on a stand-in for a GPU; its waits for
     counts; and how often it waits after it has read the batch of the next step."""
     del rank
-    config = load(RunConfig, write_config(folder), [*ON_A_GPU, f"train.precision={precision}"])
+    config = load(RunConfig, write_config(folder), [*ON_A_GPU, *settings])
     device, waits, reads = install(), list[Counter[Wait]](), list[int]()
     with using(CardDevice()):
         training = Trainer(config, ALONE, device, Autopilot, quiet=True)
@@ -120,12 +122,27 @@ def test_a_step_hardly_makes_the_host_wait(cards: Pools, tmp_path: Path, precisi
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):
         folder.mkdir()
-    ((waits, counts, later),) = cards(1).run(waits_of_a_step, there, precision)
+    ((waits, counts, later),) = cards(1).run(waits_of_a_step, there, [f"train.precision={precision}"])
     assert sum(waits.values()) <= counts + 2, waits
     assert len(later) == 5 and min(later) >= 2, "the next batch is read while the device has a step to do"
     run(here, *ON_A_GPU, "train.precision=float32")
     losses, same = ([each.loss for each in metrics(folder)] for folder in (there, here))
     assert losses == pytest.approx(same, rel=1e-2 if precision == "bfloat16" else 1e-5)
+
+
+def test_bounded_rows_make_the_host_wait_three_times(cards: Pools, tmp_path: Path) -> None:
+    """For how many were wanted, beside those of any step; losses are those of counted rows."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    settings = ["train.precision=float32", "moe.bound_factor=2"]
+    ((waits, _, _),) = cards(1).run(waits_of_a_step, there, settings)
+    assert sum(waits.values()) <= 3, waits
+    run(here, *ON_A_GPU, "train.precision=float32")
+    losses, same = ([each.loss for each in metrics(folder)] for folder in (there, here))
+    assert losses == pytest.approx(same, rel=1e-5)
+    assert {each.steps_run_again for each in metrics(there)} <= {0, 1, 2}
+    assert {each.steps_run_again for each in metrics(here)} == {None}
 
 
 class Timing(CardDevice):

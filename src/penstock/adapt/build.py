@@ -29,7 +29,8 @@ from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.mesh import Group
-from penstock.moe import MoELayer, SortOrder
+from penstock.moe import MoELayer
+from penstock.moe.build import build_order
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
@@ -54,6 +55,7 @@ def parallelize(
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
     transport: TransportName = "direct",
+    bound_factor: float | None = None,
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
@@ -67,7 +69,8 @@ def parallelize(
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
     all. plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
     decision. ep_plan: which modules hold experts, as transformers writes it; None = as the family or the
-    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig. Processes that
+    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig. bound_factor:
+    see MoEConfig. Processes that
     torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
     that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
@@ -83,11 +86,12 @@ def parallelize(
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
             transport=transport,
+            bound_factor=bound_factor,
         )
         return saved_together(model).train()
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
-    found = _found(model, ep_plan)
+    found = replace(_found(model, ep_plan), bound_factor=bound_factor)
     parallel = ParallelConfig(
         ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
     )
@@ -224,7 +228,7 @@ def _layers(
         cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
-            order=SortOrder(found.num_experts),
+            order=build_order(found.moe, ep_size),
             expert=cut.rows,
             shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
             ep_size=ep_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def load_pretrained(
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
     transport: TransportName = "direct",
+    bound_factor: float | None = None,
 ) -> Any:
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
@@ -50,7 +52,7 @@ def load_pretrained(
     shape, or not the model's, ConfigError for sizes that do not fit.
     """
     opened = ModelFolder.open(Path(folder))
-    found = _skeleton(opened)
+    found = replace(_skeleton(opened), bound_factor=bound_factor)
     parallel = ParallelConfig(
         ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
     )

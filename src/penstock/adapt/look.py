@@ -17,7 +17,8 @@ from penstock.moe import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A model in its parts. blocks: the MoE block of every layer, None in a dense one."""
+    """A model in its parts. blocks: the MoE block of every layer, None in a dense one. bound_factor: see
+    MoEConfig."""
 
     model: Any
     family: Family
@@ -25,6 +26,7 @@ class Found:
     blocks: list[Any]
     num_experts: int
     top_k: int
+    bound_factor: float | None = None
 
     def of(self, model: Any) -> Found:
         """Return the parts of another model of this structure."""
@@ -67,6 +69,7 @@ class Found:
             top_k=self.top_k,
             moe_ffn_hidden_size=self.family.form.width(core_of(self.experts[0])),
             norm_topk_prob=False,
+            bound_factor=self.bound_factor,
             dispatch="flat",
             aux_loss_coeff=0.0,
             z_loss_coeff=0.0,

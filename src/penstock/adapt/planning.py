@@ -79,7 +79,7 @@ class ModelSizes:
             num_experts=self.moe.num_experts,
             top_k=self.moe.top_k,
             expert_matrices=self.expert_matrices,
-            capacity_factor=None,
+            capacity_factor=self.moe.slots_factor,
             min_capacity=self.moe.min_capacity,
             world_size=layout.world_size,
             ep_size=layout.ep_size,

@@ -48,7 +48,7 @@ def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: 
     def simulated_s(size_bytes: int) -> float:
         plan = sized(problem, choice, size_bytes, kinds)
         cost = _costs(problem, choice, kinds)(plan.shape)
-        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.cluster.issuing)
+        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.issuing)
 
     places = (number / (STARTS - 1) for number in range(STARTS))
     return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)

@@ -39,10 +39,20 @@ def kernels_of(op: str) -> int:
 
 @dataclass(frozen=True)
 class Issuing:
-    """Seconds of the thread that hands out tasks: for each, and for each operation of one."""
+    """Seconds of the thread that hands out tasks: for each, and for each operation of one.
+
+    reads_counts: whether it waits for the counts that ranks exchange, before it hands out what they size.
+    """
 
     task_s: float
     kernel_s: float
+    reads_counts: bool = True
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Ops whose results are split sizes of transfers: NCCL takes them from the host, which waits for them
+        when it issues the first transfer."""
+        return (Op.COUNTS,) if self.reads_counts else ()
 
     def seconds(self, task: Task) -> float:
         """Return how long the thread is busy with a task."""

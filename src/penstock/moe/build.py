@@ -25,6 +25,7 @@ from penstock.moe.hooks.base import Hook
 from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import Order
+from penstock.moe.orders.bounded import BoundedOrder
 from penstock.moe.orders.einsum import EinsumOrder
 from penstock.moe.orders.index import IndexOrder
 from penstock.moe.orders.merged import MergedOrder
@@ -87,6 +88,8 @@ def build_order(config: MoEConfig, ep_size: int, *, ep_rank: int = 0, node_size:
     if config.order_name == "sort":
         if config.one_copy_per_rank:
             return MergedOrder(config.num_experts, config.top_k, ep_size)
+        if config.bound_factor is not None:
+            return BoundedOrder(config.num_experts, config.bound_factor)
         return SortOrder(config.num_experts)
     order = IndexOrder if config.order_name == "index" else EinsumOrder
     factor = config.capacity_factor or 1.0  # a soft gate brings its slots along

@@ -25,7 +25,8 @@ class GateSums:
         balances experts by construction. z: sum over tokens of the squared log-partition, differentiable.
     judged_BE: the choices that balance is judged by, where those are not this rank's alone: ranks may share
         the tokens of a sample. None = chosen_BE. ids_B: the numbers of the samples; None = not known.
-    slots: how many choices of an expert fit, where that is limited; None = all.
+    slots: how many choices of an expert fit, where that is limited; None = all. wanted_N: choices of every
+    position on this rank, [N] int64, where rows are bounded by those of earlier steps.
     """
 
     chosen_BE: Tensor
@@ -34,6 +35,7 @@ class GateSums:
     judged_BE: Tensor | None = None
     ids_B: Tensor | None = None
     slots: int | None = None
+    wanted_N: Tensor | None = None
 
     @property
     def dropped(self) -> Tensor:

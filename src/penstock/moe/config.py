@@ -22,6 +22,14 @@ Coefficient = Annotated[
     float, Within(0, 1e6, "with more, the router would learn nothing else", hint="Use 0 for none.")
 ]
 Scale = Annotated[float, Within(0, 1e6, "larger outputs overflow float32", above=True)]
+BoundFactor = Annotated[
+    float,
+    Within(
+        1,
+        1000,
+        "it multiplies the most rows of earlier steps; below 1 most steps would run twice",
+    ),
+]
 Capacity = Annotated[
     float,
     Within(
@@ -59,6 +67,9 @@ class MoEConfig:
         from each rank and microbatch, and drops the rest (first choices go first, then token order).
     slots_per_expert: of each sample, with gate=soft.
     min_capacity: the least number of slots with a capacity_factor.
+    bound_factor: of dropless routing whose sizes are known before the gates have chosen: how many rows each
+        expert gets from every rank and microbatch, over the most that it got in the last 32 steps. Ranks
+        exchange no counts then; a step that needs more rows is run again, counted. None = rows are counted.
     order: sort (dropless), index or einsum (both need a capacity_factor); auto = the fastest that fits.
     dispatch: one of DISPATCHES; auto = by the fitted models of the links. With node_once a token that goes to
         several experts of a node crosses to it once, and its outputs are summed there.
@@ -84,6 +95,7 @@ class MoEConfig:
     expert_bias_rate: Coefficient = 0.0
     capacity_factor: Capacity | None = None
     min_capacity: Slots = 4
+    bound_factor: BoundFactor | None = None
     slots_per_expert: Slots = 4
     order: OrderSetting = "auto"
     dispatch: str = "auto"
@@ -98,6 +110,7 @@ class MoEConfig:
         check_name("dispatch", self.dispatch, ("auto", *DISPATCHES))
         self._check_top_k()
         self._check_capacity()
+        self._check_bounds()
         self._check_gate()
         self._check_parts()
 
@@ -147,6 +160,11 @@ class MoEConfig:
         return self.order_name == "sort" or self.joins_rows
 
     @property
+    def slots_factor(self) -> float | None:
+        """The rows that an expert is sent, used or not, over those of even loads; None = only used ones."""
+        return self.capacity_factor if self.bound_factor is None else self.bound_factor
+
+    @property
     def slots_per_sample(self) -> int:
         """Rows that each sample has at each expert, where their number is fixed (gate=soft); else 0."""
         return self.slots_per_expert if self.kind == "soft" else 0
@@ -177,6 +195,23 @@ class MoEConfig:
         if self.kind == "soft" and self.capacity_factor is not None:
             why = "with gate = soft nothing is dropped, and slots_per_expert says how many slots there are"
             raise ConfigError("capacity_factor", self.capacity_factor, why, "Use none.")
+
+    def _check_bounds(self) -> None:
+        """Raise ConfigError where rows have fixed sizes anyway, or one row serves several experts."""
+        if self.bound_factor is None:
+            return
+        for key, is_set in (
+            ("capacity_factor", self.capacity_factor is not None),
+            ("gate", self.kind != "token"),
+            ("one_copy_per_rank", self.one_copy_per_rank),
+            ("dispatch", self.joins_rows),
+        ):
+            if is_set:
+                why = (
+                    f"bounds the rows of each expert in dropless routing, which {key} = {getattr(self, key)} "
+                )
+                why += "is not" if key in ("capacity_factor", "gate") else "sends to several experts at once"
+                raise ConfigError("bound_factor", self.bound_factor, why, f"Use none, or another {key}.")
 
     def _check_gate(self) -> None:
         if self.norm_topk_prob and self.top_k == 1:

@@ -27,6 +27,7 @@ from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
+from penstock.moe.orders.bounded import BoundedOrder
 from penstock.moe.orders.sort import SortOrder
 from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
@@ -100,6 +101,7 @@ class MoELayer(nn.Module):
         count_updates()
         if exchange is not None:
             _require_whole(expert)
+            _require_counted(order)
         ep_size, ep_rank = _place_of(exchange, ep_size, ep_rank)
         if placement is not None:
             check_placement(placement, gate.num_experts, ep_size, expert.num_local_experts)
@@ -355,6 +357,15 @@ def _require_place(exchange: Exchange, ep_size: int, ep_rank: int) -> None:
                 f"the layer has {name} = {mine}, its exchange {name} = {theirs}: rows would meet the wrong "
                 "experts. Build the layer with this exchange, and leave ep_size and ep_rank to it"
             )
+
+
+def _require_counted(order: Order) -> None:
+    if isinstance(order, BoundedOrder):
+        raise ValueError(
+            "moe.bound_factor bounds the rows of experts by those of earlier steps. A layer with an exchange "
+            "of its own has no steps that could be run again: use moe.bound_factor=none "
+            "(SortOrder), or run the layer in a stack"
+        )
 
 
 def _require_whole(experts: Experts) -> None:

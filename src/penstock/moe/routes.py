@@ -80,10 +80,18 @@ class RouteMaker:
 
     def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
         """Make routes of fixed sizes: every rank sends `slots[c]` rows to every expert in slice c."""
-        ranks = self.place.ep_size
         counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
-        table_PPCN = np.broadcast_to(counts_C1, (ranks, ranks, len(slots), local_experts))
-        return self.from_table(table_PPCN, degrees)
+        return self.fixed(np.repeat(counts_C1, self.place.ep_size * local_experts, axis=1), degrees)
+
+    def fixed(self, rows_CX: Counts, degrees: Degrees | None = None) -> Routes:
+        """Make routes of fixed sizes: every rank sends as many rows to each position. X = all positions."""
+        brought_PCN = rows_CX.reshape(len(rows_CX), self.place.ep_size, -1).transpose(1, 0, 2)
+        return self.from_table(np.broadcast_to(brought_PCN, (self._sources, *brought_PCN.shape)), degrees)
+
+    @property
+    def _sources(self) -> int:
+        """The number of ranks that send rows."""
+        return self.place.ep_size
 
     def _rows(self, counts: Counts) -> Counts:
         rows: Counts = counts[..., -1] if self.row_counts else counts.sum(axis=-1)

@@ -51,11 +51,9 @@ class ShardRouteMaker(RouteMaker):
         whole = table.reshape(ranks, self.shards.size, *table.shape[1:])
         return self._routes_of(whole, degrees or (table.shape[2],))
 
-    def even(self, slots: Sequence[int], local_experts: int, degrees: Degrees | None = None) -> Routes:
-        ranks, shards = self.place.ep_size, self.shards.size
-        counts_C1 = np.asarray(slots, dtype=np.int64)[:, None]
-        shape = (ranks * shards, ranks, len(slots), local_experts)
-        return self.from_table(np.broadcast_to(counts_C1, shape), degrees)
+    @property
+    def _sources(self) -> int:
+        return self.place.ep_size * self.shards.size
 
     def _routes_of(self, table: Counts, degrees: Degrees) -> Routes:
         place, shard = self.place.rank, self.shards.rank

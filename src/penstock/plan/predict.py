@@ -49,13 +49,13 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     cluster = problem.cluster
     if not isinstance(cluster, ProfiledCluster):
         cost = problem.cost(choice, plan.shape)
-        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, cluster.issuing)
+        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.issuing)
     return step_ratio(problem) * simulated_s(problem, choice, plan, cluster)
 
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
     """Return when every task is expected to run: as long as `predict_s` says, but without scatter."""
-    cost, issuing = _cost(problem, choice, plan), problem.cluster.issuing
+    cost, issuing = _cost(problem, choice, plan), problem.issuing
     timeline = simulate(plan.schedule, plan.graph, cost, problem.mesh, issuing)
     return timeline.stretched(predict_s(problem, choice, plan) / timeline.iteration_s)
 
@@ -67,7 +67,7 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
     """
     cost = _cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
-    issuing = problem.cluster.issuing
+    issuing = problem.issuing
     before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh, issuing) for each in costs)
     return predict_s(problem, choice, plan) * now_s / before_s
 
@@ -103,7 +103,7 @@ def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: Pro
     jitter, ranks = cluster.file.jitter, problem.mesh
     draws = range(_draws(problem))
     costs = [_drawn(cost, jitter, ranks.world_size, seed) for seed in draws] if jitter else [cost]
-    issuing = cluster.issuing
+    issuing = problem.issuing
     return float(np.mean([iteration_s(plan.schedule, plan.graph, each, ranks, issuing) for each in costs]))
 
 

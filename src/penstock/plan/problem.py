@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError, Table
-from penstock.cost import ClusterConfig, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
+from penstock.cost import ClusterConfig, Issuing, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
 from penstock.cost.placed import (
     Evidence,
     Placed,
@@ -254,6 +254,12 @@ class Problem:
         )
         return replace(found, planning_s=planning_s)
 
+    @property
+    def issuing(self) -> Issuing | None:
+        """What handing out tasks takes of one thread, which reads no counts where all sizes are known."""
+        found = self.cluster.issuing
+        return found and replace(found, reads_counts=not self.workload.fixed_slots)
+
     def _guest_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
         """Return, by MoE layer, what guest planners know, with the slack left by a quick order."""
         plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
@@ -270,7 +276,7 @@ class Problem:
 
     def simulate(self, choice: Decision, plan: StepPlan) -> Timeline:
         cost = self.cost(choice, plan.shape)
-        return simulate(plan.schedule, plan.graph, cost, self.mesh, self.cluster.issuing)
+        return simulate(plan.schedule, plan.graph, cost, self.mesh, self.issuing)
 
     def bound(self, choice: Decision, plan: StepPlan) -> LowerBound:
         """Return the time that no order of the same tasks beats."""

@@ -48,6 +48,10 @@ class Execution:
         except LaneError as failure:
             self._raise(failure)
 
+    def drop(self) -> None:
+        """Let go of what tasks have handed on: no further span will run."""
+        self.values.clear()
+
     def _execute(self, call: Call) -> Inputs:
         values = self.values
         inputs = Inputs()

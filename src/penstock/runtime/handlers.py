@@ -24,6 +24,7 @@ from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradien
 from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.placement import Hosting
+from penstock.runtime.bounds import Counted, StepBounds
 from penstock.runtime.carriage import Carriage
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.hosting import Host, Lodging
@@ -117,8 +118,8 @@ class StepContext:
     numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
     weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
     marks: [11] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
-    that ranks hold alike, in steps that compare them. relocation: how samples get their homes, where they
-    move.
+    that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples get
+    their homes, where they move.
     training: whether backward follows. loss_gradient: known when the backward half begins. total,
     marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
     step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
@@ -146,6 +147,7 @@ class StepContext:
     codec: StatisticsCodec
     marks: Tensor
     fingerprint: Callable[[], Tensor] | None = None
+    bounds: StepBounds = field(default_factory=Counted)
     relocation: Relocation | None = None
     training: bool = True
     loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))

@@ -25,6 +25,7 @@ from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.again import repeated
 from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
+from penstock.runtime.bounds import bounds_of
 from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.checks.consistency import Consistency
@@ -137,6 +138,7 @@ class PipelinedStack(nn.Module):
         self.wish = ""
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
+        self.bounds = bounds_of(self.moe_layers)
         self.host = Host(machinery.layout, machinery.device, moving)
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
@@ -224,7 +226,7 @@ class PipelinedStack(nn.Module):
         step = Step(self, batch, training)
         if not training:
             with torch.no_grad():
-                return step.forward()
+                return _forward(step)[1]
         loss: Tensor = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
         return loss
 
@@ -402,11 +404,20 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Step, anchor: Tensor) -> Tensor:
         del anchor  # its only use is to make the loss differentiable
-        ctx.step = step
-        return step.forward()
+        ctx.step, loss = _forward(step)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         check_no_second_derivative()
         ctx.step.backward(grads[0])
         return None, None
+
+
+def _forward(step: Step) -> tuple[Step, Tensor]:
+    """Run a step's forward half, again if a rank had too few rows; return what ran last, and its loss."""
+    loss = step.forward()
+    if step.must_run_again:
+        step = step.again()
+        loss = step.forward()
+    return step, loss

@@ -28,19 +28,24 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """One iteration: its context and its execution."""
+    """One iteration: its context and its execution.
 
-    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool) -> None:
+    counted: its rows are counted, whatever bounds later steps may have.
+    """
+
+    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool, *, counted: bool = False) -> None:
         self.stack, self.training, self.finished = stack, training, False
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
-        recomputes = training and self.shape.recompute != "none"
-        self.model_state = ForwardState(stack.gradients.snapshot, recomputes=recomputes)
+        self.bounds = stack.bounds.of_step(counted=counted)
+        runs_again = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
+        self.model_state = ForwardState(stack.gradients.snapshot, runs_again=runs_again)
         at_once = self.buckets.at_once
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
         copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
         layout = machinery.layout
+        self.batch = batch
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.consistency = stack.consistency.of_step(
@@ -69,6 +74,7 @@ class Step:
             codec=stack.codec,
             marks=self.consistency.marks,
             fingerprint=self.consistency.fingerprint,
+            bounds=self.bounds,
             relocation=stack.relocation,
             training=training,
             updates=stack.updates,
@@ -95,11 +101,13 @@ class Step:
         if self.training:
             self.model_state.note()
         # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
-        return statistics.loss.clone()
+        loss = statistics.loss.clone()
+        self.loss = loss.detach()
+        return loss
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have seats, for what is recomputed."""
-        with self.stack.machinery.computing(), self.lodging.seated():
+        with self.stack.machinery.computing(), self.lodging.seated(), self.bounds.applied():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
@@ -110,14 +118,45 @@ class Step:
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
         self.context.loss_gradient = self.stack.consistency.slope = loss_gradient
+        gradients = self.stack.gradients.backward_pass(self.buckets)
+        # What can be undone is issued before the host knows whether rows exceeded their bounds.
+        undoes = self.context.updates is None and gradients.can_be_undone
         with self.model_state.restored():
-            self._backward()
+            if not undoes and self.bounds.exceeded():
+                self._repeat()
+            else:
+                self._backward(gradients)
 
-    def _backward(self) -> None:
+    def _repeat(self) -> None:
+        """Run both halves again, with as many rows as were wanted; the loss that was returned becomes that of
+        the second run."""
+        self.stack.consistency.read_late()
+        again = self.again()
+        self.loss.copy_(again.forward())
+        again.backward(self.context.loss_gradient)
+        self.finished = True
+
+    @property
+    def must_run_again(self) -> bool:
+        """Whether the forward half has to run again, by `again`, before anything reads the loss.
+
+        Where losses are read late, that is found out in backward.
+        """
+        late = self.training and self.stack.bounds.late
+        return not late and self.bounds.exceeded()
+
+    def again(self) -> Step:
+        """Return the same step with its rows counted; this one is at its end."""
+        self.execution.drop()
+        again = Step(self.stack, self.batch, self.training, counted=True)
+        again.context.codec, again.context.moe = self.context.codec, self.context.moe
+        again.context.balance = self.context.balance
+        return again
+
+    def _backward(self, gradients: BackwardPass) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.changes)
-        gradients = self.stack.gradients.backward_pass(self.buckets)
         try:
             gradients.check()
             self.model_state.check()
@@ -129,6 +168,10 @@ class Step:
             self.finished = True
             self._run()
             self.stack.host.take_back(self.lodging)
+            if self.bounds.exceeded():
+                gradients.abandon()
+                self._repeat()
+                return
             if replaced := gradients.finish():
                 raise_replaced(self.stack.gradients.name_of(replaced[0]))
         except BaseException as error:

@@ -184,7 +184,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         num_experts=config.moe.num_experts,
         top_k=config.moe.top_k,
         expert_matrices=config.moe.expert_matrices,
-        capacity_factor=config.moe.capacity_factor,
+        capacity_factor=config.moe.slots_factor,
         min_capacity=config.moe.min_capacity,
         world_size=layout.world_size,
         ep_size=layout.ep_size,

@@ -59,6 +59,7 @@ def measured(
         aux_loss_microbatch=losses.get("aux_loss_microbatch"),
         aux_loss_by_layer=tuple(statistics.aux_Y.tolist()),
         rows_dropped=_dropped(statistics, stack.moe),
+        steps_run_again=stack.bounds.repeats if stack.bounds.repeats_steps else None,
         model_flops_per_s=flops.per_token * tokens_per_s,
         model_flops_utilisation=flops.utilisation(tokens_per_s),
         peak_memory_bytes=peak_memory_bytes(stack.machinery.device),

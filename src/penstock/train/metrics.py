@@ -70,6 +70,8 @@ class StepMetrics:
     `aux_loss_by_layer`       the balance loss by MoE layer
     `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
                               routing drops none
+    `steps_run_again`         steps so far that ran a second time, since an expert got more rows than
+                              `moe.bound_factor` had made room for; None without it
     `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
                               of all ranks, over `iteration_s`; see `cost.model_flops`
     `model_flops_utilisation` `model_flops_per_s` over the highest rate of a matrix product that the profile
@@ -108,6 +110,7 @@ class StepMetrics:
     skipped: bool | None = None
     aux_loss_by_layer: tuple[float, ...] | None = None
     rows_dropped: tuple[float, ...] | None = None
+    steps_run_again: int | None = None
     model_flops_per_s: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int | None = None
@@ -132,7 +135,7 @@ BY_LAYER = (
 )
 """Fields with a number for every MoE layer."""
 
-WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes")
+WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "steps_run_again")
 """Fields that are integers."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)

@@ -18,6 +18,7 @@ READ_WITH: Final = {"samples": ("solver", "prediction"), "experts": ("guest_slot
 
 NONE: Final = "none"
 
+UNBOUNDED: Final = "moe.bound_factor=none"
 DROPLESS: Final = "dropless routing (moe.capacity_factor=none, moe.gate=softmax)"
 
 
@@ -56,6 +57,8 @@ def _why_samples_stay(choice: Decision, moe: MoEConfig, parallel: ParallelConfig
         said = "one_copy_per_rank = true" if moe.one_copy_per_rank else f"dispatch = {moe.dispatch}"
         use = "moe.one_copy_per_rank=false" if moe.one_copy_per_rank else "moe.dispatch=flat"
         return f"with moe.{said} one row serves several experts and cannot be told apart by sample", use
+    if moe.bound_factor is not None:
+        return f"with {_bounded(moe)}, and ranks would have other samples than then", UNBOUNDED
     if not moe.exchanges_counts:
         return f"with {_fixed(moe)}, and which tokens they are of depends on the samples of a rank", DROPLESS
     if moe.aux_loss_group == "microbatch":
@@ -73,6 +76,8 @@ def _why_samples_stay(choice: Decision, moe: MoEConfig, parallel: ParallelConfig
 
 def _why_experts_stay(choice: Decision, moe: MoEConfig, parallel: ParallelConfig) -> tuple[str, str] | None:
     """Return why experts cannot move, and what to use instead; None if they can."""
+    if moe.bound_factor is not None:
+        return f"with {_bounded(moe)}, whoever computes them, so a guest would spare nothing", UNBOUNDED
     if not moe.exchanges_counts:
         return f"with {_fixed(moe)}, whoever computes them, so a guest would spare nothing", DROPLESS
     if parallel.mp_size > 1 and FORM_TOKENS[choice.form] == "replicated":
@@ -88,6 +93,12 @@ def _fixed(moe: MoEConfig) -> str:
     limited = moe.capacity_factor is not None
     said = f"capacity_factor = {moe.capacity_factor:g}" if limited else f"gate = {moe.gate}"
     return f"moe.{said} every expert has a fixed number of rows"
+
+
+def _bounded(moe: MoEConfig) -> str:
+    return (
+        f"moe.bound_factor = {moe.bound_factor:g} every expert has the rows that earlier steps needed at most"
+    )
 
 
 def _form(choice: Decision) -> tuple[str, str]:

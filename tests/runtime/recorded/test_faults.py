@@ -29,7 +29,7 @@ PLAIN: Mapping[str, Any] = {
     "moves": "nothing",
     "sharded": False,
     "recompute": "none",
-    "capacity_factor": None,
+    "sizes": "counted",
     "routing": "even",
     "samples": "even",
     "transport": "direct",

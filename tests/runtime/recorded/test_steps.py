@@ -32,6 +32,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"world_size": 4, "mp_size": 2, "ep_size": 4, "node_size": 2},
     "expert shards": {"world_size": 4, "mp_size": 2, "ep_size": 2, "esp_size": 2, "node_size": 2},
 }
+BOUNDS: dict[str, Any] = {"bounded": "", "exceeded": "exceeded"}
+"""Sizes that steps know from earlier ones: the first step has none, or too few rows."""
 SHARED = ("tensor parallel", "expert shards")
 MOVES = ("nothing", "samples", "experts", "both")
 AXES: dict[str, Any] = {
@@ -41,7 +43,7 @@ AXES: dict[str, Any] = {
     "moves": MOVES,
     "sharded": (False, True),
     "recompute": ("none", "blocks", "experts"),
-    "capacity_factor": (None, 1.0),
+    "sizes": ("counted", "slots", "bounded", "exceeded"),
     "routing": ("even", "one rank"),
     "samples": ("even", "none on the last"),
     "transport": ("direct", "staged"),
@@ -51,7 +53,7 @@ AXES: dict[str, Any] = {
 def fits(known: Mapping[str, Any]) -> bool:
     """Whether a step can be of all this."""
     layout, dispatch = known.get("layout"), known.get("dispatch", "flat")
-    moves, capacity_factor = known.get("moves", "nothing"), known.get("capacity_factor")
+    moves, sizes = known.get("moves", "nothing"), known.get("sizes", "counted")
     form = SCHEDULES[known["schedule"]].expert_form or "gather"
     if layout is not None and form != "gather" and layout not in SHARED:
         return False
@@ -61,9 +63,11 @@ def fits(known: Mapping[str, Any]) -> bool:
         return False
     if layout is not None and dispatch != "flat" and layout != "two nodes of two":
         return False
-    if capacity_factor is not None and (moves != "nothing" or known.get("samples", "even") != "even"):
+    if sizes != "counted" and moves != "nothing":
         return False
-    return dispatch != "node_once" or (capacity_factor is None and moves in ("nothing", "experts"))
+    if sizes == "slots" and known.get("samples", "even") != "even":
+        return False
+    return dispatch != "node_once" or (sizes == "counted" and moves in ("nothing", "experts"))
 
 
 def case_of(
@@ -73,14 +77,14 @@ def case_of(
     moves: str,
     sharded: bool,
     recompute: Recompute,
-    capacity_factor: float | None,
+    sizes: str,
     routing: str,
     samples: str,
     transport: TransportName,
 ) -> Case:
     """A small step with two MoE layers, cut in all ways.
 
-    routing: which ranks get rows. samples: which have some.
+    sizes: of the rows of experts, see `BOUNDS`. routing: which ranks get rows. samples: which have some.
     """
     form = next(form for name, form in engines() if name == schedule)
     ranks = LAYOUTS[layout]
@@ -96,7 +100,8 @@ def case_of(
             expert="swiglu",
             aux_loss_coeff=0.05,
             dispatch=dispatch,
-            capacity_factor=capacity_factor,
+            capacity_factor=1.0 if sizes == "slots" else None,
+            bound_factor=1.5 if sizes in BOUNDS else None,
             shared_ffn_hidden_size=8,
         ),
         batch=4,
@@ -106,6 +111,7 @@ def case_of(
         recompute=recompute,
         busy_experts=(0, 1) if routing == "one rank" else (),
         transport=transport,
+        bounds=BOUNDS.get(sizes, ""),
     )
 
 
@@ -119,14 +125,14 @@ def hosts_of(case: Case, moves: str) -> Hosts:
 def check(ranks: Pools, case: Case, moves: str) -> None:
     """Run the case on threads and on a recorded device."""
     hosts, pool = hosts_of(case, moves), ranks(case.world_size)
-    plain = pool.run(plain_steps, replace(case, transport="direct"), hosts)
+    plain = pool.run(plain_steps, case, hosts)
     found = pool.run(recorded_steps, case, hosts)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
         assert {"main", "inter"} <= ours.streams
         assert [*map(str, ours.hazards)] == []
-        assert len(ours.calls) > 0
+        assert len(ours.calls) > 0 and ours.repeats[0] == (case.bounds == "exceeded")
     assert [*map(str, find_disorder([each.calls for each in found]))] == []
 
 

@@ -111,13 +111,13 @@ def go_on(
         total = 0.0
         for each in range(habits.passes):
             loss = loss_of(stack, rank, case, habits.passes * number + each)
-            total += loss.item()
             last = each == habits.passes - 1
             if isinstance(optimizer, ShardedAdamW) and habits.in_backward and last:
                 with optimizer.in_backward():
                     loss.backward()
             else:
                 loss.backward()
+            total += loss.item()
             assert executed_as_planned(stack)
         if isinstance(optimizer, ShardedAdamW):
             optimizer.step()

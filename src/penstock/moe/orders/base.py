@@ -19,7 +19,7 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product
 from penstock.moe.orders.blocks import by_expert, by_source
 from penstock.moe.orders.rows import RowPlan
-from penstock.moe.routes import ChunkRoute
+from penstock.moe.routes import ChunkRoute, Counts
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class OrderPlan:
     tokens: T. chunk_rows: rows of every chunk. counts_CN: what other ranks must know before they can
     receive, int64, N = columns per rank * ranks; only if sizes depend on the routing.
     slots: rows per expert in every chunk; only if sizes do not depend on it. rows: the order's own data.
+    wanted_N: choices of every position, whether they have rows or not, [N] int64, where rows may be bounded.
+    bounds_CN: rows of every position in every chunk, the same on all ranks, where they are bounded.
     """
 
     tokens: int
@@ -36,6 +38,8 @@ class OrderPlan:
     counts_CN: Tensor | None
     slots: tuple[int, ...] | None
     rows: Any
+    wanted_N: Tensor | None = None
+    bounds_CN: Counts | None = None
 
 
 class Order(ABC):

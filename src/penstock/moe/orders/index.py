@@ -68,6 +68,15 @@ def chunk_rows(sizes: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
 
 def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
     """Return the place of every choice in the queue of its expert, [T, k]; meaningless for padding."""
+    return queues(experts_Tk, num_experts)[0]
+
+
+def queues(experts_Tk: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the place of every choice in the queue of its expert, [T, k], and the length of each queue, [E].
+
+    First choices come before second choices, earlier tokens before later ones. Places of padding (-1) mean
+    nothing.
+    """
     flat = experts_Tk.t().reshape(-1)
     flat = torch.where(flat < 0, num_experts, flat)
     counts = histogram(flat, num_experts + 1)
@@ -75,7 +84,7 @@ def places(experts_Tk: Tensor, num_experts: int) -> Tensor:
     in_queue = stable_argsort(flat, num_experts)
     place = torch.empty_like(flat)
     place[in_queue] = torch.arange(flat.numel(), device=flat.device) - first[flat[in_queue]]
-    return place.view(experts_Tk.shape[1], -1).t()
+    return place.view(experts_Tk.shape[1], -1).t(), counts[:num_experts]
 
 
 def slot_rows(experts: Tensor, place: Tensor, sizes: tuple[int, ...], num_experts: int) -> Tensor:

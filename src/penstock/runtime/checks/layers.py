@@ -11,6 +11,7 @@ from torch import nn
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.moe.config import BalanceGroup, MoEConfig
+from penstock.moe.orders.bounded import BoundedOrder
 from penstock.moe.orders.sort import SortOrder
 from penstock.placement import PlacementError
 from penstock.runtime.parts import ModelParts
@@ -128,7 +129,15 @@ def check_planned_for(planned: StepShape, own: StepShape) -> None:
 def check_samples_may_move(layers: Sequence[MoELayer | None], moe: MoEConfig) -> None:
     """Raise ValueError where a step would give another result if its samples were on other ranks."""
     for number, layer in enumerate(layers):
-        if layer is not None and not isinstance(layer.order, SortOrder):
+        if layer is None:
+            continue
+        if isinstance(layer.order, BoundedOrder):
+            raise ValueError(
+                f"samples cannot move (placement.samples): layer {number} bounds the rows of its experts by "
+                "those of earlier steps (moe.bound_factor), when ranks had other samples. Set "
+                "moe.bound_factor=none or placement.samples=none"
+            )
+        if not isinstance(layer.order, SortOrder):
             raise ValueError(
                 f"samples cannot move (placement.samples): layer {number} orders rows by "
                 f"{type(layer.order).__name__}, {_why_not(layer)}. Route dropless with the sort order "

@@ -89,6 +89,11 @@ class BackwardPass:
     ) -> None:
         self._buckets, self._in_place, self._apart, self._name_of = buckets, in_place, apart, name_of
 
+    @property
+    def can_be_undone(self) -> bool:
+        """Whether `abandon` leaves nothing in doubt: what is added to in place had no gradient before."""
+        return all(parameter.grad is None for parameter in self._apart)
+
     def check(self) -> None:
         """Raise RuntimeError as `InPlace.check` and `GradientBucket.check` do.
 

@@ -6,7 +6,7 @@ Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens, E exper
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def route(
 
     Returns rows: a tensor [R, M] per slice; order: how they were permuted; routers: the gate's sums;
     positions: what every token chose, [T, k], where tokens choose; counts: rows for every rank where they are
-    exchanged; route: the sizes where they are fixed.
+    exchanged, or their bounds; route: the sizes where they are fixed.
     """
     block = context.parts.parts[task.layer]
     routed = context.carriage.route(block, residual_BLM, x_TM, known.info(), task.cut.slices)
@@ -110,6 +110,7 @@ def route(
     maker = context.maker(task.layer)
     slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
     counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
+    counted = replace(counted, wanted_N=plan.wanted_N)
     return {
         "residual": residual_BLM,
         "rows": rows_RM.split(list(plan.chunk_rows)),
@@ -117,7 +118,7 @@ def route(
         "order": plan,
         "tokens": x_TM,
         "positions": routed.positions_Tk,
-        "counts": plan.counts_CN,
+        "counts": plan.counts_CN if plan.bounds_CN is None else plan.bounds_CN,
         "route": None
         if plan.slots is None
         else maker.even(plan.slots, experts_of(block).num_local_experts, context.degrees),
@@ -132,7 +133,7 @@ def _counted(context: StepContext, task: Task, sums: GateSums) -> GateSums:
     if context.counts_once(task):
         return sums
     chosen_BE, probability_BE, z = map(torch.zeros_like, (sums.chosen_BE, sums.probability_BE, sums.z))
-    return GateSums(chosen_BE, probability_BE, z, ids_B=sums.ids_B)
+    return GateSums(chosen_BE, probability_BE, z, ids_B=sums.ids_B, wanted_N=sums.wanted_N)
 
 
 @handles(Op.ATTENTION, B)

@@ -30,6 +30,7 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         context.marks[VALUES] = context.fingerprint()
     everything = torch.cat([packed, context.marks])
     context.transports.of(task.lane, task.axes).all_reduce(everything, task.axes)
+    context.bounds.tell(layers, context.transports.of(task.lane, task.axes), task.axes)
     context.total = context.codec.unpack(everything[: len(packed)])
     context.marks_total = HostCounts(everything[len(packed) :])
     return dict.fromkeys(("loss", "routers", "statistics"), context.total)

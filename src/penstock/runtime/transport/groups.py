@@ -49,13 +49,19 @@ class GroupTransport(ABC):
         return group in self._groups
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
+        self._reduced(tensor, group, dist.ReduceOp.SUM)
+
+    def maximum(self, tensor: Tensor, group: Axes) -> None:
+        self._reduced(tensor, group, dist.ReduceOp.MAX)
+
+    def _reduced(self, tensor: Tensor, group: Axes, op: dist.ReduceOp.RedOpType) -> None:
         size = self._group(group).size()
         if size == 1 or not tensor.numel():  # a part too small for one element is empty on all ranks
             return
         members = self._members[group]
         following = members[neighbour(self._groups[group].rank(), 1, size)]
         self.traffic[following] += 2 * (size - 1) * tensor.nbytes // size  # what a ring sends
-        self._sum(tensor, self._groups[group])
+        self._reduce(tensor, self._groups[group], op)
 
     def all_to_all(
         self,
@@ -98,9 +104,9 @@ class GroupTransport(ABC):
             )
         return self._groups[kind]
 
-    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum over the group, in place."""
-        dist.all_reduce(tensor, group=group)
+    def _reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        """Combine over the group, in place."""
+        dist.all_reduce(tensor, op, group)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         """Return the rows of all ranks, by one collective, for which fewer rows than the most are filled up.
@@ -213,10 +219,10 @@ class StagedTransport(GlooTransport):
         super().__init__(make_groups, send_buffer_bytes)
         self._device = gpu_of(device)
 
-    def _sum(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        sums = self._sent(tensor)
-        super()._sum(sums, group)
-        tensor.copy_(sums, non_blocking=True)
+    def _reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        found = self._sent(tensor)
+        super()._reduce(found, group, op)
+        tensor.copy_(found, non_blocking=True)
 
     def _gather(self, rows: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         found = rows.new_empty(sum(sizes), *rows.shape[1:])

@@ -34,6 +34,10 @@ class Transport(Protocol):
         """Sum over the group, in place."""
         ...
 
+    def maximum(self, tensor: Tensor, group: Axes) -> None:
+        """Take the largest value of the group, for every element, in place."""
+        ...
+
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], group: Axes) -> Tensor:
         """Return the sum of all ranks' rows for this one. rows: [sum(sizes), ...], those for every place."""
         ...
@@ -134,6 +138,9 @@ class Unconnected:
         """Do nothing: there are no connections to release."""
 
     def all_reduce(self, tensor: Tensor, group: Axes) -> None:
+        del tensor, group
+
+    def maximum(self, tensor: Tensor, group: Axes) -> None:
         del tensor, group
 
     @property

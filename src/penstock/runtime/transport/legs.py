@@ -81,17 +81,21 @@ def to_host(counts: Tensor) -> Later[Counts] | Counts:
 
 
 def exchange_counts(
-    counts_CN: Tensor,
+    counts_CN: Tensor | Counts,
     maker: RouteMaker | SplitRoutes,
     transport: Transport,
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
 ) -> Later[Routes] | Routes:
-    """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank.
+    """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank;
+    an array is the same on all ranks, which then are not told.
 
     maker: `SplitRoutes` takes counts by expert, others by position. degrees: the numbers of chunks in which
     rows will travel; none = every slice is one. group: the ranks to be told.
     """
+    if not isinstance(counts_CN, Tensor):
+        assert isinstance(maker, RouteMaker), "rows are bounded where no expert has a guest"
+        return maker.fixed(counts_CN, degrees)
     once = [1] * transport.size(group)
     if isinstance(maker, SplitRoutes) or maker.needs_table:  # every rank learns all counts
         everyone = to_host(transport.all_gather(counts_CN.unsqueeze(0), once, group))

@@ -1,0 +1,167 @@
+"""Bounds of the rows of every expert from earlier steps, so that a step's sizes are known before its routing.
+
+A step whose rows are bounded (`penstock.moe.orders.bounded`) exchanges no counts. The most rows that any rank
+wanted in any microbatch travel behind the sums of the step, and are read when the forward half has ended or
+backward has been issued. Where they exceed the bounds, all ranks know it, and run the step again, counted.
+Shapes: Y MoE layers, N positions of a layer, X positions of all layers, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.mesh import Axes
+from penstock.moe import MoELayer
+from penstock.moe.choices import GateSums
+from penstock.moe.orders.bounded import BoundedOrder, Bounds
+from penstock.moe.routes import Counts
+from penstock.runtime.transport import Transport
+from penstock.runtime.transport.legs import HostCounts
+
+STEPS_KEPT = 32
+"""Steps whose loads decide on bounds."""
+MULTIPLE = 8
+"""Bounds are multiples of this: they change seldom, and so do the sizes of tensors."""
+
+BySum = Mapping[int, Sequence[GateSums]]
+"""The sums of gates by layer and microbatch."""
+
+
+class StepBounds(Protocol):
+    """The bounds of one step."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Bound the rows of the step's layers inside."""
+        ...
+
+    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
+        """Tell all ranks what the gates of this one wanted."""
+        ...
+
+    def exceeded(self) -> bool:
+        """Return whether a rank wanted more rows than it had; the same on all ranks. The host waits for the
+        end of the forward half."""
+        ...
+
+
+class Counted:
+    """The steps of a stack, and each of them, whose rows are always counted."""
+
+    repeats, repeats_steps, late = 0, False, False
+
+    def of_step(self, *, counted: bool = False) -> StepBounds:
+        """Return the bounds of the next step."""
+        del counted
+        return self
+
+    def applied(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
+        pass
+
+    def exceeded(self) -> bool:
+        return False
+
+
+class RowBounds:
+    """The bounds of a stack's layers, from the loads of its last steps; all ranks have the same.
+
+    Attributes:
+        repeats: Steps that were run again, since a rank wanted more rows than it had.
+        repeats_steps: Whether that can be.
+        late: Whether the host learns of it when it has issued backward, and not already when forward has
+            ended, for which it waits. The loss that a step returns must then not be read before backward.
+    """
+
+    repeats_steps = True
+
+    def __init__(self, orders: Sequence[BoundedOrder]) -> None:
+        self.orders, self.repeats, self.late = orders, 0, False
+        self._wanted_X: deque[Counts] = deque(maxlen=STEPS_KEPT)
+        self._bounds: tuple[Bounds, ...] = ()
+
+    def of_step(self, *, counted: bool = False) -> StepBounds:
+        """Return the bounds of the next step. counted: it has none, as the first one."""
+        return BoundedStep(self, () if counted else self._bounds)
+
+    def add(self, wanted_X: Counts) -> None:
+        """Add what a step wanted; the bounds of the next ones follow from the largest that is known."""
+        self._wanted_X.append(wanted_X)
+        factor_X = np.repeat(
+            [order.factor for order in self.orders], [order.num_experts for order in self.orders]
+        )
+        least_X = np.ceil(np.max(self._wanted_X, axis=0) * factor_X)
+        self.use((np.maximum(np.ceil(least_X / MULTIPLE), 1) * MULTIPLE).astype(np.int64))
+
+    def use(self, rows_X: Counts) -> None:
+        """Bound the rows of the next steps by these; the same on all ranks."""
+        if not self._bounds or not np.array_equal(rows_X, self.joined(self._bounds)):
+            pieces = np.split(rows_X, np.cumsum([order.num_experts for order in self.orders])[:-1])
+            self._bounds = tuple(Bounds(piece.tolist()) for piece in pieces)
+
+    @staticmethod
+    def joined(bounds: Sequence[Bounds]) -> Counts:
+        """Return the bounds of all layers, [X]."""
+        rows_X: Counts = np.concatenate([each.rows_N for each in bounds])
+        return rows_X
+
+
+class BoundedStep:
+    """The bounds of one step of a stack. bounds: by MoE layer; () = its rows are counted."""
+
+    def __init__(self, owner: RowBounds, bounds: tuple[Bounds, ...]) -> None:
+        self._owner, self._bounds = owner, bounds
+        self._wanted: HostCounts | None = None
+        self._exceeded = False
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        with ExitStack() as orders:
+            for place, order in enumerate(self._owner.orders):
+                orders.enter_context(order.bounded(self._bounds[place] if self._bounds else None))
+            yield
+
+    def tell(self, sums: BySum, transport: Transport, axes: Axes) -> None:
+        wanted_X = torch.cat([_most(microbatches) for microbatches in sums.values()])
+        transport.maximum(wanted_X, axes)
+        self._wanted = HostCounts(wanted_X)
+
+    def exceeded(self) -> bool:
+        if self._wanted is not None:
+            wanted_X, self._wanted = self._wanted.numbers.copy(), None
+            self._owner.add(wanted_X)
+            self._exceeded = bool(self._bounds) and bool((wanted_X > RowBounds.joined(self._bounds)).any())
+            self._owner.repeats += self._exceeded
+        return self._exceeded
+
+
+def _most(microbatches: Sequence[GateSums]) -> torch.Tensor:
+    """Return the most rows that a microbatch of this rank wanted at every position, [N]."""
+    wanted = [sums.wanted_N for sums in microbatches]
+    assert all(each is not None for each in wanted), "orders of these layers count what they want"
+    return torch.stack([each for each in wanted if each is not None]).amax(dim=0)
+
+
+def bounds_of(layers: Sequence[MoELayer | None]) -> Counted | RowBounds:
+    """Return how the rows of a stack's layers are sized.
+
+    Raises:
+        ValueError: Some layers bound their rows, and others do not.
+    """
+    orders = [layer.order for layer in layers if layer is not None]
+    bounded = [order for order in orders if isinstance(order, BoundedOrder)]
+    if not bounded:
+        return Counted()
+    if len(bounded) < len(orders):
+        raise ValueError(
+            f"{len(bounded)} of {len(orders)} MoE layers bound their rows by those of earlier steps "
+            "(BoundedOrder, moe.bound_factor): let all of them do so, or none"
+        )
+    return RowBounds(bounded)

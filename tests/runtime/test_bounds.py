@@ -1,0 +1,119 @@
+"""Steps whose rows are bounded by those of earlier steps: the same numbers, and none that is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.step.shape import Recompute
+from tests.runtime.sharded.steps import Habits, train
+from tests.runtime.sharded.test_steps import check_same
+from tests.runtime.test_moe_parity import case
+from tests.support.close import check_close
+from tests.support.layouts import layout_case
+from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.ranks import Pools
+
+HOW: tuple[Any, ...] = ("", "kept", "exceeded")
+LATE = pytest.mark.parametrize("late", [False, True])
+"""Whether ranks know in backward that a step has to run again, or at the end of its forward half."""
+
+
+def bounded(how: Any, schedule: str = "flowmoe", world_size: int = 2, **more: Any) -> Case:
+    """A step of two MoE layers."""
+    step = case(world_size, "softmax", "sort", "flat", "swiglu", schedule)
+    moe, model = replace(step.moe, bound_factor=1.25), replace(step.model, num_layers=2)
+    return replace(step, moe=moe, model=model, bounds=how, **more)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("schedule", ["sequential", "flowmoe", "penstock"])
+@LATE
+def test_two_ranks(ranks: Pools, late: bool, schedule: str, how: Any) -> None:
+    check_parity(ranks, bounded(how, schedule, late=late))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("more", [{"padding": True}, {"batches": (3, 0)}, {"scattered": True}])
+def test_options(ranks: Pools, more: dict[str, Any], how: Any) -> None:
+    check_parity(ranks, bounded(how, **more))
+
+
+@pytest.mark.parametrize("what", ["experts", "blocks"])
+def test_recomputation(ranks: Pools, what: Recompute) -> None:
+    for how in HOW:
+        check_parity(ranks, bounded(how, recompute=what))
+
+
+@pytest.mark.parametrize("how", HOW)
+@LATE
+def test_updates_in_the_step(ranks: Pools, late: bool, how: Any) -> None:
+    """They cannot be taken back: ranks look whether rows were exceeded before backward begins."""
+    step = bounded(how, "penstock", late=late)
+    counted = replace(step, bounds="", moe=replace(step.moe, bound_factor=None))
+    check_same(ranks(2).run(train, step, Habits(), True), ranks(2).run(train, counted, Habits(), False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
+@pytest.mark.parametrize("how", HOW)
+def test_ranks_that_share_attention_and_experts(ranks: Pools, form: Any, how: Any) -> None:
+    step = layout_case((4, 2, 2, 2), "penstock", form)
+    check_parity(ranks, replace(step, moe=replace(step.moe, bound_factor=1.25), bounds=how))
+
+
+# ---- several steps -----------------------------------------------------------------------------------------
+
+NUMBERS = 6
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has of some steps: losses, gradients, how many were run again."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    repeats: int
+
+
+def several(rank: int, step: Case, passes: int, largest: int) -> Seen:
+    """Steps of growing batches, each of several passes that add up; and an evaluation.
+
+    largest: samples of the last ones.
+    """
+    stack, losses = stack_of(rank, step), []
+    for number in range(NUMBERS):
+        stack.model.zero_grad()
+        samples = 1 if number < NUMBERS - 2 else largest
+        for again in range(passes):
+            other = replace(step, seed=10 * number + again, batch=samples)
+            tokens, labels = (whole[other.mine(rank)] for whole in batch_of(other))
+            loss = stack(tokens, labels)
+            loss.backward()
+            losses.append(loss.item())
+    gradients = {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
+    repeats = stack.bounds.repeats
+    with torch.no_grad():  # of more samples than most steps before
+        losses.append(stack(*(whole[step.mine(rank)] for whole in batch_of(step))).item())
+    return Seen(losses, gradients, repeats)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("largest", [1, 5])
+@LATE
+def test_numbers_are_those_of_counted_steps(ranks: Pools, late: bool, passes: int, largest: int) -> None:
+    """Also where batches grow, so that experts get more rows than in all steps before."""
+    step = bounded("", batch=5, late=late)
+    counted = replace(step, moe=replace(step.moe, bound_factor=None))
+    ours, theirs = (ranks(2).run(several, each, passes, largest) for each in (step, counted))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-12)
+        assert mine.gradients.keys() == other.gradients.keys()
+        for name, gradient in other.gradients.items():
+            check_close(mine.gradients[name], gradient, 1e-10, name)
+        assert other.repeats == 0 and (mine.repeats > 0) == (largest > 1)
+    assert len({seen.repeats for seen in ours}) == 1, "all ranks run the same steps again"
