@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,12 +104,19 @@ def check_refusal(code: int, out: str, error: str) -> None:
     assert error.count("penstock: ") == 1, error
 
 
-def start(*arguments: str | Path, stderr: Path) -> subprocess.Popen[bytes]:
+def start(*arguments: str | Path, stderr: Path, stdout: Path | None = None) -> subprocess.Popen[bytes]:
     """Start `penstock` in its own process group, as a shell would; what remains of it ends with the test."""
-    with stderr.open("wb") as errors:
+    return start_command(command(*arguments), stderr=stderr, stdout=stdout)
+
+
+def start_command(
+    argv: Sequence[str], *, stderr: Path, stdout: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start any command so. stdout: a file; None = nowhere."""
+    with stderr.open("wb") as errors, Path(stdout or os.devnull).open("wb") as out:
         process = subprocess.Popen(
-            command(*arguments),
-            stdout=subprocess.DEVNULL,
+            argv,
+            stdout=out,
             stderr=errors,
             env=clean_environ(),
             start_new_session=True,
@@ -145,9 +153,14 @@ def end_started() -> None:
 
 def losses(folder: Path) -> dict[int, float]:
     """Training loss by step, from the metrics file."""
+    return {entry["step"]: entry["loss"] for entry in metrics_of(folder)}
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of the metrics file so far, as they are."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return {entry["step"]: entry["loss"] for entry in map(_parse, lines) if entry}
+    return [entry for entry in map(_parse, lines) if entry]
 
 
 def _parse(line: str) -> dict[str, Any]:
@@ -170,11 +183,14 @@ def wait_until(condition: Callable[[], bool], process: Running) -> None:
     wait_for(holds, "what the run was to reach")
 
 
-def pid_of_rank(parent: int, rank: int) -> int:
-    """The child process of the launcher that is `rank`."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    for child in children:
-        environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environ:
-            return int(child)
-    raise AssertionError(f"rank {rank} is not among {children}")
+def pid_of_rank(root: int, rank: int) -> int | None:
+    """The process that is a rank: the first below `root` whose environment says so, nearest first."""
+    waiting = [root]
+    while waiting:
+        process = Path(f"/proc/{waiting.pop(0)}")
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                return int(process.name)
+            for thread in (process / "task").iterdir():
+                waiting += map(int, (thread / "children").read_text().split())
+    return None
