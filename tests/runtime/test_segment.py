@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.segment import PassThrough, Segment, anchor_on
 
-CPU = torch.device("cpu")
+ANCHOR = anchor_on(torch.device("cpu"))
 
 
 def network(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def test_gradients_equal_plain_autograd(rows: int, width: int, seed: int, histor
     expected = network(*plain, weight)
     wanted = torch.autograd.grad(expected, [*plain, weight], out_grads)
 
-    segment = Segment(CPU)
+    segment = Segment(ANCHOR)
     inputs = [v.clone().requires_grad_() * 1 if history else v.clone() for v in values[:2]]
     outputs = segment.leave(*network(*segment.enter(*inputs), weight))
     grads = segment.backward(out_grads)
@@ -52,7 +52,7 @@ def test_gradients_equal_plain_autograd(rows: int, width: int, seed: int, histor
 
 def test_the_backward_of_a_segment_stops_at_its_inputs() -> None:
     source = numbers(3, seed=0).requires_grad_()
-    segment = Segment(CPU)
+    segment = Segment(ANCHOR)
     (entered,) = segment.enter(source * 2)
     segment.leave(entered.sin())
     segment.backward([torch.ones(3, dtype=torch.float64)])
@@ -63,7 +63,7 @@ def test_parameter_gradients_are_accumulated() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.full((2,), 10.0)
     for _ in range(2):
-        segment = Segment(CPU)
+        segment = Segment(ANCHOR)
         (x,) = segment.enter(torch.tensor([1.0, 2.0]))
         segment.leave(x * weight)
         segment.backward([torch.ones(2)])
@@ -71,7 +71,7 @@ def test_parameter_gradients_are_accumulated() -> None:
 
 
 def test_an_input_that_is_not_used_has_no_gradient() -> None:
-    segment = Segment(CPU)
+    segment = Segment(ANCHOR)
     used, _ = segment.enter(torch.ones(2), torch.ones(2))
     segment.leave(used * 3)
     grad, none = segment.backward([torch.ones(2)])
@@ -82,7 +82,7 @@ def test_an_input_that_is_not_used_has_no_gradient() -> None:
 
 def test_a_segment_without_inputs_reaches_its_parameters() -> None:
     weight = nn.Parameter(torch.ones(3))
-    segment = Segment(CPU)
+    segment = Segment(ANCHOR)
     assert segment.enter() == ()
     segment.leave(weight * 2)
     assert segment.backward([torch.ones(3)]) == []
@@ -116,7 +116,7 @@ def test_inputs_and_outputs_are_kept_only_by_operators_that_need_them(saves: boo
     weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
     memory = np.arange(4.0)
     of_input = weakref.ref(memory)
-    segment = Segment(CPU)
+    segment = Segment(ANCHOR)
     entered = segment.enter(torch.from_numpy(memory))
     inside = entered[0] * weight if saves else entered[0]
     outputs = segment.leave(_Watched.apply(inside, weight))

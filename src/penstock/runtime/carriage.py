@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.moe import ChunkRoute, MoELayer, Product, Tokens
+from penstock.moe import ChunkRoute, Product, Tokens
 from penstock.moe.carried import ResidualRows, given_back
 from penstock.moe.layer import RoutedTokens
-from penstock.runtime.parts import BlockParts, ModelParts
+from penstock.runtime.parts import BlockParts, Layer, ModelParts
 
 
 class Carriage(Protocol):
@@ -28,12 +28,12 @@ class Carriage(Protocol):
     def apart_bytes(self) -> int: ...
 
     def route(
-        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
     ) -> RoutedTokens:
         """Choose experts for tokens x, and order rows of the tokens or of the residual stream."""
         ...
 
-    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
         """Return what goes home for rows that have come to this rank's experts, [R, M]."""
         ...
 
@@ -46,13 +46,13 @@ class Apart:
     apart_bytes = torch.float32.itemsize
 
     def route(
-        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
     ) -> RoutedTokens:
         del residual_BLM
-        return experts_of(block).route(_as(x_TM, self.wire_dtype), tokens, slices)
+        return layer.experts.route(_as(x_TM, self.wire_dtype), tokens, slices)
 
-    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        return experts_of(block).expert_rows(rows, route, product)
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        return layer.experts.expert_rows(rows, route, product)
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,15 @@ class InRows:
     apart_bytes = 0
 
     def route(
-        self, block: BlockParts, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
+        self, layer: Layer, residual_BLM: Tensor, x_TM: Tensor, tokens: Tokens, slices: int
     ) -> RoutedTokens:
         carried = ResidualRows(residual_BLM.flatten(0, 1))
-        return experts_of(block).route(_as(x_TM, self.wire_dtype), tokens, slices, carried)
+        return layer.experts.route(_as(x_TM, self.wire_dtype), tokens, slices, carried)
 
-    def compute(self, block: BlockParts, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
-        moe = experts_of(block)
+    def compute(self, layer: Layer, rows: Tensor, route: ChunkRoute, product: Product) -> Tensor:
+        moe = layer.experts
         through = partial(moe.expert_rows, route=route, product=product)
-        return given_back(rows, row_norm(block), through, residual=moe.experts.shard.rank == 0)
-
-
-def experts_of(block: BlockParts) -> MoELayer:
-    """Return the MoE layer of a block that has one."""
-    assert block.moe is not None, "tasks of experts are those of MoE layers"
-    return block.moe
+        return given_back(rows, row_norm(layer.block), through, residual=moe.experts.shard.rank == 0)
 
 
 def row_norm(block: BlockParts) -> nn.Module:

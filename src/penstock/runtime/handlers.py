@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.hosting import Host, Lodging
 from penstock.runtime.loads import LayerLoads
 from penstock.runtime.moving import Plans
-from penstock.runtime.parts import ModelParts
+from penstock.runtime.parts import Layer, ModelParts, layers_of
 from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
@@ -158,6 +159,11 @@ class StepContext:
     sample_loads: LayerLoads = ()
     updates: Updates | None = None
 
+    @cached_property
+    def layers(self) -> Sequence[Layer]:
+        """The layers of the model, as they are in this step."""
+        return layers_of(self.parts)
+
     @property
     def updating(self) -> Updates:
         """The updates on which the tasks of a sharded optimiser work."""
@@ -180,25 +186,23 @@ class StepContext:
 
     def following(self, layer: int) -> int | None:
         """Return the number of the next MoE layer; None after the last."""
-        parts = enumerate(self.parts.parts)
-        return next((number for number, part in parts if number > layer and part.moe is not None), None)
+        numbers = range(layer + 1, len(self.layers))
+        return next((number for number in numbers if self.layers[number].moe is not None), None)
 
     def asked(self, layer: int) -> MoELayer | None:
         """Return the next MoE layer, if its gate is asked what samples will want there; else None."""
         following = self.following(layer)
         asks = self.placing.how.prediction == "next_gate" and following is not None
-        return self.parts.parts[following].moe if asks and following is not None else None
+        return self.layers[following].moe if asks and following is not None else None
 
     def hosting(self, layer: int) -> Hosting:
         """Return where the experts of an MoE layer are, guests among them."""
-        moe, guests = self.parts.parts[layer].moe, self.host.hostings
-        assert moe is not None, layer
+        moe, guests = self.layers[layer].experts, self.host.hostings
         return (guests[layer] if guests else None) or Hosting.none(moe.placement, 0)
 
     def row_weight(self, layer: int) -> float:
         """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
-        moe, sent_bytes = self.parts.parts[layer].moe, (self.wire_dtype or torch.float32).itemsize
-        assert moe is not None, layer
+        moe, sent_bytes = self.layers[layer].experts, (self.wire_dtype or torch.float32).itemsize
         width = 1024  # stands for any hidden size: scales are a small part of a row
         row_bytes = self.moe.row_bytes(width, sent_bytes)
         shared = 0 if moe.shared is None else sent_bytes

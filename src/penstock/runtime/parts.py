@@ -7,6 +7,7 @@ Shapes: B samples, L tokens per sample, M hidden size, T = B * L tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -86,3 +87,35 @@ class ModelParts(Protocol):
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         """Return the parameters of this rank's experts of one layer."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer as a step finds it: between two steps its modules may be replaced.
+
+    Tasks ask hundreds of times for what a step looks up once; an attribute of a module is searched for in
+    several dictionaries.
+
+    moe: None in a dense layer. before: the number of MoE layers before it.
+    """
+
+    block: BlockParts
+    moe: MoELayer | None
+    before: int
+
+    @property
+    def experts(self) -> MoELayer:
+        """The MoE layer, for tasks that only a layer with experts has."""
+        assert self.moe is not None, "tasks of experts are those of MoE layers"
+        return self.moe
+
+
+def layers_of(parts: ModelParts) -> tuple[Layer, ...]:
+    """Return all layers as they are now."""
+    found: list[Layer] = []
+    before = 0
+    for block in parts.parts:
+        moe = block.moe
+        found.append(Layer(block, moe, before))
+        before += moe is not None
+    return tuple(found)

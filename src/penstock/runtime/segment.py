@@ -15,6 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 
+def anchor_on(device: torch.device) -> Tensor:
+    """Return what makes inputs differentiable: nothing, that requires a gradient. One serves all segments."""
+    return torch.empty(0, device=device, requires_grad=True)
+
+
 class _Entry(torch.autograd.Function):
     """Identity whose backward puts the gradients of all inputs into `caught`."""
 
@@ -32,11 +37,14 @@ class _Entry(torch.autograd.Function):
 
 
 class Segment:
-    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once."""
+    """One forward run. `enter` its inputs, compute, `leave` with its outputs, later call `backward` once.
 
-    def __init__(self, device: torch.device) -> None:
+    anchor: see `anchor_on`.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
         self._caught: list[Tensor | None] = []
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._anchor = anchor
         self._edges: list[GradientEdge | None] = []
 
     def enter(self, *inputs: Tensor) -> tuple[Tensor, ...]:

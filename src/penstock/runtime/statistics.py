@@ -94,12 +94,19 @@ class StatisticsCodec:
         loss = sum((head.loss.double() for head in heads), start=torch.zeros(()))
         valid = sum((head.valid.double() for head in heads), start=torch.zeros(()))
         tokens = torch.zeros_like(loss) + sum(head.tokens for head in heads)
-        z = sum((sums.z.double() for sums in everything), start=torch.zeros_like(loss))
+        z = (
+            torch.stack([sums.z for sums in everything]).double().sum()
+            if everything
+            else torch.zeros_like(loss)
+        )
         header = torch.stack([loss, valid, tokens, z])
         pieces = [sum(map(self._piece, layer)) for layer in routers]
-        dropped = [sum(s.dropped.double() for s in layer) for layer in routers]
-        chosen = [sum(s.chosen_E.double() for s in layer) for layer in routers]
-        probability = [sum(s.probability_BE.double().sum(dim=0) for s in layer) for layer in routers]
+        limited = ([s.dropped for s in layer if s.slots is not None] for layer in routers)
+        dropped = [sum(layer, start=torch.zeros_like(loss)) for layer in limited]
+        chosen = [torch.cat([s.chosen_BE for s in layer]).sum(dim=0) for layer in routers]
+        probability = [
+            torch.cat([s.probability_BE for s in layer]).sum(dim=0, dtype=torch.float64) for layer in routers
+        ]
         layers = (torch.as_tensor(each) for each in (*pieces, *dropped, *chosen, *probability))
         return torch.cat([header, *(each.to(header).reshape(-1) for each in layers)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from penstock.runtime.checks.misuse import raise_replaced
 from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
-from penstock.runtime.segment import PassThrough, Segment
+from penstock.runtime.segment import PassThrough, Segment, anchor_on
 from penstock.runtime.sharded.strays import refuse_left_out
 from penstock.runtime.statistics import StepStatistics
 from penstock.runtime.transport.legs import Later
@@ -59,8 +60,9 @@ class Step:
             moe=stack.moe,
             makers=stack.makers,
             balance=stack.balance,
-            segment=partial(Segment, machinery.device) if training else PassThrough,
-            autocast=machinery.autocast,
+            segment=partial(Segment, anchor_on(machinery.device)) if training else PassThrough,
+            # Where tasks compute without autocast, `computing` has switched off what the caller has on.
+            autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
             carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,

@@ -33,6 +33,7 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     large = way == "expert by expert"
     if way == "grouped kernel":  # what it computes on a GPU, its substitute computes here
         monkeypatch.setattr(product, "has_grouped_kernel", lambda rows: rows.dtype in product.GROUPED_TYPES)
+    monkeypatch.setattr(product, "SMALL", 1 << 62 if way == "grouped kernel" else 0)
     monkeypatch.setattr(product, "CACHED", -1 if large else 1 << 62)
     monkeypatch.setattr(multiply, "LARGE", 0 if large else 1 << 62)
     monkeypatch.setattr(multiply, "onednn_is_faster", lambda: hasattr(torch.ops.mkldnn, "_linear_pointwise"))

@@ -24,6 +24,9 @@ ROW_ALIGNMENT_BYTES = 16
 GROUPED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHED = 1 << 24
 """Number of weights that still fit into a processor's cache after they have been cast to another type."""
+SMALL = 1 << 17
+"""Number of weights up to which one more pass over them costs a processor less than Python's calls of a
+product for every expert."""
 
 
 def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -37,7 +40,11 @@ def grouped_product(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -
     The result has the type of the rows, or autocast's under autocast. To `torch.compile` the whole product is
     one operator, for any number of rows.
     """
-    rows_RM = autocast(rows_RM)
+    return product_of_cast(autocast(rows_RM), weight_EMH, sizes)
+
+
+def product_of_cast(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the grouped product of rows that have the type which they are multiplied in."""
     if torch.compiler.is_compiling():
         compiled_RH: Tensor = _as_operator(rows_RM, weight_EMH, list(sizes))
         return compiled_RH
@@ -74,16 +81,17 @@ def weight_gradient(
     """Write rows_e^T grad_e of every expert into `total`, or add it in place.
 
     Where there is a grouped kernel, uneven sizes are one launch too: the rows are the dimension that is
-    summed over.
+    summed over. Small weights are one call on a CPU.
     """
-    if has_grouped_kernel(rows_RM) and len(set(sizes)) > 1 and _aligned(rows_RM) and _aligned(grad_RH):
+    even = len(set(sizes)) == 1
+    if not even and _in_one_call(rows_RM, total_EMH) and _aligned(rows_RM) and _aligned(grad_RH):
         made_EMH = F.grouped_mm(rows_RM.t(), grad_RH, offs=ends_of(sizes, rows_RM.device))
         for expert, size in enumerate(sizes):
             if size == 0:  # a sum over no rows: whether the kernel writes it is not documented
                 made_EMH[expert].zero_()
         put(made_EMH, total_EMH, add=add)
         return
-    if len(set(sizes)) == 1 and not _expert_by_expert(rows_RM, total_EMH, sizes):
+    if even and not _expert_by_expert(rows_RM, total_EMH, sizes):
         shape = (len(sizes), sizes[0])
         rows_EMR, grad_ERH = rows_RM.unflatten(0, shape).transpose(1, 2), grad_RH.unflatten(0, shape)
         if total_EMH.dtype == rows_RM.dtype:
@@ -91,7 +99,8 @@ def weight_gradient(
         else:
             put(torch.bmm(rows_EMR, grad_ERH), total_EMH, add=add)
         return
-    parts = zip(rows_RM.split(list(sizes)), grad_RH.split(list(sizes)), total_EMH.unbind(), strict=True)
+    rows, grads = (each.split_with_sizes(list(sizes)) for each in (rows_RM, grad_RH))
+    parts = zip(rows, grads, total_EMH.unbind(), strict=True)
     for part_RM, part_RH, total_MH in parts:
         if len(part_RM):
             multiply(part_RM.t(), part_RH, total_MH, add=add)
@@ -186,6 +195,13 @@ _as_operator.register_autograd(_gradients, setup_context=_save)
 def has_grouped_kernel(rows_RM: Tensor) -> bool:
     """Return whether PyTorch multiplies such rows with a grouped kernel on their device."""
     return device_of(rows_RM).has_grouped_kernel(rows_RM.device, rows_RM.dtype)
+
+
+def _in_one_call(rows_RM: Tensor, total_EMH: Tensor) -> bool:
+    """Return whether one grouped product makes the weight gradients of experts with uneven sizes."""
+    if device_of(rows_RM).is_cpu and total_EMH.numel() <= SMALL and rows_RM.dtype in GROUPED_TYPES:
+        return True
+    return has_grouped_kernel(rows_RM)
 
 
 def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> bool:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from penstock.moe.experts.product import CACHED, autocast, grouped_product, weight_gradient
+from penstock.moe.experts.product import CACHED, autocast, product_of_cast, weight_gradient
 
 
 class ComputeCopies:
@@ -48,8 +47,9 @@ class AutogradWeights:
         self.copies = copies
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
+        rows_RM = autocast(rows_RM)
         if self.copies is None and autograd_is_faster(rows_RM, weight_EMH):
-            return grouped_product(rows_RM, weight_EMH, sizes)
+            return product_of_cast(rows_RM, weight_EMH, sizes)
         return _product(rows_RM, weight_EMH, sizes, self)
 
     def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class WeightGradients:
         self._pending: list[tuple[Tensor, Tensor, Tensor, Sequence[int]]] = []
 
     def product(self, rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> Tensor:
-        return _product(rows_RM, weight_EMH, sizes, self)
+        return _product(autocast(rows_RM), weight_EMH, sizes, self)
 
     def take(self, rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
         """Keep the factors of a weight gradient, in backward; those of `at_once` are used immediately."""
@@ -81,6 +81,7 @@ class WeightGradients:
         else:
             self._pending.append((rows_RM, grad_RH, weight_EMH, sizes))
 
+    @torch.no_grad()
     def compute(self) -> None:
         """Add all deferred gradients to the weights' gradients."""
         while self._pending:
@@ -101,17 +102,18 @@ class _WeightApart(torch.autograd.Function):
         sizes: Sequence[int],
         store: AutogradWeights | WeightGradients,
         parameter: Tensor,
-        turned: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows_RM)
         ctx.weight_EMH = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
         ctx.sizes, ctx.store = sizes, store
-        ctx.parameter, ctx.turned, ctx.version = parameter, turned, parameter._version
-        return grouped_product(rows_RM, ctx.weight_EMH, sizes)
+        ctx.parameter, ctx.version = parameter, parameter._version
+        ctx.turned = parameter is not weight_EMH
+        return product_of_cast(rows_RM, ctx.weight_EMH, sizes)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # as autograd does for a pass that is to be differentiated again
+            raise RuntimeError("weight gradients that are left to a step cannot be differentiated again")
         (rows_RM,), grad_RH = ctx.saved_tensors, grads[0].contiguous()
         if ctx.parameter._version != ctx.version:  # autograd checks the tensors that it saves in this way
             raise RuntimeError(
@@ -126,15 +128,14 @@ class _WeightApart(torch.autograd.Function):
         else:
             factors = (grad_RH, rows_RM) if ctx.turned else (rows_RM, grad_RH)
             ctx.store.take(*factors, ctx.parameter, ctx.sizes)
-        grad_RM = grouped_product(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
-        return grad_RM, grad_EMH, None, None, None, None
+        grad_RM = product_of_cast(grad_RH, ctx.weight_EMH.transpose(1, 2), ctx.sizes)
+        return grad_RM, grad_EMH, None, None, None
 
 
 def autograd_is_faster(rows_RM: Tensor, weight_EMH: Tensor) -> bool:
     """Return whether autograd is faster, which keeps the copy of a weight that it casts: for small ones that
-    are."""
-    is_cast = autocast(rows_RM).dtype != weight_EMH.dtype
-    return is_cast and weight_EMH.numel() <= CACHED
+    are. The rows have been cast."""
+    return rows_RM.dtype != weight_EMH.dtype and weight_EMH.numel() <= CACHED
 
 
 def _product(
@@ -142,13 +143,11 @@ def _product(
 ) -> Tensor:
     parameter = _parameter_of(weight_EMH)
     if parameter.is_leaf and not parameter.requires_grad:  # frozen: a copy without its history serves as well
-        kept = _to_compute_with(weight_EMH, parameter, autocast(rows_RM).dtype, store.copies)
-        return grouped_product(rows_RM, kept, sizes)
+        kept = _to_compute_with(weight_EMH, parameter, rows_RM.dtype, store.copies)
+        return product_of_cast(rows_RM, kept, sizes)
     if not parameter.is_leaf or _has_hooks(parameter):
-        return grouped_product(rows_RM, weight_EMH, sizes)
-    out_RH: Tensor = _WeightApart.apply(
-        autocast(rows_RM), weight_EMH, sizes, store, parameter, parameter is not weight_EMH
-    )
+        return product_of_cast(rows_RM, weight_EMH, sizes)
+    out_RH: Tensor = _WeightApart.apply(rows_RM, weight_EMH, sizes, store, parameter)
     return out_RH
 
 
@@ -177,9 +176,11 @@ def _parameter_of(weight_EMH: Tensor) -> Tensor:
     return base if same else weight_EMH
 
 
-@torch.no_grad()
 def _accumulate(rows_RM: Tensor, grad_RH: Tensor, weight_EMH: Tensor, sizes: Sequence[int]) -> None:
-    """Add rows_e^T grad_e to weight.grad[e] of every expert, unless the weight was frozen after forward."""
+    """Add rows_e^T grad_e to weight.grad[e] of every expert, unless the weight was frozen after forward.
+
+    Where autograd records nothing.
+    """
     if not weight_EMH.requires_grad:
         return
     first = weight_EMH.grad is None

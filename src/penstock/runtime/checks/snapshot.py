@@ -22,14 +22,13 @@ class Snapshot:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._tree = _tree(models)
-        self._kinds = _kinds(self._tree)
         self.modules = _each_once(self._tree, nn.Module)
         self.parameters = _each_once(self._tree, nn.Parameter)
+        self._kinds = _kinds(self.parameters)
 
     def holds(self) -> bool:
         """Return whether nothing was added, removed, replaced, moved, frozen, thawed or converted since."""
-        tree = _tree(self._models)
-        return _are_same(tree, self._tree) and _kinds(tree) == self._kinds
+        return self.has_same_modules() and _kinds(self.parameters) == self._kinds
 
     def has_same_modules(self) -> bool:
         """Return whether no module or parameter was added, removed or replaced since."""
@@ -74,5 +73,5 @@ def _tree(models: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
-def _kinds(tree: list[Any]) -> list[Kind]:
-    return [(p.requires_grad, p.dtype, p.shape, p.device) for p in tree if isinstance(p, nn.Parameter)]
+def _kinds(parameters: Sequence[nn.Parameter]) -> list[Kind]:
+    return [(p.requires_grad, p.dtype, p.shape, p.device) for p in parameters]

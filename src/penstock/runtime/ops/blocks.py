@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.graph import Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
-from penstock.runtime.carriage import experts_of
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined
 from penstock.runtime.passengers import Passengers, passengers_of
@@ -76,14 +75,14 @@ def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.ATTENTION, F)
 def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return, in a dense block, hidden: [B, L, M]; in an MoE block, all outputs of `route`."""
-    block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
+    layer, known = context.layers[task.layer], passengers_of(context, task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
-        residual_BLM, x_TM = block.attend(h_BLM, known.keys)
-        if block.moe is not None:
+        residual_BLM, x_TM = layer.block.attend(h_BLM, known.keys)
+        if layer.moe is not None:
             return route(context, task, known, segment, residual_BLM, x_TM)
-        (out_BLM,) = segment.leave(block.add(residual_BLM, block.dense(x_TM), known.keys))
+        (out_BLM,) = segment.leave(layer.block.add(residual_BLM, layer.block.dense(x_TM), known.keys))
     return {"hidden": out_BLM, "saved": segment}
 
 
@@ -101,8 +100,8 @@ def route(
     positions: what every token chose, [T, k], where tokens choose; counts: rows for every rank where they are
     exchanged, or their bounds; route: the sizes where they are fixed.
     """
-    block = context.parts.parts[task.layer]
-    routed = context.carriage.route(block, residual_BLM, x_TM, known.info(), task.cut.slices)
+    layer = context.layers[task.layer]
+    routed = context.carriage.route(layer, residual_BLM, x_TM, known.info(), task.cut.slices)
     sums, plan = routed.sums, routed.plan
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -121,7 +120,7 @@ def route(
         "counts": plan.counts_CN if plan.bounds_CN is None else plan.bounds_CN,
         "route": None
         if plan.slots is None
-        else maker.even(plan.slots, experts_of(block).num_local_experts, context.degrees),
+        else maker.even(plan.slots, layer.experts.num_local_experts, context.degrees),
         "choices": sums.chosen_BE,
         "routers": _counted(context, task, counted),
         "saved": SavedRoute(segment, sums.chosen_BE),
@@ -152,7 +151,7 @@ def route_gradients(
 ) -> list[Tensor | None]:
     """Return gradients of all outputs of `route`, in their order; None for an output without a gradient."""
     statistics: StepStatistics = inputs.one("d_routers")
-    y = sum(part.moe is not None for part in context.parts.parts[: task.layer])
+    y = context.layers[task.layer].before
     judged_BE = inputs.maybe("d_choices")
     judged_BE = saved.chosen_BE if judged_BE is None else judged_BE
     slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE, y, statistics.tokens)
@@ -170,8 +169,8 @@ def route_gradients(
 @handles(Op.SHARED, F)
 def shared(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return shared: the output of the shared experts, [T, M]."""
-    moe = context.parts.parts[task.layer].moe
-    assert moe is not None and moe.shared is not None, task
+    moe = context.layers[task.layer].experts
+    assert moe.shared is not None, task
     segment = context.segment()
     (x_TM,) = segment.enter(inputs.one("tokens"))
     with context.autocast():
@@ -191,7 +190,7 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 @handles(Op.UNORDER, F)
 def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block, [B, L, M]."""
-    block, known = context.parts.parts[task.layer], passengers_of(context, task, inputs)
+    layer, known = context.layers[task.layer], passengers_of(context, task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
     given = {"rows": joined(slices), **{r: inputs.one(r) for r in BESIDE_ROWS if r in inputs}}
     segment = context.segment()
@@ -199,11 +198,11 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     plan, beside = Later.of(inputs.one("order")), map(entered.get, BESIDE_ROWS)
     residual_BLM, weights, shared_TM = beside
     with context.autocast():
-        out_TM = experts_of(block).unorder(entered["rows"], weights, plan, shared_TM)
+        out_TM = layer.experts.unorder(entered["rows"], weights, plan, shared_TM)
         if residual_BLM is None:  # rows have it
             out_BLM = out_TM.view(*known.labels_BL.shape, out_TM.shape[1])
         else:
-            out_BLM = block.add(residual_BLM, out_TM, known.keys)
+            out_BLM = layer.block.add(residual_BLM, out_TM, known.keys)
         (h_BLM,) = segment.leave(out_BLM)
     return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(given), tuple(map(len, slices)))}
 

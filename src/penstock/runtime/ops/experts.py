@@ -22,7 +22,7 @@ from penstock.runtime.again import OWN
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present
 from penstock.runtime.ops.transfers import routes_of
-from penstock.runtime.parts import BlockParts
+from penstock.runtime.parts import Layer
 from penstock.runtime.replay import Replay
 from penstock.runtime.segment import AnySegment
 
@@ -40,10 +40,10 @@ class SavedSlice:
 @handles(Op.EXPERTS, Phase.FORWARD)
 def experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return rows: a tensor [R, M] per slice of the chunk."""
-    block = context.parts.parts[task.layer]
+    layer = context.layers[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     pairs = zip(inputs.one("rows"), routes, strict=True)
-    made = [_slice(context, block, rows_RM, route) for rows_RM, route in pairs]
+    made = [_slice(context, layer, rows_RM, route) for rows_RM, route in pairs]
     saved = {s: left for s, (_, left) in zip(task.cut.held, made, strict=True)}
     return {"rows": tuple(out for out, _ in made), "saved": saved}
 
@@ -59,7 +59,7 @@ class KeptSlice:
 
 def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return the rows of `experts`, without autograd; kept: by slice, what another run needs."""
-    block = context.parts.parts[task.layer]
+    layer = context.layers[task.layer]
     routes = routes_of(inputs).at_experts[task.cut.first : task.cut.stop]
     kept = [
         KeptSlice(rows_RM, route, Replay(rows_RM.device))
@@ -68,16 +68,16 @@ def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     out = []
     for each in kept:
         with each.replay.first():
-            out.append(_slice(context, block, each.rows_RM, each.route)[0])
+            out.append(_slice(context, layer, each.rows_RM, each.route)[0])
     return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
 
 
 def experts_again(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return saved: what X.F would have left of the slices of a backward chunk."""
-    block, saved = context.parts.parts[task.layer], {}
+    layer, saved = context.layers[task.layer], {}
     for number, each in zip(task.cut.held, _take_slices(task, inputs.all("kept")), strict=True):
         with each.replay.second():
-            saved[number] = _slice(context, block, each.rows_RM, each.route)[1]
+            saved[number] = _slice(context, layer, each.rows_RM, each.route)[1]
     return {"saved": saved}
 
 
@@ -86,12 +86,12 @@ OWN[Op.EXPERTS, Phase.AGAIN] = experts_again
 
 
 def _slice(
-    context: StepContext, block: BlockParts, rows_RM: Tensor, route: ChunkRoute
+    context: StepContext, layer: Layer, rows_RM: Tensor, route: ChunkRoute
 ) -> tuple[Tensor, SavedSlice]:
     segment, weights = context.segment(), context.weights()
     (rows_RM,) = segment.enter(rows_RM)
     with context.autocast():
-        (out_RM,) = segment.leave(context.carriage.compute(block, rows_RM, route, weights.product))
+        (out_RM,) = segment.leave(context.carriage.compute(layer, rows_RM, route, weights.product))
     return out_RM, SavedSlice(segment, weights)
 
 

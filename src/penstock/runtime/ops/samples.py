@@ -20,7 +20,6 @@ from penstock.moe.choices import count_choices
 from penstock.moe.sample_moves import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
 from penstock.ops import Op
 from penstock.placement import PlacementError
-from penstock.runtime.carriage import experts_of
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
 from penstock.runtime.passengers import passengers_of, travellers
@@ -183,7 +182,7 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         valid_BL=came_marks.get("valid"),
     )
     moved = _by_token(by_token, taken)
-    moe, positions_Tk = experts_of(context.parts.parts[task.layer]), moved.pop("positions")
+    moe, positions_Tk = context.layers[task.layer].experts, moved.pop("positions")
     # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
     order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices), (positions_Tk, came))
     return {**moved, "order": order, "passengers": came}

@@ -114,8 +114,7 @@ def repeated(factor: Callable[[StepContext], float], move: Move) -> Move:
     """
 
     def scaled(context: StepContext, task: Task, rows: Slices, shares: Sequence[Shares]) -> Slices:
-        moe, by = context.parts.parts[task.layer].moe, factor(context)
-        assert moe is not None, task
+        moe, by = context.layers[task.layer].experts, factor(context)
         return tuple(moe.hooks.scaled(each, by) for each in move(context, task, rows, shares))
 
     return scaled

@@ -137,7 +137,7 @@ def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.HEADS, F)
 def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return attended: what this rank's heads add, [B, L, M] of all tokens."""
-    block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
+    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
@@ -154,12 +154,11 @@ def heads_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.GATE, F)
 def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return all outputs of `route`."""
-    block = context.parts.parts[task.layer]
-    assert block.moe is not None, task
+    layer = context.layers[task.layer]
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
-        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM)
+        residual_BLM, x_TM = layer.block.settle(h_BLM, attended_BLM)
         known = passengers_of(context, task, inputs)
         return route(context, task, known, segment, residual_BLM, x_TM)
 
@@ -175,7 +174,7 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_NORM, F)
 def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
-    block = context.parts.parts[task.layer]
+    block = context.layers[task.layer].block
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
@@ -196,7 +195,7 @@ def dense_norm_backward(context: StepContext, task: Task, inputs: Inputs) -> Out
 @handles(Op.DENSE, F)
 def dense(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return out: what this rank's part of the hidden width adds, [B, L, M] of all tokens."""
-    block = context.parts.parts[task.layer]
+    block = context.layers[task.layer].block
     segment = context.segment()
     (x_BLM,) = segment.enter(inputs.one("tokens"))
     with context.autocast():
@@ -213,7 +212,7 @@ def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_ADD, F)
 def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block."""
-    block, keys = context.parts.parts[task.layer], passengers_of(context, task, inputs).keys
+    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
     segment = context.segment()
     residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
     with context.autocast():
