@@ -214,7 +214,7 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
             if name.endswith("gate.weight") and case.moe.kind != "soft":
                 _steer(parameter, case)
     if isinstance(stack.bounds, RowBounds):
-        _bound_rows(stack.bounds, case)
+        _bound_rows(stack.bounds, stack.plan.shape.microbatches, case)
 
 
 def _steer(gate_EM: Tensor, case: Case) -> None:
@@ -224,14 +224,14 @@ def _steer(gate_EM: Tensor, case: Case) -> None:
         gate_EM[expert] += 2.0
 
 
-def _bound_rows(bounds: RowBounds, case: Case) -> None:
+def _bound_rows(bounds: RowBounds, microbatches: int, case: Case) -> None:
     """Bound rows as if earlier steps had wanted all of them, or one of each expert."""
     bounds.late = case.late
     if not case.bounds:
         return
     positions = sum(order.num_experts for order in bounds.orders)
     most = case.model.seq_len * max(case.samples)
-    bounds.use(np.full(positions, most if case.bounds == "kept" else 1))
+    bounds.history(microbatches).use(np.full(positions, most if case.bounds == "kept" else 1))
 
 
 def machinery(

@@ -55,9 +55,9 @@ class Counted:
 
     repeats, repeats_steps, late = 0, False, False
 
-    def of_step(self, *, counted: bool = False) -> StepBounds:
+    def of_step(self, microbatches: int, *, counted: bool = False) -> StepBounds:
         """Return the bounds of the next step."""
-        del counted
+        del microbatches, counted
         return self
 
     def applied(self) -> AbstractContextManager[None]:
@@ -84,40 +84,54 @@ class RowBounds:
 
     def __init__(self, orders: Sequence[BoundedOrder]) -> None:
         self.orders, self.repeats, self.late = orders, 0, False
-        self._wanted_X: deque[Counts] = deque(maxlen=STEPS_KEPT)
-        self._bounds: tuple[Bounds, ...] = ()
+        self._histories: dict[int, History] = {}
 
-    def of_step(self, *, counted: bool = False) -> StepBounds:
-        """Return the bounds of the next step. counted: it has none, as the first one."""
-        return BoundedStep(self, () if counted else self._bounds)
+    def of_step(self, microbatches: int, *, counted: bool = False) -> StepBounds:
+        """Return the bounds of the next step. counted: it has none, as the first one of so many
+        microbatches."""
+        return BoundedStep(self, self.history(microbatches), counted=counted)
+
+    def history(self, microbatches: int) -> History:
+        """Return what steps of so many microbatches have wanted; plans with others are tried in between."""
+        return self._histories.setdefault(microbatches, History(self.orders))
+
+
+class History:
+    """What the last steps have wanted, and the bounds that follow.
+
+    Attributes:
+        bounds: By MoE layer; () before the first step.
+        rows_X: The same numbers in one array.
+    """
+
+    def __init__(self, orders: Sequence[BoundedOrder]) -> None:
+        positions_Y = [order.num_experts for order in orders]
+        self._factor_X = np.repeat([order.factor for order in orders], positions_Y)
+        self._cuts = np.cumsum(positions_Y)[:-1]
+        self._wanted_X: deque[Counts] = deque(maxlen=STEPS_KEPT)
+        self.bounds: tuple[Bounds, ...] = ()
+        self.rows_X: Counts = np.zeros(sum(positions_Y), dtype=np.int64)
 
     def add(self, wanted_X: Counts) -> None:
         """Add what a step wanted; the bounds of the next ones follow from the largest that is known."""
         self._wanted_X.append(wanted_X)
-        factor_X = np.repeat(
-            [order.factor for order in self.orders], [order.num_experts for order in self.orders]
-        )
-        least_X = np.ceil(np.max(self._wanted_X, axis=0) * factor_X)
-        self.use((np.maximum(np.ceil(least_X / MULTIPLE), 1) * MULTIPLE).astype(np.int64))
+        least_X = np.ceil(np.max(self._wanted_X, axis=0) * self._factor_X / MULTIPLE)
+        self.use((np.maximum(least_X, 1) * MULTIPLE).astype(np.int64))
 
     def use(self, rows_X: Counts) -> None:
         """Bound the rows of the next steps by these; the same on all ranks."""
-        if not self._bounds or not np.array_equal(rows_X, self.joined(self._bounds)):
-            pieces = np.split(rows_X, np.cumsum([order.num_experts for order in self.orders])[:-1])
-            self._bounds = tuple(Bounds(piece.tolist()) for piece in pieces)
-
-    @staticmethod
-    def joined(bounds: Sequence[Bounds]) -> Counts:
-        """Return the bounds of all layers, [X]."""
-        rows_X: Counts = np.concatenate([each.rows_N for each in bounds])
-        return rows_X
+        if not self.bounds or not np.array_equal(rows_X, self.rows_X):
+            self.rows_X = rows_X
+            self.bounds = tuple(Bounds(rows_N.tolist()) for rows_N in np.split(rows_X, self._cuts))
 
 
 class BoundedStep:
-    """The bounds of one step of a stack. bounds: by MoE layer; () = its rows are counted."""
+    """The bounds of one step of a stack. counted: it has none."""
 
-    def __init__(self, owner: RowBounds, bounds: tuple[Bounds, ...]) -> None:
-        self._owner, self._bounds = owner, bounds
+    def __init__(self, owner: RowBounds, history: History, *, counted: bool) -> None:
+        self._owner, self._history = owner, history
+        self._bounds = () if counted else history.bounds
+        self._rows_X = history.rows_X
         self._wanted: HostCounts | None = None
         self._exceeded = False
 
@@ -136,8 +150,8 @@ class BoundedStep:
     def exceeded(self) -> bool:
         if self._wanted is not None:
             wanted_X, self._wanted = self._wanted.numbers.copy(), None
-            self._owner.add(wanted_X)
-            self._exceeded = bool(self._bounds) and bool((wanted_X > RowBounds.joined(self._bounds)).any())
+            self._history.add(wanted_X)
+            self._exceeded = bool(self._bounds) and bool((wanted_X > self._rows_X).any())
             self._owner.repeats += self._exceeded
         return self._exceeded
 

@@ -38,7 +38,7 @@ class Step:
         self.stack, self.training, self.finished = stack, training, False
         machinery, self.shape = stack.machinery, stack.plan.shape
         self.buckets = stack.buckets
-        self.bounds = stack.bounds.of_step(counted=counted)
+        self.bounds = stack.bounds.of_step(self.shape.microbatches, counted=counted)
         runs_again = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
         self.model_state = ForwardState(stack.gradients.snapshot, runs_again=runs_again)
         at_once = self.buckets.at_once
