@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cost import Issuing
-from penstock.cost.issuing import FEWEST, KERNELS
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Graph, Lane, Name, Phase, Task
 from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group, Mesh, Seconds
-from penstock.ops import Op
+from penstock.ops import OPS, Op, OpSpec
 from penstock.schedule import Schedule
 from penstock.simulate import LowerBound, lower_bound, overlap_efficiency, simulate
 from penstock.step import StepShape, build_graph
@@ -255,8 +254,8 @@ def test_records_hold_every_task_of_every_rank_once() -> None:
 def test_small_tasks_take_as_long_as_handing_them_out() -> None:
     """Four pieces of five tasks and an all-reduce, a millisecond each, of which the device needs a part."""
     graph, schedule = fsmoe(4)
-    issuing = Issuing(task_s=1e-3 - FEWEST * 1e-4, kernel_s=1e-4)
-    with_experts = 17 * 1e-3 + 4 * (1e-3 + (KERNELS[Op.EXPERTS] - FEWEST) * 1e-4)
+    issuing = Issuing(task_s=1e-3 - OpSpec.launches * 1e-4, kernel_s=1e-4)
+    with_experts = 17 * 1e-3 + 4 * (1e-3 + (OPS[Op.EXPERTS].launches - OpSpec.launches) * 1e-4)
     timeline = simulate(schedule, graph, lambda _: 1e-4, issuing=issuing)
     assert timeline.iteration_s == pytest.approx(with_experts)
     long = simulate(schedule, graph, lambda _: 1.0, issuing=issuing).iteration_s

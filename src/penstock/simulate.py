@@ -114,7 +114,7 @@ def _times(
         ready = free[task.lane]
         for need in graph.needs[task]:
             ready = clock.latest(ready, times[need].end)
-            if not need.lane.is_issued or need.op in issuing.read:
+            if not need.lane.is_issued or issuing.reads(need):
                 host = clock.latest(host, times[need].end)
         start = clock.latest(ready, host)
         if task.lane.is_issued:  # others have a thread of their own

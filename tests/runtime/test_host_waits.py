@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cost.issuing import kernels_of
 from penstock.device import Stream, using
 from penstock.graph import Task
+from penstock.ops import OPS
 from penstock.schedule import SCHEDULES
 from penstock.topology.groups import TransportName
 from penstock.train.clip import clip_grad_norm
@@ -249,4 +249,4 @@ def test_tasks_give_a_device_as_many_operations_as_plans_assume(
 ) -> None:
     case = replace(layout_case(layout, schedule, form), double=False)
     for op, counted_ones in cards(layout[0]).run(operations_of_tasks, case)[0].items():
-        assert 0.4 * kernels_of(op) - 2 <= counted_ones <= 1.6 * kernels_of(op) + 2, (op, counted_ones)
+        assert 0.4 * OPS[op].launches - 2 <= counted_ones <= 1.6 * OPS[op].launches + 2, (op, counted_ones)

@@ -7,34 +7,9 @@ another, and no task starts before that: where tasks are small, a step takes as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from penstock.graph import Task
-from penstock.ops import Op
-
-KERNELS: Final = {
-    Op.ATTENTION: 58,
-    Op.GATE: 39,
-    Op.HEADS: 18,
-    Op.EXPERTS: 16,
-    Op.STATISTICS: 80,
-    Op.HEAD: 8,
-    Op.LOGITS: 16,
-    Op.LOSS: 12,
-    Op.EMBED: 8,
-    Op.UNORDER: 6,
-    Op.COUNTS: 4,
-}
-"""Operations that a task of an op gives to a device, counted on a stand-in for a GPU (Penstock's own decoder,
-experts in grouped products); forward and backward differ by less than a half."""
-
-FEWEST: Final = 3
-"""Operations of any other task: a collective, and what puts its rows in order."""
-
-
-def kernels_of(op: str) -> int:
-    """Return how many operations a task of this op gives to a device."""
-    return KERNELS.get(op, FEWEST)
+from penstock.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -48,12 +23,11 @@ class Issuing:
     kernel_s: float
     reads_counts: bool = True
 
-    @property
-    def read(self) -> tuple[str, ...]:
-        """Ops whose results are split sizes of transfers: NCCL takes them from the host, which waits for them
-        when it issues the first transfer."""
-        return (Op.COUNTS,) if self.reads_counts else ()
+    def reads(self, task: Task) -> bool:
+        """Return whether the thread waits for a task's result: NCCL takes split sizes from the host, when it
+        issues the first transfer."""
+        return self.reads_counts and OPS[task.op].sizes_transfers
 
     def seconds(self, task: Task) -> float:
         """Return how long the thread is busy with a task."""
-        return self.task_s + kernels_of(task.op) * self.kernel_s
+        return self.task_s + OPS[task.op].launches * self.kernel_s

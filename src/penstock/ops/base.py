@@ -46,7 +46,11 @@ class OpSpec:
     its names carry, out of `mcp`. gradients: state that its backward adds to, `{layer}` for the layer's
     number; a task that reads other parameters adds to the gradients of those. again: whether a plan may
     recompute its tasks before their backward, so that they keep nothing for it but their inputs. Then its
-    handler must leave the same outputs both times, and change nothing else.
+    handler must leave the same outputs both times, and change nothing else. launches: the operations that
+    one of its tasks gives to a GPU, counted for Penstock's ops on a stand-in for one (its own decoder, experts
+    in grouped products); forward and backward differ by less than a half. The default is that of a
+    collective, and of what puts its rows in order. sizes_transfers: whether transfers are cut by its results,
+    which the host must know before it can issue them.
     """
 
     name: str
@@ -59,6 +63,8 @@ class OpSpec:
     indices: str = "m"
     gradients: str | tuple[str, ...] = ""
     again: bool = False
+    launches: int = 3
+    sizes_transfers: bool = False
 
     @property
     def saves(self) -> bool:

@@ -67,6 +67,7 @@ def _head(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.EMBED,
+        launches=8,
         title="token and position embedding",
         kind=Kind.COMPUTE,
         work=_copies,
@@ -74,6 +75,7 @@ register(
     ),
     OpSpec(
         name=Op.ATTENTION,
+        launches=58,
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,
@@ -91,6 +93,7 @@ register(
     ),
     OpSpec(
         name=Op.EXPERTS,
+        launches=16,
         title="expert computation",
         kind=Kind.COMPUTE,
         work=_experts,
@@ -101,6 +104,7 @@ register(
     ),
     OpSpec(
         name=Op.UNORDER,
+        launches=6,
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
         work=_unordered,
@@ -109,6 +113,7 @@ register(
     ),
     OpSpec(
         name=Op.HEAD,
+        launches=8,
         title="final norm, output head, loss",
         kind=Kind.COMPUTE,
         work=_head,

@@ -41,6 +41,7 @@ def _reduction(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.STATISTICS,
+        launches=80,
         title="sums of loss, tokens and balance statistics",
         kind=Kind.COLLECTIVE,
         work=_statistics,

@@ -125,11 +125,23 @@ def _around(what: str, ways: Ways) -> list[OpSpec]:
 
 
 def _computed(
-    name: str, title: str, work: WorkOf, gradients: str | tuple[str, ...], *, again: bool = True
+    name: str,
+    title: str,
+    work: WorkOf,
+    gradients: str | tuple[str, ...],
+    *,
+    again: bool = True,
+    launches: int = OpSpec.launches,
 ) -> OpSpec:
-    given = frozenset({"passengers"})
     return OpSpec(
-        name=name, title=title, kind=Kind.COMPUTE, work=work, gradients=gradients, given=given, again=again
+        name=name,
+        title=title,
+        kind=Kind.COMPUTE,
+        work=work,
+        gradients=gradients,
+        given=frozenset({"passengers"}),
+        again=again,
+        launches=launches,
     )
 
 
@@ -138,12 +150,14 @@ register(
     *_around("dense feed-forward parts", DENSE),
     *_around("the embedding", EMBED),
     *_around("the output head", HEAD),
-    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH),
-    _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED),
+    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=18),
+    _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED, launches=39),
     _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
     _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
     _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", again=False),
-    _computed(Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH, again=False),
+    _computed(
+        Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH, again=False, launches=16
+    ),
     OpSpec(
         name=Op.PEAKS,
         title="what all shards of the vocabulary know of a token's logits",
@@ -153,6 +167,7 @@ register(
     ),
     OpSpec(
         name=Op.LOSS,
+        launches=12,
         title="loss over all shards of the vocabulary",
         kind=Kind.COMPUTE,
         work=_loss,

@@ -64,6 +64,8 @@ _TITLES = {
 register(
     OpSpec(
         name=Op.COUNTS,
+        sizes_transfers=True,
+        launches=4,
         title="exchange of tokens per expert",
         kind=Kind.COLLECTIVE,
         work=_counts,

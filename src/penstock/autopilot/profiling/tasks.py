@@ -24,12 +24,12 @@ from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN
 from penstock.cost.fit import fit_line
-from penstock.cost.issuing import kernels_of
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.ops import OPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
 from penstock.schedule import StepPlan
@@ -106,7 +106,7 @@ def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> Clust
         by_op[task.op].append(seconds)
     if not by_op:
         return rates
-    line = fit_line([(kernels_of(op), median_low(found)) for op, found in by_op.items()])
+    line = fit_line([(OPS[op].launches, median_low(found)) for op, found in by_op.items()])
     return rates.measured(issue_task_s=line.alpha_s, issue_kernel_s=line.beta)
 
 
