@@ -22,13 +22,13 @@ from tests.steps import example_plan, planned, random_orders, random_seconds, se
 
 
 def fsmoe(pieces: int) -> tuple[Graph, Schedule]:
-    """The MoE part of one layer as FSMoE runs it: D, AG, X, RS, C of every piece, and one all-reduce."""
+    """The MoE part of one layer as FSMoE runs it: D, XG, X, XS, C of every piece, and one all-reduce."""
     stages: list[list[Task]] = []
     for op, lane in (
         (Op.DISPATCH, Lane.INTER),
-        ("AG", Lane.INTRA),
+        (Op.SHARD_GATHER, Lane.INTRA),
         (Op.EXPERTS, Lane.COMPUTE),
-        ("RS", Lane.INTRA),
+        (Op.SHARD_SCATTER, Lane.INTRA),
         (Op.COMBINE, Lane.INTER),
     ):
         before = [{"rows": (task.name,)} for task in stages[-1]] if stages else [{}] * pieces
@@ -53,7 +53,14 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
     graph, schedule = fsmoe(pieces)
 
     def cost(task: Task) -> int:
-        return {Op.DISPATCH: a, Op.COMBINE: a, "AG": g, "RS": s, Op.EXPERTS: e, Op.ALL_REDUCE: r}[task.op]
+        return {
+            Op.DISPATCH: a,
+            Op.COMBINE: a,
+            Op.SHARD_GATHER: g,
+            Op.SHARD_SCATTER: s,
+            Op.EXPERTS: e,
+            Op.ALL_REDUCE: r,
+        }[task.op]
 
     exact = max(
         2 * pieces * a + r,

@@ -47,8 +47,8 @@ class OpSpec:
     number; a task that reads other parameters adds to the gradients of those. again: whether a plan may
     recompute its tasks before their backward, so that they keep nothing for it but their inputs. Then its
     handler must leave the same outputs both times, and change nothing else. launches: the operations that
-    one of its tasks gives to a GPU, counted for Penstock's ops on a stand-in for one (its own decoder, experts
-    in grouped products); forward and backward differ by less than a half. The default is that of a
+    one of its tasks gives to a GPU, counted for Penstock's ops on a stand-in for one (its own decoder,
+    grouped products); forward and backward differ by less than a half. The default is that of a
     collective, and of what puts its rows in order. sizes_transfers: whether transfers are cut by its results,
     which the host must know before it can issue them.
     """
