@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -274,6 +274,68 @@ def test_an_interrupt_where_nothing_is_computed_stops_all_lanes(
     assert caught.value.task == INTER[0]
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert spy.calls == 1
+
+
+# ---- what cannot be woken ----------------------------------------------------------------------------------
+
+
+def test_a_transfer_that_cannot_be_woken_is_left_alone(lanes: ThreadLanes, spy: Spy) -> None:
+    inside, let_go = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        inside.set()
+        let_go.wait()
+
+    def fail() -> None:
+        inside.wait()
+        raise ValueError("alone")
+
+    with pytest.raises(LaneError) as caught:
+        run(lanes, {COMPUTE[0]: fail, INTER[0]: stay})
+    assert (caught.value.task, spy.calls) == (COMPUTE[0], 1)
+    assert run(lanes, {INTER[0]: lambda: None}) == [INTER[0]], "the lane has another thread"
+    let_go.set()
+
+
+def test_work_of_the_host_is_waited_for(
+    lanes: ThreadLanes, spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends by itself, and works on what its caller goes on with."""
+    monkeypatch.setattr("penstock.runtime.lanes.END_S", 0.0)
+    host, inside, ended = replace(lone_task("L0.PE.F"), lane=Lane.HOST), threading.Event(), list[bool]()
+
+    def plan() -> None:
+        inside.set()
+        ended.append(spy.failed.wait())
+
+    def fail() -> None:
+        inside.wait()
+        raise ValueError("alone")
+
+    with pytest.raises(LaneError):
+        run(lanes, {COMPUTE[0]: fail, host: plan})
+    assert ended == [True]
+
+
+def test_news_of_a_rank_that_has_given_up_end_the_step_and_those_to_come(
+    lanes: ThreadLanes, spy: Spy
+) -> None:
+    """What waits for that rank never ends by itself here."""
+    said, let_go = "rank 1 has ended: ValueError: alone", threading.Event()
+    handlers: dict[Task, Callable[[], Any]] = {
+        COMPUTE[0]: lambda: ThreadLanes.hear(said),
+        INTER[0]: let_go.wait,
+        COMPUTE[1]: lambda: None,
+    }
+    for _ in range(2):
+        with pytest.raises(LaneError) as caught:
+            run(lanes, handlers, {COMPUTE[1]: (INTER[0],)})
+        assert (caught.value.task, repr(caught.value.__cause__)) == (INTER[0], f"PeerLostError({said!r})")
+    assert spy.calls == 2
+    others = ThreadLanes(spy)
+    assert run(others, {COMPUTE[0]: lambda: None}) == [COMPUTE[0]], "lanes that were made later know nothing"
+    others.close()
+    let_go.set()
 
 
 # ---- a real receive ----------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Any, Protocol
+from typing import Any, ClassVar, Final, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Task
 from penstock.runtime.program import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
-from penstock.topology.rollcall import ACTIVITY, PeerLostError, is_transport_error
+from penstock.topology.rollcall import ACTIVITY, HEARERS, PeerLostError, is_transport_error
+
+END_S: Final = 1.0
+"""How long a lane may still be in a transfer after a failure. What can be woken ends in milliseconds."""
 
 Execute = Callable[[Call], Any]
 """Runs a call; returns what it read, whose memory must outlive the stream that reads it."""
@@ -66,34 +70,63 @@ class Lanes(Protocol):
 
 
 class ThreadLanes:
-    """CPU lanes. `on_failure` must wake the threads that wait in a collective, so that none is left."""
+    """CPU lanes. `on_failure` must wake the threads that wait in a collective, as far as that can be done.
+
+    Gloo wakes no thread whose message is partly on its way when the connection breaks: such a one waits for
+    the timeout. Its lane is left alone after `END_S`, and gets another thread. So a step does not depend on
+    it, neither on the rank that fails nor on one that hears of it.
+    """
+
+    _live: ClassVar[WeakSet[ThreadLanes]] = WeakSet()
+    """All of this process."""
 
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
         self.issued_s: dict[Task, float] = {}
+        self._run: _ThreadRun | None = None
+        self._lost = ""
+        self._live.add(self)
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         del timed  # two looks at the clock cost less than to ask whether they are wanted
-        run = _ThreadRun(span, execute, self._on_failure)
-        busy = [self._worker(lane) for lane, calls in span.items() if calls and lane is not Lane.COMPUTE]
-        for worker in busy:
-            worker.start(run.walk)
+        self._run = run = _ThreadRun(span, execute, self._on_failure)
         try:
-            run.walk(Lane.COMPUTE)
-        except BaseException as error:  # an interrupt between two tasks
-            run.interrupt(Lane.COMPUTE, error)
-        for worker in busy:
-            _settle(worker, run)
+            if self._lost:  # after `_run` is set: news that come between the two are seen twice, not missed
+                run.lose(self._lost)
+            self._walk(run)
+        finally:
+            self._run = None
         if run.failure is not None:
             raise run.failure from run.failure.__cause__
         # Not `run` itself: it refers to `execute`, and a cycle of references would keep a step's tensors.
         return partial(_ran, span, {lane: progress.times for lane, progress in run.lanes.items()})
 
+    @classmethod
+    def hear(cls, told: str) -> None:
+        """End the runs of this process, those to come on the same connections too: a rank has given up."""
+        for each in list(cls._live):
+            each._lost = told
+            run = each._run
+            if run is not None:
+                run.lose(told)
+
     def close(self) -> None:
         for worker in self._workers.values():
             worker.stop()
         self._workers.clear()
+
+    def _walk(self, run: _ThreadRun) -> None:
+        """Run all lanes to their ends; after a failure as far as they can be woken."""
+        busy = [lane for lane, calls in run.span.items() if calls and not lane.computes]
+        for lane in busy:
+            self._worker(lane).start(run.walk_to_end)
+        try:
+            run.walk(Lane.COMPUTE)
+        except BaseException as error:  # an interrupt between two tasks
+            run.interrupt(Lane.COMPUTE, error)
+        for lane in run.settle(busy):
+            self._workers.pop(lane).leave_alone()
 
     def _worker(self, lane: Lane) -> _Worker:
         if lane not in self._workers:
@@ -101,14 +134,7 @@ class ThreadLanes:
         return self._workers[lane]
 
 
-def _settle(worker: _Worker, run: _ThreadRun) -> None:
-    """Wait until a lane has ended; an interrupt that comes meanwhile stops all lanes first."""
-    while True:
-        try:
-            worker.finish()
-            return
-        except BaseException as error:
-            run.interrupt(worker.lane, error)
+HEARERS.append(ThreadLanes.hear)
 
 
 class _Worker:
@@ -117,27 +143,24 @@ class _Worker:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._jobs: SimpleQueue[Callable[[Lane], None] | None] = SimpleQueue()
-        self._finished: SimpleQueue[None] = SimpleQueue()
         self._thread = Thread(target=self._loop, name=f"penstock-{lane}", daemon=True)
         self._thread.start()
 
     def start(self, job: Callable[[Lane], None]) -> None:
         self._jobs.put(job)
 
-    def finish(self) -> None:
-        """Wait until the job is over; it always ends, since a failure anywhere wakes it."""
-        self._finished.get()
-
     def stop(self) -> None:
-        self._jobs.put(None)
+        self.leave_alone()
         self._thread.join()
+
+    def leave_alone(self) -> None:
+        """Let the thread end when its job does, whenever that is."""
+        self._jobs.put(None)
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                job(self.lane)
-            finally:
-                self._finished.put(None)
+            job(self.lane)
+            del job  # or it would keep the tensors of its step until the next
 
 
 class _Progress:
@@ -161,19 +184,20 @@ class _ThreadRun:
     """One span on thread lanes: how far each lane is, and the first failure."""
 
     def __init__(self, span: Span, execute: Execute, on_failure: Callable[[], None]) -> None:
-        self._span, self._execute, self._on_failure = span, execute, on_failure
+        self.span, self._execute, self._on_failure = span, execute, on_failure
         self.lanes = {lane: _Progress() for lane in span}
+        self._ended: SimpleQueue[Lane | None] = SimpleQueue()
         self._failing = Lock()
         self.failure: LaneError | None = None
 
     def walk(self, lane: Lane) -> None:
         """Run one lane's calls from front to back; stop early if any lane has failed."""
-        if lane not in self._span:
+        if lane not in self.span:
             return
         mine = self.lanes[lane]
         others = [other for name, other in self.lanes.items() if name is not lane]
         execute, times, clock = self._execute, mine.times, time.perf_counter
-        for call in self._span[lane]:
+        for call in self.span[lane]:
             try:
                 if (call.waits and not self._wait(mine, call)) or self.failure is not None:
                     return
@@ -193,11 +217,43 @@ class _ThreadRun:
                 if wanted is not None and wanted[0] is lane and wanted[1] <= mine.done:
                     other.wake.put(None)
 
-    def interrupt(self, lane: Lane, error: BaseException) -> None:
+    def walk_to_end(self, lane: Lane) -> None:
+        """Run one lane's calls, and say so when that is over."""
+        try:
+            self.walk(lane)
+        finally:
+            self._ended.put(lane)
+
+    def settle(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Wait until these lanes have ended. Return those that a failure has not woken from a transfer.
+
+        An interrupt that comes meanwhile stops all lanes first.
+        """
+        while lanes:
+            # What runs on this host alone ends by itself, and works on what its caller goes on with.
+            stuck = self.failure is not None and all(lane.is_network for lane in lanes)
+            try:
+                ended = self._ended.get(timeout=END_S if stuck else None)
+            except Empty:
+                break
+            except BaseException as error:
+                self.interrupt(lanes[0], error)
+            else:
+                lanes = [lane for lane in lanes if lane is not ended]
+        return lanes
+
+    def interrupt(self, lane: Lane, error: BaseException, waited_s: float = 0.0) -> None:
         """Stop all lanes because of an interruption from outside while `lane` was running."""
-        lane = lane if self._span.get(lane) else next(each for each, calls in self._span.items() if calls)
-        calls, done = self._span[lane], self.lanes[lane].done
-        self._fail(calls[min(done, len(calls) - 1)].task, 0.0, error)
+        lane = lane if self.span.get(lane) else next(each for each, calls in self.span.items() if calls)
+        calls, done = self.span[lane], self.lanes[lane].done
+        self._fail(calls[min(done, len(calls) - 1)].task, waited_s, error)
+
+    def lose(self, told: str) -> None:
+        """Stop all lanes as another rank no longer takes part; the first that may wait for it says so."""
+        going = (
+            lane for lane in self.span if lane.is_network and self.lanes[lane].done < len(self.span[lane])
+        )
+        self.interrupt(next(going, Lane.COMPUTE), PeerLostError(told), ACTIVITY.waited_s)
 
     def _wait(self, mine: _Progress, call: Call) -> bool:
         """Wait until other lanes are as far as the call needs. Returns False if a lane has failed."""
@@ -222,6 +278,7 @@ class _ThreadRun:
                 self.failure = failure
         for lane in self.lanes.values():
             lane.wake.put(None)
+        self._ended.put(None)
         if first and self.failure is not None:
             _stop_others(self._on_failure, self.failure)
 

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -38,6 +38,9 @@ WATCHES: Final = "watches"
 """What a rank says that keeps its connection, in place of a note."""
 KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """After how many seconds without a sign of the other machine to ask for one, how often, how many times."""
+
+HEARERS: Final[list[Callable[[str], None]]] = []
+"""Who is told at once that another rank has given up, in words: exchanges with it may never end."""
 
 Address = tuple[str, int]
 
@@ -235,19 +238,32 @@ class RollCall:
                 connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            with connection, suppress(OSError, ValueError):  # a caller that goes away needs no answer
-                connection.settimeout(ANSWER_S)
-                line = _read_line(connection)
-                if secrets.compare_digest(line[:TOKEN_BYTES], self._token):
-                    note = json.loads(line[TOKEN_BYTES:])
-                    if note == WATCHES:
-                        self._watchers.append(socket.socket(fileno=connection.detach()))
-                        continue
-                    if note is not None:
-                        self._gone[note["rank"]] = note["failure"]
-                        why = f": {note['failure']}" if note["failure"] else ""
-                        self.told = f"rank {note['rank']} has ended{why}"
-                    connection.sendall(json.dumps(ACTIVITY.answer()).encode())
+            with connection:
+                note = None
+                with suppress(OSError, ValueError):  # a caller that goes away needs no answer
+                    connection.settimeout(ANSWER_S)
+                    note = self._heard(_read_line(connection))
+                if note == WATCHES:
+                    self._watchers.append(socket.socket(fileno=connection.detach()))
+                elif note is not None:
+                    answer = json.dumps(ACTIVITY.answer()).encode()
+                    if note:
+                        self._note(note["rank"], note["failure"])
+                    with suppress(OSError):
+                        connection.sendall(answer)
+
+    def _heard(self, line: bytes) -> Any:
+        """Return what a rank says, {} if it only asks; None if it is no rank of this run."""
+        if not secrets.compare_digest(line[:TOKEN_BYTES], self._token):
+            return None
+        return json.loads(line[TOKEN_BYTES:]) or {}
+
+    def _note(self, rank: int, failure: str | None) -> None:
+        """Remember that a rank has given up, and end what waits for it, before that rank has its answer."""
+        self._gone[rank] = failure
+        self.told = f"rank {rank} has ended" + (f": {failure}" if failure else "")
+        for hear in HEARERS:
+            hear(self.told)
 
 
 def new_token() -> bytes:

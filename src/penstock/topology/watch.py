@@ -1,11 +1,11 @@
 """Ends the waits of a rank on a GPU when another rank has failed, was killed, or does not come.
 
-On CPUs a rank that fails cuts its connections, which wakes its peers. Nothing wakes a kernel of NCCL: it
-waits on the device, and the host behind it in a copy or an event. So a thread of every rank watches the
-others by way of the hosts. It ends this rank's exchanges when it hears from a rank that has given up
-(`rollcall`), when the connection to the next rank breaks, as that rank was killed, or when an exchange lasts
-longer than the timeout. What waited goes on with any numbers, and whoever reads them asks `ACTIVITY.check`
-first.
+On CPUs a rank that fails cuts its connections, which wakes its peers, and tells them (`rollcall.HEARERS`).
+Nothing wakes a kernel of NCCL: it waits on the device, and the host behind it in a copy or an event. So a
+thread of every rank watches the others by way of the hosts. It ends this rank's exchanges when it hears from
+a rank that has given up (`rollcall`), when the connection to the next rank breaks, as that rank was killed,
+or when an exchange lasts longer than the timeout. What waited goes on with any numbers, and whoever reads
+them asks `ACTIVITY.check` first.
 """
 
 from __future__ import annotations

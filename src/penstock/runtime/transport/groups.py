@@ -179,7 +179,9 @@ class GlooTransport(GroupTransport):
         """Cut this transport's connections: Gloo has no other way to end a wait before its timeout.
 
         The threads waiting here wake at once, and so do the peers', who learn of the failure in milliseconds
-        instead of one timeout later. The groups cannot be used afterwards.
+        instead of one timeout later. But Gloo does not tell who waits for a message that is partly sent or
+        partly received when the connection ends: that wait is left to its timeout (`runtime/lanes.py`). The
+        groups cannot be used afterwards.
         """
         self._sockets.cut()
         self._sockets = Sockets(frozenset())
