@@ -46,6 +46,11 @@ class Case:
     placement: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def learns_from_loads(self) -> bool:
+        """Whether a step depends on the loads of steps before."""
+        return bool(self.moe.get("bound_factor") or self.placement.get("experts"))
+
     def moe_config(self, num_experts: int) -> MoEConfig:
         usual = {"num_experts": num_experts, "moe_ffn_hidden_size": 48, "expert": "gelu"}
         usual |= {"aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "dispatch": "flat"}
@@ -101,11 +106,11 @@ class Running:
         self.update.apply(accepted=True)
         return loss.detach(), norm
 
-    def evaluate(self) -> Tensor:
-        """Run the forward half alone; return its loss, on the device."""
-        with torch.no_grad():
-            loss: Tensor = self.stack(*self._batch)
-        return loss
+    def rehearse(self) -> None:
+        """Run a pass whose gradients are thrown away: where experts move and how many rows they get follows
+        from the loads of a pass before."""
+        self.stack(*self._batch).backward()
+        self.stack.model.zero_grad()
 
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters on the host, as every next step finds them."""
