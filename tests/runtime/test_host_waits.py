@@ -15,12 +15,13 @@ from penstock.device import Stream, using
 from penstock.graph import Task
 from penstock.ops import OPS
 from penstock.schedule import SCHEDULES
-from penstock.topology.groups import TransportName
+from penstock.topology.groups import Summation, TransportName
 from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
 from tests.runtime.recorded.test_steps import AXES, case_of, fits, hosts_of, named
 from tests.steps import PLAIN
 from tests.support.card import OPERATIONS, Card, CardDevice, Wait, counted, install
+from tests.support.hosted import Hosts
 from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import covering, pairwise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
@@ -177,6 +178,18 @@ def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
         for waits, repeats in [*zip(ours.waits, ours.repeats, strict=True)][1:]:  # the first makes what lasts
             if not repeats:
                 check_waits(waits, case, PLANS if hosts.moving else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("summation", ["native", "in_order"])
+def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
+    """A sharded optimiser's sums, by the network's library or in the order of ranks."""
+    case = replace(layout_case((4, 1, 2, 1), "penstock", "gather"), sharded=True, summation=summation)
+    hosts = Hosts(slots=0, steps=3)
+    found, plain = cards(4).run(carded_steps, case, hosts), cards(4).run(plain_steps, case, hosts)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+        assert ours.norms == pytest.approx(theirs.norms, rel=1e-5)
 
 
 @pytest.mark.slow

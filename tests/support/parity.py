@@ -27,7 +27,7 @@ from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.step.shape import FORM_TOKENS, Recompute, TokenLayout
 from penstock.topology import Layout, ParallelConfig
-from penstock.topology.groups import TransportName
+from penstock.topology.groups import Summation, TransportName
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from penstock.train.clip import clip_grad_norm
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
@@ -61,7 +61,8 @@ class Case:
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
     several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
-    for one, see `tests.support.card`. transport: how tensors of GPUs travel. bounds: those of rows, where
+    for one, see `tests.support.card`. transport: how tensors of GPUs travel. summation:
+    how they add parts of gradients. bounds: those of rows, where
     `moe.bound_factor` is set; the first step of a stack has none. late: ranks then know in backward whether
     they had rows enough.
     """
@@ -93,6 +94,7 @@ class Case:
     packed: bool = False
     card: bool = False
     transport: TransportName = "direct"
+    summation: Summation = "native"
     bounds: Literal["", "kept", "exceeded"] = ""
     late: bool = True
 
@@ -244,11 +246,14 @@ def machinery(
     esp_size: int = 1,
     card: bool = False,
     transport: TransportName = "direct",
+    summation: Summation = "native",
 ) -> Machinery:
     """Groups and lanes of a rank; kept, since a pool runs many cases. Streams of a recorded device belong to
     one recording, so its lanes are made for each."""
     recorded = device_of(CPU).is_gpu
-    found = _machinery(world_size, ep_size, rank, node_size, mp_size, esp_size, card, transport, recorded)
+    found = _machinery(
+        world_size, ep_size, rank, node_size, mp_size, esp_size, card, transport, summation, recorded
+    )
     return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
 
@@ -262,6 +267,7 @@ def _machinery(
     esp_size: int,
     card: bool,
     transport: TransportName,
+    summation: Summation,
     recorded: bool,
 ) -> Machinery:
     del recorded  # such a device has other transports than a CPU
@@ -274,7 +280,8 @@ def _machinery(
         esp_size=esp_size,
     )
     device = install() if card else CPU
-    return build_machinery(layout, device, ParallelConfig(transport=transport), "float32")
+    parallel = ParallelConfig(transport=transport, reduce_scatter=summation)
+    return build_machinery(layout, device, parallel, "float32")
 
 
 def machinery_of(rank: int, case: Case) -> Machinery:
@@ -288,6 +295,7 @@ def machinery_of(rank: int, case: Case) -> Machinery:
         esp_size=case.esp_size,
         card=case.card,
         transport=case.transport,
+        summation=case.summation,
     )
     return replace(found, layout=replace(found.layout, tokens=case.tokens))
 
