@@ -187,10 +187,11 @@ class Device(ABC):
 class Gpu(Device):
     """A kind of device on which work is queued, in streams.
 
-    collectives: the back end of process groups that exchange its tensors and no others.
+    collectives: the back end of process groups that exchange its tensors and no others. loads_lazily: whether
+    a kernel is loaded when it is first launched.
     """
 
-    is_gpu = True
+    is_gpu, loads_lazily = True, False
     collectives: ClassVar[str]
 
     def check(self, holds: Tensor, message: str) -> None:
@@ -308,7 +309,7 @@ SYNCHRONIZES = "synchronizing CUDA operation"
 class Cuda(Gpu):
     """GPUs of NVIDIA, and those of AMD under the same names."""
 
-    kind, backend, collectives = "cuda", "cpu:gloo,cuda:nccl", "nccl"
+    kind, backend, collectives, loads_lazily = "cuda", "cpu:gloo,cuda:nccl", "nccl", True
     refused: ClassVar[Mapping[str, tuple[str, str, str]]] = {
         "CUDA_DEVICE_MAX_CONNECTIONS": (
             "1",

@@ -13,7 +13,7 @@ import torch
 
 from penstock.device import Stream, using
 from penstock.graph import Task
-from penstock.ops import OPS
+from penstock.ops import OPS, Op
 from penstock.schedule import SCHEDULES
 from penstock.topology.groups import Summation, TransportName
 from penstock.train.clip import clip_grad_norm
@@ -190,6 +190,22 @@ def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-5)
+
+
+def waits_by_step(rank: int, case: Case) -> list[int]:
+    """How often the host waits for the whole device in each of three steps, and kinds of tasks."""
+    waits = carded_steps(rank, case, Hosts(slots=0, steps=3)).waits
+    return [sum(n for (_, _, what), n in each.items() if what == "wait for the device") for each in waits]
+
+
+def test_the_first_task_of_each_kind_finds_nothing_that_runs(cards: Pools) -> None:
+    """Loading its kernels may wait for what runs, and that for other ranks."""
+    case = layout_case((2, 1, 2, 1), "flowmoe", "gather")
+    first, *later = cards(2).run(waits_by_step, case)[0]
+    assert (
+        first >= len({Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNORDER, Op.HEAD}) * 2
+    )
+    assert later == [0, 0]
 
 
 @pytest.mark.slow

@@ -337,6 +337,7 @@ class CardDevice(Gpu):
     """
 
     kind, backend, collectives = KIND, f"cpu:gloo,{KIND}:{cardccl.NAME}", cardccl.NAME
+    loads_lazily = True
 
     def __init__(self, *, kernel: bool = False, shared: bool = False) -> None:
         self.kernel, self.shared = kernel, shared

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.device import Event, Pending, Stream, device_of, gpu_of
-from penstock.graph import Lane, Task
+from penstock.graph import Lane, Phase, Task
 from penstock.runtime.program import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
 from penstock.topology.rollcall import ACTIVITY, HEARERS, PeerLostError, is_transport_error
@@ -313,6 +313,7 @@ class StreamLanes:
         self._streams: dict[Lane, Stream] = {}
         self._orders: dict[int, tuple[Span, IssueOrder]] = {}
         self.issued_s: dict[Task, float] = {}
+        self._issued: set[tuple[str, Phase]] = set()
         self._host = ThreadPoolExecutor(1, "penstock-host")
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
@@ -382,9 +383,23 @@ class StreamLanes:
             self._streams[lane].wait_event(origin)
         return self._streams[lane]
 
+    def _meet(self, task: Task) -> None:
+        """Wait for the device before the first task of its kind, where kernels are loaded when they are first
+        launched.
+
+        Loading one may wait until the device has nothing to do, and a collective that has begun waits for
+        ranks that may load one, too. All ranks issue in one order, so here all have issued the same ones.
+        """
+        kind = task.op, task.phase
+        if self._kind.loads_lazily and kind not in self._issued:
+            with ACTIVITY.exchanging("device"):
+                self._kind.synchronize(self._device)
+            self._issued.add(kind)
+
     def _issue(self, call: Call, stream: Stream, execute: Execute) -> None:
         start_s = time.perf_counter()
         try:
+            self._meet(call.task)
             ACTIVITY.check()
             with self._kind.running(call.task, stream):
                 for tensor in tensors_in(execute(call)):
