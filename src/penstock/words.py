@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import textwrap
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -85,15 +86,25 @@ def terminal_width(stream: TextIO | None = None) -> int:
     return min(max(columns or UNKNOWN, NARROWEST), WIDEST)
 
 
+def printable(text: str) -> str:
+    """Return `text`, such as a name from a file, with what a terminal would obey written as `\\x1b`."""
+    return "".join(
+        f"\\x{ord(each):02x}" if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") else each
+        for each in text
+    )
+
+
 def folded(text: str, width: int) -> str:
     """Return `text` with each line that is longer than `width` wrapped, and continued under its last column.
 
+    What a terminal would obey is escaped, other than ends of lines.
     Columns are separated by two spaces or more. A word, such as a path, is never broken, nor is `26 %`.
     """
     return "\n".join(_folded_line(line, width) for line in text.split("\n"))
 
 
 def _folded_line(line: str, width: int) -> str:
+    line = printable(line)
     columns = LAST_COLUMN.match(line)
     indent = columns.end() if columns is not None and columns.end() <= width // 2 else 4
     filled = textwrap.fill(

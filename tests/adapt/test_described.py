@@ -115,6 +115,7 @@ KEYS: list[tuple[Change, str]] = [
         for name in ("num_hidden_layers", "num_local_experts")
     ),
     *((saying(**{name: HUGE}), f"config.json: {name}") for name in ("num_labels", "hidden_size")),
+    (saying(head_dim=1 << 15), "config.json: head_dim"),
     (saying(num_hidden_layers=10**400), "config.json: num_hidden_layers"),
     (saying(sections={"moe": {"num_experts": HUGE}}), "config.json: sections.moe.num_experts"),
     (saying(attn_implementation="org/kernel"), "config.json: attn_implementation"),

@@ -74,6 +74,11 @@ COUNTS: dict[str, str] = {
 REFUSED = {
     "plan.source": "given",
     "plan.cluster": "fsmoe-testbed-a",
+    "plan.profile_s": "3.0",
+    "plan.trials": "1",
+    "plan.tuner": "grid",
+    "plan.samples": "4",
+    "plan.sample_steps": "5",
     "parallel.processes": "3",
     "parallel.ranks_per_node": "4",
     **{
@@ -99,13 +104,8 @@ NO_MATTER = {
     "moe.order": "sort",
     "moe.aux_loss_coeff": "0.1",
     "moe.z_loss_coeff": "0.1",
-    # How a run measures, tries, tunes and watches its plan, and what it does beside steps.
+    # How a run watches its plan and orders it again, and what it does beside steps.
     "schedule.refine_after": "2",
-    "plan.profile_s": "3.0",
-    "plan.trials": "1",
-    "plan.tuner": "grid",
-    "plan.samples": "4",
-    "plan.sample_steps": "5",
     "plan.watch": "false",
     "plan.drift_threshold": "0.3",
     "plan.drift_steps": "16",
@@ -187,6 +187,7 @@ def test_a_setting_that_contradicts_the_command_is_refused_by_name(key: str, con
 
 def test_what_the_file_says_of_a_run_without_a_search_is_left_to_that_run(config: Path) -> None:
     path = config.with_name("given.toml")
-    path.write_text(config.read_text() + '[schedule]\nname = "lina"\n[plan]\nsource = "given"\n')
+    of_a_run = 'source = "given"\ntuner = "grid"\ntrials = 1\n'
+    path.write_text(f'{config.read_text()}[schedule]\nname = "lina"\n[plan]\n{of_a_run}')
     assert planned(path, {}) == planned(config, {})
     assert dict(run_subject(path, ["schedule.chunks=2"], FILE).problem.forced) == {"chunks": 2}

@@ -181,12 +181,12 @@ def test_a_plan_that_was_edited_is_not_explained_by_its_old_lines(
     shown = run(["plan", "--show", str(path)], capsys)
     assert "Edited" not in shown
     table = json.loads(path.read_text())
-    table["choice"] |= {"schedule": "flowmoe", "microbatches": 7}
+    table["choice"] |= {"schedule": "flowmoe", "microbatches": 2}
     path.write_text(json.dumps({**table, "schedule": None}))
     again = run(["plan", "--show", str(path)], capsys)
     note = again[again.index("Edited") : again.index("Plan  ")]
     words = " ".join(note.split())
-    assert "flowmoe: 7 microbatches" in words and "changed after the following lines were written" in words
+    assert "flowmoe: 2 microbatches" in words and "changed after the following lines were written" in words
     assert again.endswith(shown[shown.index("Plan  ") :])
 
 
@@ -238,6 +238,19 @@ def test_a_line_of_no_machine_is_refused_by_name(
     path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, list_: [entry]}))
     said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
     assert said.startswith(f"penstock: {path}.{list_}[0].{name} = ")
+
+
+@pytest.mark.slow
+def test_what_a_terminal_would_obey_is_shown_as_text(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(saved[0].read_text())
+    table |= {"model": "m\x1b[2J", "cluster": "c\nd\u202e", "why": ["Plan     \x9b31m\x07", *table["why"]]}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(table))
+    shown = run(["plan", "--show", str(path)], capsys)
+    assert all(each.isprintable() or each == "\n" for each in shown)
+    assert r"m\x1b[2J on c\x0ad\x202e" in shown and r"\x9b31m\x07" in shown
 
 
 @pytest.mark.slow

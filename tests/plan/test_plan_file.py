@@ -43,6 +43,23 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("edit", "key", "why"),
+    [
+        (lambda t: t["choice"].update(microbatches=3), "choice.microbatches", "the order in the file has 2"),
+        (lambda t: t["sizes"].update(layers=3), "sizes.layers", "the order in the file has"),
+        (lambda t: t.update(schedule=["schedule x", "compute: nothing"]), "schedule", "not a task name"),
+        (lambda t: t["sizes"].update(batch_per_rank=1), "choice.microbatches", "a batch of 1 samples"),
+        (lambda t: t.update(interval_s=[2.0, 1.0]), "interval_s", "the smaller first"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_named(path: Path, edit: Edit, key: str, why: str) -> None:
+    PlanFile.read(path).check_alone("it")
+    with pytest.raises(ConfigError, match=why) as caught:
+        edited(path, edit).check_alone("plan.json")
+    assert caught.value.key == f"plan.json.{key}"
+
+
 @draws(10)
 @given(problems(), st.randoms(use_true_random=False))
 def test_what_is_saved_is_read_and_replayed(

@@ -50,6 +50,12 @@ FEWEST_LAYERS, SMALLEST = 1 << 10, 1 << 20
 BYTES_PER_UNIT = 16
 """Bytes of weights, at least, for every unit of a number that sizes them: a row, an expert, a head."""
 
+HEAD = re.compile(r"head_dim$")
+"""Pattern in the names of a head's width, every unit of which is a row for each head and layer."""
+
+NARROW_HEAD, WIDE_HEAD, BYTES_PER_WIDTH = 1 << 10, 1 << 14, 1 << 10
+"""Widths of heads that no folder is too small for, and that none has; bytes of weights for each between."""
+
 MODULES_PER_TENSOR, FEWEST_MODULES = 64, 20_000
 """Most modules for each tensor that is stored, and a number that no folder is too small for."""
 
@@ -153,6 +159,8 @@ def _most(name: str, held: Held) -> int:
     """Return the largest value of a setting that weights bear out."""
     if LAYERS.search(name):
         return max(FEWEST_LAYERS, held.tensors)
+    if HEAD.search(name):
+        return min(WIDE_HEAD, max(NARROW_HEAD, held.bytes // BYTES_PER_WIDTH))
     return LARGEST if NO_SIZES.search(name) else max(SMALLEST, held.bytes // BYTES_PER_UNIT)
 
 

@@ -20,6 +20,13 @@ from penstock.train.config import RunConfig
 OF_A_RUN: Final = "schedule.refine_after"
 """The setting of section [schedule] that says what a run does later."""
 
+WHILE_RUNNING: Final = {
+    "plan.profile_s": "measures links and computation",
+    "plan.trials": "tries plans in real steps",
+    **dict.fromkeys(("plan.tuner", "plan.samples", "plan.sample_steps"), "tunes a plan in real steps"),
+}
+"""Settings of section [plan] for what only a run does, which a plan for a cluster file cannot heed."""
+
 RATES: Final = "cluster."
 
 
@@ -89,7 +96,7 @@ def check_source(overrides: Sequence[str]) -> None:
 
 
 def check_overrides(config: RunConfig, keys: Sequence[str], file: ClusterFile) -> None:
-    """Raise ConfigError for a setting that contradicts `--cluster` or the search."""
+    """Raise ConfigError for a setting that contradicts `--cluster` or the search, or is for runs alone."""
     parallel = config.parallel
     refused = {
         "plan.cluster": (
@@ -115,6 +122,9 @@ def check_overrides(config: RunConfig, keys: Sequence[str], file: ClusterFile) -
         value, wrong, why, hint = refused.get(key, (None, False, "", ""))
         if wrong:
             raise ConfigError(key, value, why, f"{hint}.")
+        if key in WHILE_RUNNING:
+            value, why = getattr(config.plan, key.removeprefix("plan.")), "and this command only simulates"
+            raise ConfigError(key, value, f"{WHILE_RUNNING[key]}, {why}", "Leave it out.")
         if key.startswith(RATES):
             rate = getattr(config.cluster, key.removeprefix(RATES))
             why = "is a rate for runs that measure nothing; those of a plan are in the file of --cluster"

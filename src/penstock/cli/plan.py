@@ -247,6 +247,7 @@ def _show(options: argparse.Namespace, width: int) -> int:
             why, hint = "--show only prints a saved plan", "Remove one of the two options."
             raise ConfigError(option, str(value) if isinstance(value, Path) else value, why, hint)
     file = PlanFile.read(options.show)
+    file.check_alone(str(options.show))
     if options.json:
         print(json.dumps(file.to_dict()), end="")
         return 0

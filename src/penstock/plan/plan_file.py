@@ -30,6 +30,7 @@ from penstock.plan.lost import LostTrial
 from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan
+from penstock.schedule.schedule import parse_orders
 from penstock.step import build_graph
 from penstock.step.shape import TokenLayout
 
@@ -207,6 +208,37 @@ class PlanFile:
         told = [line[LABEL:].strip() for line in said]
         words = self.choice.words
         return not told or told[-1] == words or told[-1].startswith(f"{words} (")  # what rounded rows save
+
+    def check_alone(self, name: str) -> None:
+        """Raise ConfigError where parts of the file contradict each other, whatever it is for.
+
+        name: what messages call the file, such as its path.
+        """
+        samples, interval_s, microbatches = (
+            self.sizes.batch_per_rank,
+            self.interval_s,
+            self.choice.microbatches,
+        )
+        if microbatches > samples:
+            why = f"a batch of {samples} samples has at most {samples} microbatches"
+            raise ConfigError(f"{name}.choice.microbatches", microbatches, why, AGAIN)
+        if interval_s and (len(interval_s) != 2 or interval_s[0] > interval_s[1]):
+            why = "needs its two ends, the smaller first"
+            raise ConfigError(f"{name}.interval_s", str(list(interval_s)), why, AGAIN)
+        if self.schedule is None:
+            return
+        try:
+            orders = parse_orders("\n".join(self.schedule) + "\n")[1]
+        except ScheduleError as error:
+            raise ConfigError(f"{name}.schedule", UNSET, f"{error}", NEW_ORDER) from error
+        tasks = [task for order in orders.values() for task in order]
+        ordered = {
+            "sizes.layers": (self.sizes.layers, {task.layer for task in tasks}),
+            "choice.microbatches": (microbatches, {task.microbatch or 0 for task in tasks}),
+        }
+        for key, (number, found) in ordered.items():
+            if (most := max(found, default=0) + 1) != number:
+                raise ConfigError(f"{name}.{key}", number, f"the order in the file has {most}", NEW_ORDER)
 
     def telling_use(self) -> PlanFile:
         """Return the same with a line that names the plan, where the explanation is of an earlier one."""

@@ -14,7 +14,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
-from penstock.words import change, counted, folded, gib, milliseconds
+from penstock.words import change, counted, folded, gib, milliseconds, printable
 
 LEGEND = {
     "R": "microbatches",
@@ -100,7 +100,7 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
         f"order    {order}",
         *file.why,
     ]
-    return "\n".join(folded(line, width) for line in lines) + "\n"
+    return "\n".join(folded(printable(line), width) for line in lines) + "\n"
 
 
 def _ranks(sizes: PlanSizes) -> str:
@@ -121,7 +121,7 @@ def heading(subject: Subject, width: int) -> str:
         f"dtype    {subject.precision}" + (f" ({subject.why_precision})" if subject.why_precision else ""),
     ]
     lines += [f"note     {note}" for note in subject.notes]
-    return "\n".join(folded(line, width) for line in lines)
+    return "\n".join(folded(printable(line), width) for line in lines)
 
 
 def _plain(problem: Problem, candidate: Candidate) -> dict[str, Any]:
