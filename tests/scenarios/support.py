@@ -26,6 +26,9 @@ INTERRUPTED: Final = 130
 SAMPLES: Final = 8
 """Samples of every step, whatever the number of ranks."""
 
+PATIENT: Final = "parallel.timeout_s=3600"
+"""A setting of runs that are to end at once: what ends only when patience is over counts as a hang."""
+
 
 @dataclass(frozen=True)
 class Trained:

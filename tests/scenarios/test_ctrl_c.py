@@ -12,6 +12,7 @@ from tests.scenarios.support import (
     BAD_USAGE,
     DONE,
     INTERRUPTED,
+    PATIENT,
     check_losses,
     config_in,
     on_ranks,
@@ -24,7 +25,7 @@ from tests.support.runs import Running, metrics_of, run, start
 
 pytestmark = pytest.mark.slow
 
-ENDLESS = ("train.steps=100000", "optimizer.min_lr_ratio=1")
+ENDLESS = ("train.steps=100000", "optimizer.min_lr_ratio=1", PATIENT)
 
 
 def interrupt_the_command(process: Running) -> None:
@@ -58,7 +59,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 def test_before_training_nothing_is_saved(tmp_path: Path) -> None:
     """The run still measures its cluster, and would for ten minutes."""
     config, errors = config_in(tmp_path), tmp_path / "errors"
-    measuring = (*on_ranks(2), "plan.source=auto", "plan.profile_s=600")
+    measuring = (*on_ranks(2), "plan.source=auto", "plan.profile_s=600", PATIENT)
     process = start("train", config, *measuring, stderr=errors)
     rank_of(process, 1)
     interrupt_all(process)

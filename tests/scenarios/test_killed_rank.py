@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.support import FAILED, config_in, last_line, on_ranks, rank_of, wait_for_steps
+from tests.scenarios.support import FAILED, PATIENT, config_in, last_line, on_ranks, rank_of, wait_for_steps
 from tests.support.patience import HANG_S
 from tests.support.runs import start
 
@@ -19,7 +19,8 @@ KILLED = 2
 
 def test_one_of_four_is_killed(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
-    process = start("train", config_in(tmp_path), *on_ranks(4), "train.steps=100000", stderr=errors)
+    settings = (*on_ranks(4), "train.steps=100000", PATIENT)
+    process = start("train", config_in(tmp_path), *settings, stderr=errors)
     wait_for_steps(process, tmp_path / "run", 3)
     ranks = [rank_of(process, rank) for rank in range(4)]
     os.kill(ranks[KILLED], signal.SIGKILL)

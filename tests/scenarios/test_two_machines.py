@@ -53,6 +53,5 @@ def test_two_machines_train_as_one(machines: tuple[str, list[str]], tmp_path: Pa
     assert outs[1].read_text() == "", "the first rank alone prints"
     assert two.found["processes"] == 4
     assert all("rows_crossing_nodes" in line for line in two.metrics), "each is a node of its own"
-    one = train(tmp_path, 4, *STEPS, name="one")
-    assert not any("rows_crossing_nodes" in line for line in one.metrics)
+    one = train(tmp_path, 1, *STEPS, name="one")
     check_losses(two.losses, one.losses, 1e-6)
