@@ -65,10 +65,13 @@ class Inputs(dict[str, tuple[Any, ...]]):
 
     def one(self, role: str) -> Any:
         """Return the output of a role that has one edge."""
-        values = self.all(role)
+        values = self.get(role, ())
         if len(values) != 1:
             raise ScheduleError(f"the handler needs one edge {role}, and the task has {len(values)}")
-        return values[0]
+        (value,) = values
+        if type(value) is Missing:
+            value.refuse()
+        return value
 
     def all(self, role: str) -> tuple[Any, ...]:
         """Return the outputs of a role; () if the task has no such edge."""
@@ -163,6 +166,17 @@ class StepContext:
     def layers(self) -> Sequence[Layer]:
         """The layers of the model, as they are in this step."""
         return layers_of(self.parts)
+
+    @cached_property
+    def balance_slope(self) -> Tensor:
+        """The gradient of every term of balance, in a backward pass."""
+        return self.loss_gradient * self.moe.aux_loss_coeff
+
+    @cached_property
+    def z_slope(self) -> Tensor:
+        """The gradient of every sum of squared log-partitions, in a backward pass."""
+        assert self.total is not None, "backward follows forward"
+        return self.loss_gradient * (self.moe.z_loss_coeff / self.total.tokens)
 
     @property
     def updating(self) -> Updates:

@@ -6,6 +6,7 @@ Shapes: B samples of a microbatch, L tokens per sample.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,8 +34,9 @@ class Passengers:
     longest: int | None = None
     stay_whole: bool = False
 
+    @cached_property
     def info(self) -> Tokens:
-        """Return what an MoE layer is told about the samples."""
+        """What an MoE layer is told about the samples: every layer the same."""
         samples = len(self.labels_BL)
         return Tokens(
             samples=samples,

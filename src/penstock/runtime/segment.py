@@ -8,11 +8,14 @@ inputs enter through a node that catches their gradients, outputs are remembered
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.variable import Variable
+
+_ENGINE: Final = Variable._execution_engine
 
 
 def anchor_on(device: torch.device) -> Tensor:
@@ -70,9 +73,10 @@ class Segment:
         self._edges = []
         if reached:
             edges, given = zip(*reached, strict=True)
-            # The engine is entered directly: `torch.autograd.backward` checks in Python, for 15 us a segment,
-            # what the engine checks again.
-            _engine_run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            # The engine is entered directly: `torch.autograd.backward` checks in Python, for 20 us a segment,
+            # what the engine checks again. It copies the context of the thread, too, for threads of devices;
+            # the backward pass of the loss, inside of which segments run theirs, has done that.
+            _ENGINE.run_backward(edges, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._caught
 
 

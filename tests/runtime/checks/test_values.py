@@ -28,6 +28,12 @@ def test_the_first_steps_are_compared_soon() -> None:
     assert list(islice(filter(is_due, count()), 9)) == [1, 2, 4, 8, 16, 32, 64, 128, 192]
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_where_a_tensor_begins_in_its_memory_does_not_count(dtype: torch.dtype) -> None:
+    tensor = torch.arange(300).remainder(2).to(dtype)[1:]
+    assert print_of(tensor) == print_of(tensor.clone())
+
+
 @given(st.integers(1, 300), st.sampled_from(TYPES), st.data())
 def test_any_number_counts(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
     tensor = torch.arange(size).remainder(2).to(dtype)

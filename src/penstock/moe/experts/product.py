@@ -6,6 +6,7 @@ Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -213,4 +214,4 @@ def _expert_by_expert(rows_RM: Tensor, weight_EMH: Tensor, sizes: Sequence[int])
 
 
 def _aligned(factor: Tensor) -> bool:
-    return all(size * factor.element_size() % ROW_ALIGNMENT_BYTES == 0 for size in factor.shape[1:])
+    return gcd(*factor.shape[1:]) * factor.element_size() % ROW_ALIGNMENT_BYTES == 0

@@ -94,6 +94,8 @@ class Hooks(nn.Module):
 
     def run(self, moment: Moment, tensor: Tensor) -> Tensor:
         """Return `tensor` after all hooks of this moment."""
+        if not self.any:
+            return tensor
         hooks = list(self)
         for hook in reversed(hooks) if moment.startswith("after") else hooks:
             tensor = getattr(hook, moment)(tensor)

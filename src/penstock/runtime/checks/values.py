@@ -145,12 +145,24 @@ def _hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _hash_of(tensor: Tensor) -> Tensor:
+    words, rest = _words_of(tensor)
+    width = len(words) // BLOCKS
+    sums = words[: BLOCKS * width].view(BLOCKS, width).sum(1)  # beyond 64 bits they wrap around, in any order
+    return _combined(torch.cat([sums, words[BLOCKS * width :], rest]))
+
+
+def _words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bits of all numbers as words of 64 bits, and those that fill no word one by one; int64.
+
+    A sum of words reads them as fast as memory gives them. Of smaller numbers a sum in another type would
+    cast each, for five times as long on a CPU.
+    """
     bits = tensor.contiguous().view(-1).view(BITS[tensor.element_size()])
-    width = len(bits) // BLOCKS
-    # On a CPU a sum in another type casts all that it adds: some blocks at a time, or memory would double.
-    some = bits[: BLOCKS * width].view(BLOCKS, width).split(max(1, PIECE // max(width, 1)))
-    sums = [blocks.sum(1, dtype=torch.int64) for blocks in some]
-    return _combined(torch.cat([*sums, bits[BLOCKS * width :].to(torch.int64)]))
+    in_word = torch.int64.itemsize // bits.element_size()
+    whole = bits[: len(bits) // in_word * in_word]
+    if whole.storage_offset() % in_word:  # a word begins at a multiple of its size
+        whole = whole.clone()
+    return whole.view(torch.int64), bits[len(whole) :].to(torch.int64)
 
 
 def _combined(numbers: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def route(
     exchanged, or their bounds; route: the sizes where they are fixed.
     """
     layer = context.layers[task.layer]
-    routed = context.carriage.route(layer, residual_BLM, x_TM, known.info(), task.cut.slices)
+    routed = context.carriage.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
     sums, plan = routed.sums, routed.plan
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
         residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
@@ -112,7 +112,7 @@ def route(
     counted = replace(counted, wanted_N=plan.wanted_N)
     return {
         "residual": residual_BLM,
-        "rows": rows_RM.split(list(plan.chunk_rows)),
+        "rows": rows_RM.split_with_sizes(plan.chunk_rows),
         "weights": weights,
         "order": plan,
         "tokens": x_TM,
@@ -155,13 +155,12 @@ def route_gradients(
     judged_BE = inputs.maybe("d_choices")
     judged_BE = saved.chosen_BE if judged_BE is None else judged_BE
     slope_BE = context.balance.slope(judged_BE, statistics.chosen_YE, y, statistics.tokens)
-    slope_z = context.moe.z_loss_coeff / statistics.tokens
     return [
         _added_if_any(inputs.all("d_residual")),
         joined([rows for chunk in inputs.all("d_rows") for rows in chunk]),
         inputs.maybe("d_weights"),
-        context.loss_gradient * context.moe.aux_loss_coeff * slope_BE,
-        context.loss_gradient * slope_z,
+        context.balance_slope * slope_BE,
+        context.z_slope,
         inputs.maybe("d_tokens"),
     ]
 
@@ -204,7 +203,10 @@ def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         else:
             out_BLM = layer.block.add(residual_BLM, out_TM, known.keys)
         (h_BLM,) = segment.leave(out_BLM)
-    return {"hidden": h_BLM, "saved": SavedUnorder(segment, tuple(given), tuple(map(len, slices)))}
+    return {
+        "hidden": h_BLM,
+        "saved": SavedUnorder(segment, tuple(given), tuple(rows.shape[0] for rows in slices)),
+    }
 
 
 @handles(Op.UNORDER, B)
@@ -215,7 +217,7 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     saved: SavedUnorder = inputs.one("saved")
     found = saved.segment.backward([added(inputs.all("d_hidden"))])
     grads = dict(zip(saved.roles, found, strict=True))
-    return {**grads, "rows": present(grads["rows"], task).split(list(saved.sizes))}
+    return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
 
 
 @handles(Op.HEAD, F)

@@ -184,7 +184,7 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     moved = _by_token(by_token, taken)
     moe, positions_Tk = context.layers[task.layer].experts, moved.pop("positions")
     # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
-    order = Later(lambda: moe.arrange(positions_Tk, came.info(), task.cut.slices), (positions_Tk, came))
+    order = Later(lambda: moe.arrange(positions_Tk, came.info, task.cut.slices), (positions_Tk, came))
     return {**moved, "order": order, "passengers": came}
 
 

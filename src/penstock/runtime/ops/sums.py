@@ -23,7 +23,7 @@ def statistics(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     layers: dict[int, list[GateSums]] = {}
     judged = dict(zip(map(_piece, task.inputs.get("choices", ())), inputs.all("choices"), strict=True))
     for name, sums in zip(task.inputs["routers"], inputs.all("routers"), strict=True):
-        known = replace(sums, judged_BE=judged.get(_piece(name)))
+        known = replace(sums, judged_BE=judged.get(_piece(name))) if judged else sums
         layers.setdefault(name.layer, []).append(known)
     packed = context.codec.pack(inputs.all("loss"), list(layers.values()))
     if context.fingerprint is not None:  # here, since by now parameters that were updated are gathered
