@@ -47,7 +47,9 @@ class Behind:
 
 
 class SlowDevice(Cuda):
-    """What lanes ask of a GPU. An event happens when `behind` says so."""
+    """What lanes ask of a GPU. An event happens when `behind` says so. Its kernels are loaded."""
+
+    loads_lazily = False
 
     def __init__(self, *, behind: bool) -> None:
         self.reached = threading.Event()
