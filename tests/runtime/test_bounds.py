@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.decision import ScheduleConfig
+from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import Habits, train
 from tests.runtime.sharded.test_steps import check_same
@@ -64,6 +67,68 @@ def test_updates_in_the_step(ranks: Pools, late: bool, how: Any) -> None:
 def test_ranks_that_share_attention_and_experts(ranks: Pools, form: Any, how: Any) -> None:
     step = layout_case((4, 2, 2, 2), "penstock", form)
     check_parity(ranks, replace(step, moe=replace(step.moe, bound_factor=1.25), bounds=how))
+
+
+# ---- between forward and backward -------------------------------------------------------------------------
+
+
+def _count(passes: Tensor) -> None:
+    passes.add_(1)
+
+
+def one_step(rank: int, step: Case, what: str) -> tuple[float, dict[str, Tensor], float]:
+    """A step whose stack is changed before backward: loss, gradients, what a module has counted."""
+    stack, other = stack_of(rank, step), stack_of(rank, replace(step, schedule=WHOLE))
+    passes = torch.zeros(())
+    stack.model.register_buffer("passes", passes)
+    gate = next(layer.gate for layer in stack.moe_layers if layer is not None)
+    gate.register_forward_hook(lambda *_: _count(passes))
+    batch = [whole[step.mine(rank)] for whole in batch_of(step)]
+    if what == "changed":  # gradients of earlier passes, so that ranks look before backward begins
+        stack(*batch).backward()
+    loss = stack(*batch)
+    CHANGES[what](stack, other)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, passes.item()
+
+
+def _change_a_weight(stack: PipelinedStack, _: PipelinedStack) -> None:
+    with torch.no_grad():
+        next(stack.model.parameters()).mul_(1.5)
+
+
+WHOLE = ScheduleConfig(name="sequential")
+CHANGES: dict[str, Callable[[PipelinedStack, PipelinedStack], object]] = {
+    "nothing": lambda *_: None,
+    "plan": lambda stack, other: stack.adopt(other.plan),
+    "precision": lambda stack, _: stack.compute_in(torch.bfloat16),
+    "loss": lambda stack, _: stack.minimise(replace(stack.moe, aux_loss_coeff=5.0), stack.balance, 3.0),
+    "seed": lambda stack, _: setattr(stack, "seed", 7),
+    "changed": _change_a_weight,
+}
+
+
+@pytest.mark.parametrize("what", [each for each in CHANGES if each != "changed"])
+@LATE
+def test_a_second_run_is_of_the_same_step(ranks: Pools, late: bool, what: str) -> None:
+    """Whatever the stack has been told meanwhile; and modules that count passes count one."""
+    step = bounded("exceeded", batch=3, late=late, double=True)
+    counted = replace(step, bounds="", moe=replace(step.moe, bound_factor=None))
+    found, wanted = (ranks(2).run(one_step, each, what) for each in (step, counted))
+    for (loss, gradients, passes), (other_loss, others, other_passes) in zip(found, wanted, strict=True):
+        assert (loss, passes) == (pytest.approx(other_loss, rel=1e-12), other_passes)
+        assert gradients.keys() == others.keys()
+        for name, gradient in others.items():
+            check_close(gradients[name], gradient, 1e-10, name)
+
+
+@pytest.mark.parametrize("how", HOW)
+@LATE
+def test_a_model_that_was_changed_is_refused(ranks: Pools, late: bool, how: Any) -> None:
+    """Also where the step would be run again, with what the model has become."""
+    with pytest.raises(AssertionError, match="was changed between forward and backward"):
+        ranks(2).run(one_step, bounded(how, batch=3, late=late), "changed")
 
 
 # ---- several steps -----------------------------------------------------------------------------------------

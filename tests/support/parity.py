@@ -20,7 +20,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.bounds import RowBounds
+from penstock.runtime.bounds import Passes, RowBounds
 from penstock.runtime.lanes import build_lanes
 from penstock.runtime.sample_moving import Placer, SampleMoving
 from penstock.schedule import StepPlan
@@ -233,7 +233,9 @@ def _bound_rows(bounds: RowBounds, microbatches: int, case: Case) -> None:
         return
     positions = sum(order.num_experts for order in bounds.orders)
     most = case.model.seq_len * max(case.samples)
-    bounds.history(microbatches).use(np.full(positions, most if case.bounds == "kept" else 1))
+    rows = np.full(positions, most if case.bounds == "kept" else 1)
+    for training in (True, False):
+        bounds.history(Passes(microbatches, training)).use(rows)
 
 
 def machinery(

@@ -263,10 +263,15 @@ MANY = ("schedule.name=penstock", "schedule.microbatches=4", "data.batch_per_dev
 """Sums of four microbatches, so that their order shows in the last bits; it is frozen from measured times."""
 
 
-@pytest.mark.parametrize("source", ["given", "auto"])
-def test_the_very_same_losses_where_the_plan_is_continued(tmp_path: Path, source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [("given", ()), ("auto", ()), ("given", ("moe.bound_factor=1.5", "train.eval_every=3"))],
+)
+def test_the_very_same_losses_where_the_plan_is_continued(
+    tmp_path: Path, source: str, more: tuple[str, ...]
+) -> None:
     folder = folder_of(tmp_path, "one", 1)
-    settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false"]
+    settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false", *more]
     settings += (
         [f"plan.source={source}", f"plan.cluster={folder / 'cluster.json'}"] if source == "auto" else []
     )

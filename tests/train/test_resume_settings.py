@@ -48,6 +48,7 @@ OTHER: dict[str, Any] = {
     "moe.order": "einsum",
     "moe.dispatch": "flat",
     "moe.one_copy_per_rank": True,
+    "moe.bound_factor": 1.5,
     "moe.compression": "int8",
     "moe.aux_loss_coeff": 0.5,
     "moe.z_loss_coeff": 0.5,
@@ -69,7 +70,7 @@ def changed(key: str) -> RunConfig:
         assert isinstance(value, bool), f"{key}: write another value of it into OTHER"
         return replace(BEFORE, **{key.partition(".")[0]: replace(section, **{name: not value})})
     section, _, name = key.partition(".")
-    if key == "moe.one_copy_per_rank":  # it excludes capacity_factor, and nothing is built of this
+    if key in ("moe.one_copy_per_rank", "moe.bound_factor"):  # they exclude capacity_factor
         moved = replace(BEFORE.moe)
         object.__setattr__(moved, name, OTHER[key])
         return replace(BEFORE, moe=moved)

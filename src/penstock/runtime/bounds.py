@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,9 +55,9 @@ class Counted:
 
     repeats, repeats_steps, late = 0, False, False
 
-    def of_step(self, microbatches: int, *, counted: bool = False) -> StepBounds:
+    def of_step(self, microbatches: int, *, training: bool, counted: bool = False) -> StepBounds:
         """Return the bounds of the next step."""
-        del microbatches, counted
+        del microbatches, training, counted
         return self
 
     def applied(self) -> AbstractContextManager[None]:
@@ -74,7 +74,7 @@ class RowBounds:
     """The bounds of a stack's layers, from the loads of its last steps; all ranks have the same.
 
     Attributes:
-        repeats: Steps that were run again, since a rank wanted more rows than it had.
+        repeats: Training steps that were run again, since a rank wanted more rows than it had.
         repeats_steps: Whether that can be.
         late: Whether the host learns of it when it has issued backward, and not already when forward has
             ended, for which it waits. The loss that a step returns must then not be read before backward.
@@ -84,22 +84,34 @@ class RowBounds:
 
     def __init__(self, orders: Sequence[BoundedOrder]) -> None:
         self.orders, self.repeats, self.late = orders, 0, False
-        self._histories: dict[int, History] = {}
+        self.histories: dict[Passes, History] = {}
 
-    def of_step(self, microbatches: int, *, counted: bool = False) -> StepBounds:
+    def of_step(self, microbatches: int, *, training: bool, counted: bool = False) -> StepBounds:
         """Return the bounds of the next step. counted: it has none, as the first one of so many
         microbatches."""
-        return BoundedStep(self, self.history(microbatches), counted=counted)
+        return BoundedStep(self, Passes(microbatches, training), counted=counted)
 
-    def history(self, microbatches: int) -> History:
-        """Return what steps of so many microbatches have wanted; plans with others are tried in between."""
-        return self._histories.setdefault(microbatches, History(self.orders))
+    def history(self, passes: Passes) -> History:
+        """Return what such passes have wanted."""
+        return self.histories.setdefault(passes, History(self.orders))
+
+
+class Passes(NamedTuple):
+    """Passes whose rows are bounded by one another's.
+
+    Plans of other numbers of microbatches are tried between steps. Evaluations have bounds of their own: how
+    training rounds must not depend on when they are run.
+    """
+
+    microbatches: int
+    training: bool
 
 
 class History:
     """What the last steps have wanted, and the bounds that follow.
 
     Attributes:
+        wanted_X: Of every step that is kept, the oldest first.
         bounds: By MoE layer; () before the first step.
         rows_X: The same numbers in one array.
     """
@@ -108,14 +120,14 @@ class History:
         positions_Y = [order.num_experts for order in orders]
         self._factor_X = np.repeat([order.factor for order in orders], positions_Y)
         self._cuts = np.cumsum(positions_Y)[:-1]
-        self._wanted_X: deque[Counts] = deque(maxlen=STEPS_KEPT)
+        self.wanted_X: deque[Counts] = deque(maxlen=STEPS_KEPT)
         self.bounds: tuple[Bounds, ...] = ()
         self.rows_X: Counts = np.zeros(sum(positions_Y), dtype=np.int64)
 
     def add(self, wanted_X: Counts) -> None:
         """Add what a step wanted; the bounds of the next ones follow from the largest that is known."""
-        self._wanted_X.append(wanted_X)
-        least_X = np.ceil(np.max(self._wanted_X, axis=0) * self._factor_X / MULTIPLE)
+        self.wanted_X.append(wanted_X)
+        least_X = np.ceil(np.max(self.wanted_X, axis=0) * self._factor_X / MULTIPLE)
         self.use((np.maximum(least_X, 1) * MULTIPLE).astype(np.int64))
 
     def use(self, rows_X: Counts) -> None:
@@ -128,8 +140,9 @@ class History:
 class BoundedStep:
     """The bounds of one step of a stack. counted: it has none."""
 
-    def __init__(self, owner: RowBounds, history: History, *, counted: bool) -> None:
-        self._owner, self._history = owner, history
+    def __init__(self, owner: RowBounds, passes: Passes, *, counted: bool) -> None:
+        self._owner, self._training = owner, passes.training
+        self._history = history = owner.history(passes)
         self._bounds = () if counted else history.bounds
         self._rows_X = history.rows_X
         self._wanted: HostCounts | None = None
@@ -150,9 +163,11 @@ class BoundedStep:
     def exceeded(self) -> bool:
         if self._wanted is not None:
             wanted_X, self._wanted = self._wanted.numbers.copy(), None
-            self._history.add(wanted_X)
             self._exceeded = bool(self._bounds) and bool((wanted_X > self._rows_X).any())
-            self._owner.repeats += self._exceeded
+            if self._exceeded:  # behind rows that were left out gates had other tokens than they should have
+                self._owner.repeats += self._training
+            else:
+                self._history.add(wanted_X)
         return self._exceeded
 
 

@@ -49,8 +49,9 @@ class Execution:
             self._raise(failure)
 
     def drop(self) -> None:
-        """Let go of what tasks have handed on: no further span will run."""
+        """Let go of what tasks have handed on, and of the context: no further span will run."""
         self.values.clear()
+        self._context = None
 
     def _execute(self, call: Call) -> Inputs:
         values = self.values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,36 +12,95 @@ import torch
 from torch import Tensor, nn
 
 from penstock.device import device_of
+from penstock.moe import MoEConfig
+from penstock.moe.balance import Balance
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
+from penstock.moe.routes import RouteMaker
 from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.misuse import raise_replaced
+from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.executor import Execution
+from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.handlers import Batch, StepContext, TensorPlace
+from penstock.runtime.machinery import Machinery
+from penstock.runtime.program import Program
+from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import PassThrough, Segment, anchor_on
 from penstock.runtime.sharded.strays import refuse_left_out
-from penstock.runtime.statistics import StepStatistics
+from penstock.runtime.sharded.updates import Updates
+from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport.legs import Later
+from penstock.schedule import StepPlan
 from penstock.topology.rollcall import ACTIVITY
 
 if TYPE_CHECKING:
     from penstock.runtime.stack import PipelinedStack
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes from its stack: a second run is of the same step, whatever the stack has by then.
+
+    changes: how often parameters have been updated.
+    """
+
+    plan: StepPlan
+    program: Program
+    machinery: Machinery
+    makers: Sequence[RouteMaker | None]
+    relocation: Relocation | None
+    moe: MoEConfig
+    balance: Balance
+    codec: StatisticsCodec
+    buckets: Buckets
+    snapshot: Snapshot
+    seed: int
+    updates: Updates | None
+    changes: int
+
+    @classmethod
+    def of(cls, stack: PipelinedStack, *, training: bool) -> Taken:
+        """Return what a step that begins now takes."""
+        return cls(
+            plan=stack.plan,
+            program=stack.program(training=training),
+            machinery=stack.machinery,
+            makers=stack.makers,
+            relocation=stack.relocation,
+            moe=stack.moe,
+            balance=stack.balance,
+            codec=stack.codec,
+            buckets=stack.buckets,
+            snapshot=stack.gradients.snapshot,
+            seed=stack.seed,
+            updates=stack.updates,
+            changes=0 if stack.updates is None else stack.updates.changes,
+        )
+
+
 class Step:
     """One iteration: its context and its execution.
 
-    counted: its rows are counted, whatever bounds later steps may have.
+    before: the first run of the same step, of which this is the second: its rows are counted, whatever bounds
+    later steps may have.
     """
 
-    def __init__(self, stack: PipelinedStack, batch: Batch, training: bool, *, counted: bool = False) -> None:
+    def __init__(
+        self, stack: PipelinedStack, batch: Batch, training: bool, *, before: Step | None = None
+    ) -> None:
         self.stack, self.training, self.finished = stack, training, False
-        machinery, self.shape = stack.machinery, stack.plan.shape
-        self.buckets = stack.buckets
-        self.bounds = stack.bounds.of_step(self.shape.microbatches, counted=counted)
+        taken = Taken.of(stack, training=training) if before is None else before.taken
+        self.taken: Taken = taken
+        machinery, self.shape, self.buckets = taken.machinery, taken.plan.shape, taken.buckets
+        self.bounds = stack.bounds.of_step(
+            self.shape.microbatches, training=training, counted=before is not None
+        )
         runs_again = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
-        self.model_state = ForwardState(stack.gradients.snapshot, runs_again=runs_again)
+        self.model_state = ForwardState(
+            taken.snapshot, runs_again=runs_again, rewinds=self.must_tell_at_once and before is None
+        )
         at_once = self.buckets.at_once
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
@@ -50,16 +110,16 @@ class Step:
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.consistency = stack.consistency.of_step(
-            batch, terms=stack.codec.terms, seed=stack.seed, wish=stack.wish, training=training
+            batch, terms=taken.codec.terms, seed=taken.seed, wish=stack.wish, training=training
         )
         self.context = StepContext(
             parts=stack.parts,
             batch=batch,
             part=batch.part(tensor.rank, tensor.size) if tensor.size > 1 else batch,
             tensor=tensor,
-            moe=stack.moe,
-            makers=stack.makers,
-            balance=stack.balance,
+            moe=taken.moe,
+            makers=taken.makers,
+            balance=taken.balance,
             segment=partial(Segment, anchor_on(machinery.device)) if training else PassThrough,
             # Where tasks compute without autocast, `computing` has switched off what the caller has on.
             autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
@@ -67,24 +127,22 @@ class Step:
             carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, at_once, copies)
-            if stack.plan.weights_apart
+            if taken.plan.weights_apart
             else partial(AutogradWeights, copies),
             host=stack.host,
             lodging=self.lodging,
             transports=machinery.transports,
             buckets=self.buckets,
-            codec=stack.codec,
+            codec=taken.codec,
             marks=self.consistency.marks,
             fingerprint=self.consistency.fingerprint,
             bounds=self.bounds,
-            relocation=stack.relocation,
+            relocation=taken.relocation,
             training=training,
-            updates=stack.updates,
+            updates=taken.updates,
         )
-        self.changes = 0 if stack.updates is None else stack.updates.changes
-        program = stack.program(training=training)
         self.execution = Execution(
-            stack.plan, program, machinery.lanes, self.context, machinery.layout.rank, timed=stack.timed
+            taken.plan, taken.program, machinery.lanes, self.context, layout.rank, timed=stack.timed
         )
 
     def forward(self) -> Tensor:
@@ -109,7 +167,7 @@ class Step:
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have seats, for what is recomputed."""
-        with self.stack.machinery.computing(), self.lodging.seated(), self.bounds.applied():
+        with self.taken.machinery.computing(), self.lodging.seated(), self.bounds.applied():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
@@ -125,18 +183,33 @@ class Step:
         undoes = self.context.updates is None and gradients.can_be_undone
         with self.model_state.restored():
             if not undoes and self.bounds.exceeded():
+                self._check(gradients)
                 self._repeat()
             else:
                 self._backward(gradients)
 
+    def _check(self, gradients: BackwardPass) -> None:
+        """Raise RuntimeError where gradients would be wrong."""
+        try:
+            gradients.check()
+            self.model_state.check()
+        except RuntimeError as error:  # ranks that have begun ask why this one does not take part
+            ACTIVITY.fail("backward", error)
+            raise
+
     def _repeat(self) -> None:
         """Run both halves again, with as many rows as were wanted; the loss that was returned becomes that of
         the second run."""
+        self.finished, slope = True, self.context.loss_gradient
         self.stack.consistency.read_late()
         again = self.again()
         self.loss.copy_(again.forward())
-        again.backward(self.context.loss_gradient)
-        self.finished = True
+        again.backward(slope)
+
+    @property
+    def must_tell_at_once(self) -> bool:
+        """Whether the loss may be read when the forward half has run, so that it must be right by then."""
+        return self.stack.bounds.repeats_steps and not (self.training and self.stack.bounds.late)
 
     @property
     def must_run_again(self) -> bool:
@@ -144,27 +217,21 @@ class Step:
 
         Where losses are read late, that is found out in backward.
         """
-        late = self.training and self.stack.bounds.late
-        return not late and self.bounds.exceeded()
+        return self.must_tell_at_once and self.bounds.exceeded()
 
     def again(self) -> Step:
-        """Return the same step with its rows counted; this one is at its end."""
+        """Return the same step with its rows counted; this one is at its end, and keeps no tensors."""
+        self.model_state.rewind()
         self.execution.drop()
-        again = Step(self.stack, self.batch, self.training, counted=True)
-        again.context.codec, again.context.moe = self.context.codec, self.context.moe
-        again.context.balance = self.context.balance
+        again = Step(self.stack, self.batch, self.training, before=self)
+        del self.context
         return again
 
     def _backward(self, gradients: BackwardPass) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
-            self.context.updates.begin(self.buckets, self.shape, self.changes)
-        try:
-            gradients.check()
-            self.model_state.check()
-        except RuntimeError as error:  # ranks that have begun ask why this one does not take part
-            ACTIVITY.fail("backward", error)
-            raise
+            self.context.updates.begin(self.buckets, self.shape, self.taken.changes)
+        self._check(gradients)
         try:
             gradients.begin()
             self.finished = True
@@ -195,7 +262,7 @@ class Step:
 
     def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:
         """Restore gradients after a failed pass; what cannot be restored is noted on the error."""
-        doubt, updates = gradients.abandon(), self.context.updates
+        doubt, updates = gradients.abandon(), self.taken.updates
         if updates is not None and (self.finished or updates.has_sums):  # `begin` clears buffers with sums
             doubt = updates.failed.note(updates=updates.in_backward and self.finished)
         if doubt:

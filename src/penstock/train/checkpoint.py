@@ -30,6 +30,7 @@ from penstock.topology import CommunicationError, Control
 from penstock.topology.blame import explain, reason
 from penstock.topology.rollcall import ACTIVITY
 from penstock.train.finite import first_not_finite
+from penstock.train.storage.bounded import bound_again, read_bounds, write_bounds
 from penstock.train.storage.files import DamagedError
 from penstock.train.storage.finished import PREFIX, complete_checkpoints, step_of
 from penstock.train.storage.held import Held
@@ -116,6 +117,7 @@ class Checkpoints:
 
             def finish() -> None:
                 write_hosted(work, hosted)
+                write_bounds(work, self.stack)
                 self._finish(work, final, record, digests, papers)
 
             self._together(purpose, finish, rank=0)
@@ -220,6 +222,7 @@ class Checkpoints:
         self._torch(purpose, lambda: load(tensors, storage_reader=reader, **everyone))
         self._together(purpose, lambda: self._accept(path, state))
         host_again(self.stack, self._together(purpose, lambda: read_hosted(path, self.stack)))
+        bound_again(self.stack, self._together(purpose, lambda: read_bounds(path, self.stack)))
         return step_of(path)
 
     def _check_fits(self, path: Path, state: Mapping[str, AnyHeld], saved: Mapping[str, Entry]) -> None:

@@ -27,12 +27,23 @@ class ForwardState:
     A parameter's version says whether it was written to, but not by `parameter.data`. So a few of its
     elements are compared, too: that finds whatever changes most of them, such as weights that are swapped.
     runs_again: whether tasks run a second time in the backward pass. They then also need the same modules,
-    in the same mode, and the same buffers.
+    in the same mode, and the same buffers. rewinds: whether the forward pass itself may be run a second time
+    at its end, after `rewind`.
     """
 
-    def __init__(self, snapshot: Snapshot, *, runs_again: bool) -> None:
+    def __init__(self, snapshot: Snapshot, *, runs_again: bool, rewinds: bool = False) -> None:
         self._snapshot, self._runs_again = snapshot, runs_again
-        self._buffers = [(b, b._version) for b in snapshot.buffers()] if runs_again else []
+        buffers = snapshot.buffers() if runs_again or rewinds else []
+        self._buffers = [(b, 0 if b.is_inference() else b._version) for b in buffers]
+        self._before = [buffer.clone() for buffer in buffers] if rewinds else []
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Put buffers to which the pass has added, as running averages do, back to what they were before."""
+        for (buffer, version), before in zip(self._buffers, self._before, strict=False):
+            if not buffer.is_inference() and buffer._version != version:
+                buffer.copy_(before)
+        self._before = []
 
     def note(self) -> None:
         """Note the state at the end of the forward pass."""
