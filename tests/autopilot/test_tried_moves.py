@@ -175,8 +175,9 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
     again = run(ranks, folder, *auto(folder), *settings, "train.resume=true", "plan.budget=0.9")
     said = " ".join(again[0].said.split())
     assert "planning again instead of continuing" in said and "changing to plan" not in said, said
-    assert "Experts " in said and "does not pay" in said
-    assert PlanFile.read(folder / "run" / "plan.json").lost == (trial,)
+    assert "moving samples or experts is not predicted to pay" in said
+    assert (paper := PlanFile.read(folder / "run" / "plan.json")).lost == (trial,)
+    assert any(line.startswith("Experts ") and "does not pay" in " ".join(line.split()) for line in paper.why)
     assert ClusterFile.read(folder / "run" / "cluster.json").moves == learnt
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from penstock.autopilot.continuing import continued_plan, remembering
 from penstock.autopilot.deciding import decided
@@ -47,6 +48,11 @@ from penstock.words import milliseconds
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
 """Number of steps whose durations are compared when the time of a step has changed."""
+
+STAYS: Final = (
+    "moving samples or experts is not predicted to pay with the routing of the last steps; the plan's file "
+    "says why"
+)
 
 
 class Autopilot:
@@ -168,7 +174,7 @@ class Autopilot:
         if trials.done:
             self._trials = None
             planned = trials.learned(planned, self._stack.machinery.control).noting(*trials.lines)
-            self._say("\n".join(trials.lines))
+            self._say(trials.said)
         self._adopt(planned, settle=trials.done and trials.settles and self._refines)
         return True
 
@@ -223,11 +229,12 @@ class Autopilot:
             return False
         if not self._weighing.end_step():
             return False
-        before = self.planned
-        planned = self._weighing.decide(before, adopts=self._asked.plan.source == AUTO)
+        before, adopts = self.planned, self._asked.plan.source == AUTO
+        planned = self._weighing.decide(before, adopts=adopts)
         self._weighs, self._weighing = False, None
-        if new := [line for line in planned.lines if line not in before.lines]:
-            self._say("\n".join(new))
+        new = [line for line in planned.lines if line not in before.lines]
+        if new and not (adopts and planned.choice != before.choice):
+            self._say(STAYS if adopts else "\n".join(new))
         if planned.choice == before.choice:
             self.planned = planned
             return bool(new)  # so that the plan's file explains the choice

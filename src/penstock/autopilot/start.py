@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from penstock.autopilot.deciding import Beat, decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
@@ -127,7 +128,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, lines, searched, others = decided_slowly(*decided_by)
-    say("\n".join(numbered(lines, 1)))
+    say("\n".join(numbered(shown(lines), 1)))
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
     ]
@@ -268,6 +269,15 @@ def find(
     beat()
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
     return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts)
+
+
+SHOWN: Final = ("Plan", "Time", "Limit", "Update", "Caution")
+"""How lines begin that are said when a plan is chosen; its file has all of them."""
+
+
+def shown(lines: Sequence[str]) -> list[str]:
+    """Return the lines of an explanation that are said at once."""
+    return [line for line in lines if line.partition(" ")[0] in SHOWN]
 
 
 def numbered(lines: Sequence[str], number: int) -> list[str]:

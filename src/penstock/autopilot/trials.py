@@ -135,6 +135,19 @@ class Trials:
         )
 
     @property
+    def said(self) -> str:
+        """The same in a sentence, for the screen."""
+        first = self._planned.number
+        times = ", ".join(
+            f"{milliseconds(seconds)} by plan {number}" for number, seconds in enumerate(self._medians, first)
+        )
+        most = "at most " if self._late else ""
+        kept = f"plan {first + self._best}: {self._entries[self._best].choice.words}"
+        return (
+            f"tried for {most}{TRIAL_STEPS} steps each: a step takes {times}: keeping {kept}{self._untried}"
+        )
+
+    @property
     def _untried(self) -> str:
         left = len(self._entries) - len(self._medians)
         return f"; {counted(left, 'plan')} not tried: these steps took {self._spent_s:.0f} s" if left else ""

@@ -78,6 +78,11 @@ class TriedMoves:
         steps = f"{first} steps each" if first == second else f"{first} and {second} steps"
         return (f"tried for {steps}: a step takes {times}: {way} {kept.name}",)
 
+    @property
+    def said(self) -> str:
+        """The same, for the screen."""
+        return self.lines[0]
+
     def learned(self, planned: Planned, control: Control) -> Planned:
         """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
 
