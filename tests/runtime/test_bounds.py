@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 
 from penstock.decision import ScheduleConfig
+from penstock.device import using
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import Habits, train
 from tests.runtime.sharded.test_steps import check_same
 from tests.runtime.test_moe_parity import case
+from tests.support.card import MEMORY, CardDevice, install
 from tests.support.close import check_close
 from tests.support.layouts import layout_case
 from tests.support.parity import Case, batch_of, check_parity, stack_of
-from tests.support.ranks import Pools
+from tests.support.ranks import Pools, RankPool
 
 HOW: tuple[Any, ...] = ("", "kept", "exceeded")
 LATE = pytest.mark.parametrize("late", [False, True])
@@ -129,6 +131,69 @@ def test_a_model_that_was_changed_is_refused(ranks: Pools, late: bool, how: Any)
     """Also where the step would be run again, with what the model has become."""
     with pytest.raises(AssertionError, match="was changed between forward and backward"):
         ranks(2).run(one_step, bounded(how, batch=3, late=late), "changed")
+
+
+# ---- what a first run leaves -------------------------------------------------------------------------------
+
+
+def most_bytes(rank: int, step: Case) -> tuple[int, int]:
+    """The most bytes of a step in bfloat16, beyond those before it, and how many it leaves."""
+    device = install()
+    with using(CardDevice()):
+        stack = stack_of(rank, replace(step, card=True))
+        stack.compute_in(torch.bfloat16)
+        batch = [whole[step.mine(rank)].to(device) for whole in batch_of(step)]
+        before = MEMORY.peak_bytes = MEMORY.now_bytes
+        loss = stack(*batch)
+        loss.backward()
+        return MEMORY.peak_bytes - before, MEMORY.now_bytes - before
+
+
+@LATE
+def test_memory_is_that_of_one_run(cards: Pools, late: bool) -> None:
+    """The first run leaves nothing, such as copies of the experts' weights, while the second one runs."""
+    step = bounded("exceeded", batch=8, late=late)
+    step = replace(step, moe=replace(step.moe, moe_ffn_hidden_size=512))
+    counted = replace(step, bounds="", moe=replace(step.moe, bound_factor=None))
+    found, wanted = (cards(2).run(most_bytes, each) for each in (step, counted))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(here <= 1.02 * there for here, there in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def failing(rank: int, step: Case, run: int) -> tuple[str, list[bool]]:
+    """What a rank says of a step whose second run fails on rank 1, and whether gradients are as they were.
+
+    run: the run of the first layer's gate that fails.
+    """
+    stack, runs = stack_of(rank, step), list[int]()
+    gate = next(layer.gate for layer in stack.moe_layers if layer is not None)
+    experts = [p for p in stack.model.parameters() if getattr(p, "allreduce", True)]
+    for parameter in experts:
+        parameter.grad = torch.ones_like(parameter)
+
+    def count(*_: Any) -> None:
+        runs.append(1)
+        if rank == 1 and len(runs) == run:
+            raise ArithmeticError("the gate has failed")
+
+    gate.register_forward_hook(count)
+    batch = [whole[step.mine(rank)] for whole in batch_of(step)]
+    try:
+        stack(*batch).backward()
+    except Exception as error:
+        return str(error), [bool((p.grad == 1).all()) for p in experts if p.grad is not None]
+    return "", []
+
+
+@LATE
+def test_a_second_run_that_fails_on_a_rank_ends_on_all(late: bool) -> None:
+    """And gradients of earlier passes are as they were."""
+    pool = RankPool(2)  # its connections are cut
+    microbatches = 2
+    step = bounded("exceeded", batch=4, late=late)
+    found = pool.run(failing, step, microbatches + 1)
+    assert "the gate has failed" in found[1][0]
+    assert all(said and kept and all(kept) for said, kept in found)
 
 
 # ---- several steps -----------------------------------------------------------------------------------------
