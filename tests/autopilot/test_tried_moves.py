@@ -176,7 +176,8 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
     said = " ".join(again[0].said.split())
     assert "planning again instead of continuing" in said and "changing to plan" not in said, said
     assert "moving samples or experts is not predicted to pay" in said
-    assert (paper := PlanFile.read(folder / "run" / "plan.json")).lost == (trial,)
+    paper = PlanFile.read(folder / "run" / "plan.json")
+    assert paper.lost == (trial,)
     assert any(line.startswith("Experts ") and "does not pay" in " ".join(line.split()) for line in paper.why)
     assert ClusterFile.read(folder / "run" / "cluster.json").moves == learnt
 
