@@ -101,11 +101,9 @@ class Running:
         self.update.apply(accepted=True)
         return loss.detach(), norm
 
-    def evaluate(self) -> Tensor:
-        """Run the forward half alone; return its loss, on the device."""
-        with torch.no_grad():
-            loss: Tensor = self.stack(*self._batch)
-        return loss
+    def half_step(self) -> None:
+        """Run the forward half of a training step alone."""
+        self.stack(*self._batch)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return copies of the parameters on the host, as every next step finds them."""
