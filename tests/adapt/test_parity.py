@@ -58,7 +58,7 @@ def agreement(
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm and logits, on this rank.
 
-    again: layers are computed again in backward. bound_factor: of rows, from a pass before.
+    again: layers are computed again in backward. bound_factor: of rows, from passes before.
     """
     batch = Batch(padded=True)
     everything = batch.inputs()
@@ -71,9 +71,10 @@ def agreement(
         wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
         penstock.parallelize(model, ep_size=world, plan=plan, bound_factor=bound_factor)
-        if bound_factor is not None:
-            with torch.no_grad():
-                model(**mine)
+        if bound_factor is not None:  # training and evaluation have bounds of their own
+            for trains in (True, False):
+                with torch.set_grad_enabled(trains):
+                    model(**mine)
         if again:
             model.gradient_checkpointing_enable()
         theirs, ours = wanted(**everything, **options), model(**mine, **options)

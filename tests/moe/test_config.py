@@ -38,6 +38,11 @@ def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -
     assert hint in caught.value.hint
 
 
+def test_a_plan_joins_no_rows_that_are_bounded() -> None:
+    """It would choose a dispatch that the configuration then refuses."""
+    assert MoEConfig().can_join and not MoEConfig(bound_factor=2.0).can_join
+
+
 @pytest.mark.parametrize(
     ("top_k", "norm_topk_prob", "renormalise"),
     [(1, None, False), (1, False, False), (2, None, True), (2, True, True), (2, False, False)],

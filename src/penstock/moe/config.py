@@ -152,7 +152,7 @@ class MoEConfig:
     @property
     def can_join(self) -> bool:
         """Whether another dispatch may send one row for all of a token's experts in a node."""
-        return not any(refused for *_, refused in self._unjoinable)
+        return self.bound_factor is None and not any(refused for *_, refused in self._unjoinable)
 
     @property
     def exchanges_counts(self) -> bool:

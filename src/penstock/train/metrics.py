@@ -70,8 +70,9 @@ class StepMetrics:
     `aux_loss_by_layer`       the balance loss by MoE layer
     `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
                               routing drops none
-    `steps_run_again`         steps so far that ran a second time, since an expert got more rows than
-                              `moe.bound_factor` had made room for; None without it
+    `steps_run_again`         steps since the run was started or continued that ran a second time, as
+                              an expert got more rows than `moe.bound_factor` had made room for; None
+                              without it
     `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
                               of all ranks, over `iteration_s`; see `cost.model_flops`
     `model_flops_utilisation` `model_flops_per_s` over the highest rate of a matrix product that the profile

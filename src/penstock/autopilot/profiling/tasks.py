@@ -137,7 +137,7 @@ def _imitable(moe: MoEConfig) -> MoEConfig:
     flat = replace(moe, dispatch="flat")
     if moe.order_name != "sort":
         return flat
-    return replace(flat, order="index", capacity_factor=1.0, one_copy_per_rank=False)
+    return replace(flat, order="index", capacity_factor=1.0, bound_factor=None, one_copy_per_rank=False)
 
 
 def cuts(config: RunConfig) -> list[ScheduleConfig]:
