@@ -335,6 +335,10 @@ def test_news_of_a_rank_that_has_given_up_end_the_step_and_those_to_come(
     others = ThreadLanes(spy)
     assert run(others, {COMPUTE[0]: lambda: None}) == [COMPUTE[0]], "lanes that were made later know nothing"
     others.close()
+    by_itself = ThreadLanes(spy, alone=True)
+    ThreadLanes.hear(said)
+    assert run(by_itself, {COMPUTE[0]: lambda: None}) == [COMPUTE[0]], "nor do those without other ranks"
+    by_itself.close()
     let_go.set()
 
 

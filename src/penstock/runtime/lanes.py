@@ -78,15 +78,16 @@ class ThreadLanes:
     """
 
     _live: ClassVar[WeakSet[ThreadLanes]] = WeakSet()
-    """All of this process."""
+    """Those of this process that meet other ranks."""
 
-    def __init__(self, on_failure: Callable[[], None]) -> None:
+    def __init__(self, on_failure: Callable[[], None], *, alone: bool = False) -> None:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
         self.issued_s: dict[Task, float] = {}
         self._run: _ThreadRun | None = None
         self._lost = ""
-        self._live.add(self)
+        if not alone:
+            self._live.add(self)
 
     def run(self, span: Span, execute: Execute, *, timed: bool = True) -> Callable[[], list[Ran]]:
         del timed  # two looks at the clock cost less than to ask whether they are wanted
@@ -104,7 +105,8 @@ class ThreadLanes:
 
     @classmethod
     def hear(cls, told: str) -> None:
-        """End the runs of this process, those to come on the same connections too: a rank has given up."""
+        """End the runs of this process that meet other ranks, those to come on the same connections too: a
+        rank has given up."""
         for each in list(cls._live):
             each._lost = told
             run = each._run
@@ -426,11 +428,12 @@ class StreamLanes:
         return [Ran(task, since(start), since(end)) for task, start, end in spans]
 
 
-def build_lanes(device: torch.device, on_failure: Callable[[], None]) -> Lanes:
-    """Return the lanes of a device. on_failure: wakes whoever waits in a collective."""
+def build_lanes(device: torch.device, on_failure: Callable[[], None], *, alone: bool = False) -> Lanes:
+    """Return the lanes of a device. on_failure: wakes whoever waits in a collective. alone: no task meets
+    another rank."""
     if device_of(device).is_gpu:
         return StreamLanes(device, on_failure)
-    return ThreadLanes(on_failure)
+    return ThreadLanes(on_failure, alone=alone)
 
 
 class Happened(Protocol):

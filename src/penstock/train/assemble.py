@@ -50,7 +50,7 @@ def build_machinery(
         transports = build_transports(layout, device, parallel)
     rounds = _meant(precision, device) == "bfloat16"
     return Machinery(
-        lanes=build_lanes(device, transports.abort),
+        lanes=build_lanes(device, transports.abort, alone=layout.world_size == 1),
         transports=transports,
         layout=layout,
         control=control,

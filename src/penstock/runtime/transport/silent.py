@@ -59,5 +59,5 @@ def _of_length(rows: Tensor, length: int) -> Tensor:
 def silent(machinery: Machinery) -> Machinery:
     """Return the same machinery with a transport that sends nothing, and lanes of its own."""
     transport = SilentTransport(machinery.layout.mesh, machinery.layout.rank)
-    lanes = build_lanes(machinery.device, transport.abort)
+    lanes = build_lanes(machinery.device, transport.abort, alone=True)
     return replace(machinery, transports=Transports(transport, transport, sends=False), lanes=lanes)
