@@ -86,12 +86,12 @@ class Planned:
 
     @property
     def predicted_words(self) -> str:
-        """Text such as `: 812.0 ms per step predicted, update included`; "" where nothing was
+        """Text such as `: 812.0 ms per step predicted`, its update included; "" where nothing was
         measured from which to predict."""
         if self.file is None:
             return ""
         seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
-        return f": {seconds} per step predicted, update included"
+        return f": {seconds} per step predicted"
 
     @property
     def flops(self) -> ModelFlops:

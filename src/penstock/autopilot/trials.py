@@ -142,7 +142,9 @@ class Trials:
             f"{milliseconds(seconds)} by plan {number}" for number, seconds in enumerate(self._medians, first)
         )
         most = "at most " if self._late else ""
-        kept = f"plan {first + self._best}: {self._entries[self._best].choice.words}"
+        kept = f"plan {first + self._best}"
+        if self._best:  # the first one was said when it was chosen
+            kept += f": {self._entries[self._best].choice.words}"
         return (
             f"tried for {most}{TRIAL_STEPS} steps each: a step takes {times}: keeping {kept}{self._untried}"
         )
