@@ -69,10 +69,10 @@ def parallelize(
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
     all. plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
     decision. ep_plan: which modules hold experts, as transformers writes it; None = as the family or the
-    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig. bound_factor:
-    see MoEConfig. Processes that
-    torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
-    that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
+    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig; bound_factor: see
+    MoEConfig. Processes that torchrun or Slurm has started are joined, unless they are joined already. Raises
+    ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit; the
+    model is then unchanged.
     """
     if tp_size != 1:
         why = "attention stays the model's own, and how ranks could share it is not known"

@@ -52,7 +52,7 @@ class ShardRouteMaker(RouteMaker):
         return self._routes_of(whole, degrees or (table.shape[2],))
 
     @property
-    def _sources(self) -> int:
+    def sources(self) -> int:
         return self.place.ep_size * self.shards.size
 
     def _routes_of(self, table: Counts, degrees: Degrees) -> Routes:
