@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
@@ -70,7 +71,8 @@ class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
     make_pilot: makes the pilot, which decides by which plan steps run. on_step: called before a step's
-    checkpoint is written; the output folder exists by then.
+    checkpoint is written; the output folder exists by then. first_weights: gives the model those with which a
+    run begins that does not continue another; None = drawn by the seed.
     """
 
     def __init__(
@@ -82,10 +84,14 @@ class Trainer:
         *,
         quiet: bool,
         on_step: OnStep | None = None,
+        first_weights: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
         check_alike(config, control)
+        control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
         self._saved_config = config = config.resolved(info.world_size)
+        if config.model.config is not None:
+            check_alike(config, control)  # files of the same name may differ between machines
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
@@ -111,6 +117,8 @@ class Trainer:
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
+        if first_weights is not None and self.resumption is None:
+            control.agreed(lambda: first_weights(self.stack.model), "reading the weights of model.config")
         self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
