@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from penstock.train.checkpoint import (
     DamagedCheckpointError,
 )
 from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.storage.record import RECORD
+from penstock.train.storage.sums import digest_of, read_sums, write_sums
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,
     bare,
     check_equal,
     loaded_by,
-    saved_as_before,
     saved_by,
     saved_with_little_room,
     state_of,
@@ -222,15 +224,6 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
         bare(0, CASE, tmp_path, identity=IDENTITY).load(path)
 
 
-def test_what_earlier_versions_called_the_same_is_the_same(tmp_path: Path) -> None:
-    before = {**IDENTITY, "data.batch_per_device x processes": 8}
-    path = trained(0, CASE, tmp_path, identity=before).save(2)
-    now = "data.batch_per_device x (processes / mp_size)"
-    assert bare(0, CASE, tmp_path, identity={**IDENTITY, now: 8}).load(path) == 2
-    with pytest.raises(ConfigError, match="was made with 8, and samples would be repeated"):
-        bare(0, CASE, tmp_path, identity={**IDENTITY, now: 16}).load(path)
-
-
 @pytest.mark.every_value
 @pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
@@ -286,41 +279,17 @@ def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:
     assert left == [".unfinished-step-00000001", "step-00000002"]
 
 
-# ---- checkpoints of earlier versions -----------------------------------------------------------------------
-
-
-def test_an_old_checkpoint_is_read(tmp_path: Path) -> None:
-    first = trained(0, CASE, tmp_path)
-    path = saved_as_before(first, 2)
-    second = bare(0, replace(CASE, seed=5), tmp_path)
-    assert second.newest() == path
-    assert second.load(path) == 2
-    check_equal(state_of(second), state_of(first))
-
-
-def test_an_old_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    path = saved_as_before(trained(0, CASE, tmp_path), 2)
-    with pytest.raises(ConfigError, match=r"train\.seed"):
-        bare(0, CASE, tmp_path, identity=IDENTITY | {"train.seed": 9}).load(path)
-    with pytest.raises(ConfigError, match="another model"):
-        bare(0, replace(CASE, model=replace(CASE.model, hidden_size=12)), tmp_path).load(path)
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "data.json"])
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_damaged_old_checkpoint_is_named(tmp_path: Path, pattern: str, share: float) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = saved_as_before(run, 2)
-    (damaged,) = path.glob(pattern)
-    damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
-    with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
-        run.load(path)
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_numbers_of_another_type_are_refused(tmp_path: Path, old: bool) -> None:
-    run = trained(0, replace(CASE, double=True), tmp_path)
-    path = saved_as_before(run, 2) if old else run.save(2)
+def test_numbers_of_another_type_are_refused(tmp_path: Path) -> None:
+    path = trained(0, replace(CASE, double=True), tmp_path).save(2)
     with pytest.raises(ConfigError, match=r"type torch\.float64 there and torch\.float32 here"):
         bare(0, CASE, tmp_path).load(path)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = trained(0, CASE, tmp_path).save(2)
+    record = json.loads((path / RECORD).read_text())
+    for version in (None, record["format"] + 1, "2"):
+        (path / RECORD).write_text(json.dumps({**record, "format": version}))
+        write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
+        with pytest.raises(CheckpointError, match=rf"is of format {version}, and this version of Penstock"):
+            bare(0, CASE, tmp_path).load(path)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from tests.support.checkpoints import (
     bare,
     check_equal,
     parts_in,
-    saved_as_before,
     saved_with_little_room,
     state_of,
     train,
@@ -269,12 +267,3 @@ def test_a_part_that_is_not_finite_is_not_saved(ranks: Pools, tmp_path: Path, na
     texts = ranks(4).run(not_finite, SHARED.case, tmp_path, name, 3)
     assert len(set(texts)) == 1 and name in texts[0] and "on rank 3 is not finite" in texts[0]
     assert complete_checkpoints(tmp_path) == []
-
-
-def test_an_old_checkpoint_is_read_part_by_part(ranks: Pools, saved: Saved, tmp_path: Path) -> None:
-    """One of earlier versions, which knew no parts."""
-    path = saved_as_before(trained(0, ALONE.case, tmp_path), 2)
-    results = ranks(4).run(loading, SHARED.case, path)
-    found = whole([result[0] for result in results])
-    for name, tensor in saved(ALONE).saved.items():
-        assert torch.equal(found[name], tensor), name

@@ -37,7 +37,6 @@ from penstock.train.storage.held import Held
 from penstock.train.storage.hosted import gather_hosted, host_again, read_hosted, write_hosted
 from penstock.train.storage.joining import Joining
 from penstock.train.storage.learnt import OPTIONAL, dispensable, generator_name, learnt
-from penstock.train.storage.old_format import METADATA, OldShards
 from penstock.train.storage.owned import AnyHeld, MomentsOf, ShareMoments, WholeMoments
 from penstock.train.storage.record import RECORD, Record
 from penstock.train.storage.shards import SUFFIX, Shards, ShardWriter
@@ -347,13 +346,11 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
 def verify(path: Path, control: Control) -> Record:
     """Compare every file with its checksum, each rank a share of the files; return the record of the state.
 
-    An old checkpoint has no checksums. Raises DamagedCheckpointError, on all ranks.
+    Raises DamagedCheckpointError, on all ranks.
     """
     purpose = f"reading {path}"
 
     def check() -> None:
-        if (path / METADATA).exists() and not (path / SUMS).exists():
-            return
         digests = read_sums(path)
         compare(path, digests, sorted(digests)[control.rank :: control.world_size])
 
@@ -370,15 +367,13 @@ def read_record(path: Path, control: Control) -> Record:
 
 
 def open_stored(path: Path) -> Stored:
-    """Open the tensors of a checkpoint in the format in which it was written."""
-    if not (path / SUMS).exists():
-        return OldShards(path)
+    """Open the tensors of a checkpoint."""
     return Shards(path, (name for name in read_sums(path) if name.endswith(SUFFIX)))
 
 
 def _check_files(path: Path, record: Record) -> None:
     """Raise DamagedError unless the checksums name every file: a list that was cut short would omit some."""
-    if (path / SUMS).exists() and read_sums(path).keys() != {RECORD, *record.files}:
+    if read_sums(path).keys() != {RECORD, *record.files}:
         raise DamagedError(f"{SUMS} does not name the files that belong to it")
 
 

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-from penstock.train.storage.old_format import METADATA
 from penstock.train.storage.sums import SUMS
 
 PREFIX: Final = "step-"
@@ -24,7 +23,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def is_complete(path: Path) -> bool:
     """Tell whether a checkpoint was finished, by the file that is written last."""
-    return (path / SUMS).exists() or (path / METADATA).exists()
+    return (path / SUMS).exists()
 
 
 def all_checkpoints(folder: Path) -> list[Path]:

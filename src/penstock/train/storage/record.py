@@ -1,4 +1,4 @@
-"""What a checkpoint says about its state: checkpoint.json, or data.json in earlier versions."""
+"""What a checkpoint says about its state: checkpoint.json."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from penstock.config import ConfigError
 from penstock.train.storage.files import DamagedError, read_table, to_json
 from penstock.writing import write_whole
 
-RECORD, OLD_RECORD = "checkpoint.json", "data.json"
-FORMAT, EARLIER_FORMAT = 2, 1
-"""The earlier format does not say by which tokenizer a text became tokens."""
+RECORD = "checkpoint.json"
+FORMAT = 2
 
 GLOBAL_BATCH = "data.batch_per_device x (processes / mp_size)"
-FORMER_KEYS = {"data.batch_per_device x processes": GLOBAL_BATCH}
-"""Keys of the identity in earlier versions, and their present names."""
 MOST_BYTES = 1 << 22
 
 
@@ -26,13 +23,13 @@ class Record:
     """The description of a checkpoint.
 
     identity: settings on which the position in the data depends, by configuration key. settings: the
-    configuration, section by section; None in earlier versions. plan_settled: whether the plan saved with the
+    configuration, section by section. plan_settled: whether the plan saved with the
     checkpoint had been tried, ordered and tuned to the end. files: names of all other files but the
-    checksums. tokenizer: sha256 of the text's, or `bytes`; None in earlier versions.
+    checksums. tokenizer: sha256 of the text's, or `bytes`; None where none is known.
     """
 
     step: int
-    processes: int | None
+    processes: int
     identity: Mapping[str, object]
     settings: Mapping[str, Any] | None
     plan_settled: bool
@@ -45,17 +42,11 @@ class Record:
 
     @staticmethod
     def read(folder: Path) -> Record:
-        """Read a record. Raises DamagedError for what no version writes, ConfigError for a later version."""
-        if not (folder / RECORD).exists():
-            identity = read_table(folder / OLD_RECORD, MOST_BYTES)
-            return Record(step=-1, processes=None, identity=identity, settings=None, plan_settled=False)
+        """Read a record. Raises DamagedError for anything else, ConfigError for one of another format."""
         table = read_table(folder / RECORD, MOST_BYTES)
         version = table.pop("format", None)
-        if version == EARLIER_FORMAT:
-            table.setdefault("tokenizer", None)
-        elif version != FORMAT:
-            known = f"{EARLIER_FORMAT} and {FORMAT}"
-            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {known}"
+        if version != FORMAT:
+            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
             raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
         kinds: dict[str, tuple[type, ...]] = {
             "step": (int,),
@@ -79,11 +70,10 @@ class Record:
         """Raise ConfigError for the first key that differs; before the first step, keys may differ."""
         if self.step == 0:
             return
-        mine = {FORMER_KEYS.get(key, key): value for key, value in self.identity.items()}
-        for key in {**identity, **mine}:
+        for key in {**identity, **self.identity}:
             value = identity.get(key)
-            if mine.get(key) != value:
-                was = str(mine.get(key))[:80]
+            if self.identity.get(key) != value:
+                was = str(self.identity.get(key))[:80]
                 why = f"{path} was made with {was}, and samples would be repeated or left out"
                 raise ConfigError(
                     key, value, why, "Use the same value, or start a new run in another output.dir."
