@@ -20,10 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 import penstock
 from penstock.adapt.asking import Judgement, judge, open_model
 from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint, to_checkpoint
+from penstock.checkpoint.folder import RECORD, SUMS, digest_of, write_sums
 from penstock.cli import main
 from penstock.config import ConfigError
-from penstock.train.storage.record import RECORD
-from penstock.train.storage.sums import SUMS, digest_of, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.adapted import COMMON, small
 from tests.support.ranks import Pools

@@ -12,15 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
+from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
-from penstock.train.checkpoint import (
-    CheckpointError,
-    DamagedCheckpointError,
-)
-from penstock.train.storage.finished import complete_checkpoints
-from penstock.train.storage.record import RECORD
-from penstock.train.storage.sums import digest_of, read_sums, write_sums
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,

@@ -16,12 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock.autopilot import Autopilot
+from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
-from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
-from penstock.train.storage.finished import complete_checkpoints
-from penstock.train.storage.record import RECORD
-from penstock.train.storage.sums import digest_of, read_sums, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
@@ -130,7 +128,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pyt
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("penstock.train.storage.sums.digest_of", refuse)
+    monkeypatch.setattr("penstock.checkpoint.folder.digest_of", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
         run(copied, "train.resume=true", "train.steps=9")
 

@@ -23,17 +23,15 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.adapt.weights import some_of
+from penstock.checkpoint.folder import RECORD, Record, digest_of, write_sums
+from penstock.checkpoint.storage import SUFFIX, Outgoing, Part, write_shard
 from penstock.config import from_dict, shorten, to_dict
 from penstock.models import GPT, ModelConfig
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.topology import Control
-from penstock.train.checkpoint import STEP, open_stored, verify
+from penstock.train.checkpoint import open_stored, verify
 from penstock.train.resume_settings import check_sizes_given
-from penstock.train.storage.owned import MOMENTS
-from penstock.train.storage.record import RECORD, Record
-from penstock.train.storage.shards import SUFFIX, Outgoing, write_shard
-from penstock.train.storage.stored import Entry
-from penstock.train.storage.sums import digest_of, write_sums
+from penstock.train.run_state import MOMENTS, STEP
 from penstock.writing import new_folder
 
 NAME = "penstock"
@@ -173,27 +171,24 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
     """
     record = verify(path, Control(0, 1))
     if record.settings is None:
-        raise ValueError(f"{path} does not say what model it holds: an earlier version of Penstock wrote it")
+        raise ValueError(f"{path} does not say what model it holds")
     check_sizes_given(record.settings, path)
     config = PenstockConfig(record.settings, tokenizer_digest=record.tokenizer)
     stored = open_stored(path)
-    saved = {name: entry for name, entry in stored.entries.items() if name.startswith("model.")}
+    saved = {name: shape for name, (shape, _) in stored.whole.items() if name.startswith("model.")}
     with torch.device("meta"):
         _check_stored(path, PenstockForCausalLM(config).decoder, saved)
     model = PenstockForCausalLM(config)
-    wanted = {f"model.{name}": tensor for name, tensor in _logical(model.decoder)}
-    with torch.no_grad():
-        for name, tensor in stored.read(saved):
-            wanted[name].copy_(tensor)
+    stored.load({f"model.{name}": Part.of(tensor) for name, tensor in _logical(model.decoder)})
     model.eval()
     return model
 
 
-def _check_stored(path: Path, decoder: GPT, saved: Mapping[str, Entry]) -> None:
-    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: what it holds, by name."""
+def _check_stored(path: Path, decoder: GPT, saved: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shapes by name."""
     # Compared first, as settings may ask for any number of experts, of which each gets a name below.
     numbers = sum(tensor.numel() for _, tensor in _kept(decoder))
-    held = sum(prod(entry.shape) for entry in saved.values())
+    held = sum(map(prod, saved.values()))
     if numbers != held:
         raise ValueError(
             f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
@@ -201,7 +196,7 @@ def _check_stored(path: Path, decoder: GPT, saved: Mapping[str, Entry]) -> None:
         )
     wanted = {f"model.{name}": tuple(tensor.shape) for name, tensor in _logical(decoder)}
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name].shape != wanted[name]]
+    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
     if missing or unexpected or misshapen:
         raise ValueError(
             f"{path} holds another model than its settings say: missing {some_of(missing)}, unexpected "
@@ -250,8 +245,7 @@ def _write(model: PenstockForCausalLM, path: Path) -> None:
 def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
     name, tensor = named
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    entry = Entry(shape=tuple(tensor.shape), dtype=dtype)
-    return Outgoing(name=name, entry=entry, load=lambda: tensor.to(dtype))
+    return Outgoing(name=name, shape=tuple(tensor.shape), dtype=dtype, load=lambda: tensor.to(dtype))
 
 
 def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:

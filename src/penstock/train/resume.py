@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.checkpoint.folder import Record, all_checkpoints, step_of
+from penstock.checkpoint.storage import DamagedCheckpointError
 from penstock.config import ConfigError
 from penstock.topology import Control
-from penstock.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpointError,
-    verify,
-)
+from penstock.train.checkpoint import Checkpoints, verify
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
 from penstock.train.resumption import Resumption, Say
-from penstock.train.storage.finished import all_checkpoints, step_of
-from penstock.train.storage.record import Record
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
