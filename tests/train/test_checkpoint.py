@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, 
 from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
+from penstock.train.checkpoint import Checkpoints
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,
@@ -29,6 +31,7 @@ from tests.support.checkpoints import (
     trained,
 )
 from tests.support.killed import left_by_kills
+from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -116,6 +119,69 @@ def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_one(tmp_path: Path
             reader.load(path)
     assert len(outcomes) > 20 and outcomes == sorted(outcomes) and outcomes[-1]
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+
+
+# ---- beside the steps --------------------------------------------------------------------------------------
+
+
+def test_steps_beside_a_save_change_nothing_of_it(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    expected = state_of(run)
+    run.begin(2)
+    train(run, 0, CASE, 2)
+    path = run.finish()
+    assert path == tmp_path / "step-00000002" == run.newest() and run.finish() is run.poll() is None
+    other = bare(0, replace(CASE, seed=5), tmp_path)
+    other.load(path)
+    check_equal(state_of(other), expected)
+
+
+def polled(run: Checkpoints) -> Path:
+    """The checkpoint that is being written, finished between two steps of all ranks."""
+    while (path := run.poll()) is None:
+        run.stack.machinery.control.barrier("a step")
+    return path
+
+
+def failing_beside_steps(rank: int, case: Case, folder: Path, full: int) -> tuple[str, str]:
+    """What all ranks hear between steps where one could not write, and the save after that."""
+    run = trained(rank, case, folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run.begin(3)
+            polled(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = [path.name for path in folder.iterdir()] if rank == 0 else []
+    assert left == [], "the disk is full enough"
+    run.begin(4)
+    return str(caught.value), polled(run).name
+
+
+@pytest.mark.parametrize(("world_size", "full"), [(1, 0), (2, 0), (2, 1)])
+def test_a_write_that_fails_is_heard_at_a_later_step_by_all(
+    ranks: Pools, tmp_path: Path, world_size: int, full: int
+) -> None:
+    case = replace(CASE, world_size=world_size, ep_size=world_size)
+    for error, saved in ranks(world_size).run(failing_beside_steps, case, tmp_path, full):
+        assert error.startswith("saving the checkpoint of step 3 failed") and "File too large" in error
+        assert saved == "step-00000004"
+
+
+def test_a_save_can_be_given_up(tmp_path: Path) -> None:
+    """Also where somebody has removed its folder."""
+    run = trained(0, CASE, tmp_path / "checkpoints")
+    run.begin(2)
+    run.drop()
+    assert list(run.folder.iterdir()) == [] and run.finish() is None
+    run.begin(3)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    shutil.rmtree(run.folder, ignore_errors=True)  # the thread may have made a file meanwhile
+    run.drop()
+    assert run.save(4) == run.newest()
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])

@@ -150,7 +150,10 @@ class Checkpoints:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does."""
+        """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does.
+
+        The folder is gone, and that is no error, if somebody has removed it meanwhile.
+        """
         if not self._pending:
             return None
         each = self._pending.pop()
@@ -159,10 +162,14 @@ class Checkpoints:
             digests = each.saving.digests()
             finish = lambda: complete(work, each.final, each.record, digests, self.keep)  # noqa: E731
             together(self._control, each.purpose, finish, rank=0)
-        except (CheckpointError, CommunicationError):
-            each.saving.wait()
+        except CommunicationError:
             self._remove(work)
             raise
+        except CheckpointError:
+            each.saving.wait()
+            if not self._control.any(self._control.rank == 0 and not work.exists(), each.purpose):
+                self._remove(work)
+                raise
         return each.final
 
     def drop(self) -> None:
