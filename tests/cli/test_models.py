@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.adapt.asking import Judgement, judge, open_model
+from penstock.checkpoint.folder import RECORD, SUMS, digest_of, write_sums
 from penstock.cli import main
 from penstock.config import ConfigError, to_dict
 from penstock.models import ModelConfig
@@ -23,8 +24,6 @@ from penstock.moe import MoEConfig
 from penstock.train.assemble import build_optimizer, build_stack
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.config import RunConfig
-from penstock.train.storage.record import RECORD
-from penstock.train.storage.sums import SUMS, digest_of, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.adapted import small
 from tests.support.parity import machinery

@@ -20,10 +20,8 @@ from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
 from penstock.adapt.described import CONFIG, GENERATION, in_one_line, setting_of
 from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.words import Words, words_of
+from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is_complete
 from penstock.config import ConfigError
-from penstock.train.storage.finished import all_checkpoints, is_complete
-from penstock.train.storage.record import RECORD, Record
-from penstock.train.storage.sums import SUMS
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""

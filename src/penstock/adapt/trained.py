@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.adapt.described import quiet
 from penstock.adapt.weights import some_of
+from penstock.checkpoint.storage import Part
 from penstock.config import from_dict
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import config_json, in_files, lack_of
@@ -32,7 +33,6 @@ from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
 from penstock.train.resume_settings import check_sizes_given
-from penstock.train.storage.stored import Entry
 
 
 class WrappedDecoder(PreTrainedModel, GenerationMixin):
@@ -73,21 +73,21 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
     """
     record = verify(path, Control(0, 1))
     if record.settings is None:
-        raise ValueError(f"{path} does not say what model it holds: an earlier version of Penstock wrote it")
+        raise ValueError(f"{path} does not say what model it holds")
     check_sizes_given(record.settings, path)
     model: ModelConfig = from_dict(ModelConfig, dict(record.settings["model"]), "model")
     moe: MoEConfig = from_dict(MoEConfig, dict(record.settings["moe"]), "moe")
     stored = open_stored(path)
-    saved = {name: entry for name, entry in stored.entries.items() if name.startswith("model.")}
+    saved = {name: shape for name, (shape, _) in stored.whole.items() if name.startswith("model.")}
     with torch.device("meta"):
         _check_stored(path, MoEDecoder(model, moe), saved)
-    tensors = {name.removeprefix("model."): tensor for name, tensor in stored.read(saved)}
     if lack_of(moe) is None:
-        return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
+        tensors = {name: torch.empty(stored.whole[name][0], dtype=stored.whole[name][1]) for name in saved}
+        stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
+        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        return as_qwen3_moe(model, moe, named, record.tokenizer).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)
-    with torch.no_grad():
-        for name, tensor in _logical(wrapped.decoder):
-            tensor.copy_(tensors[name])
+    stored.load({f"model.{name}": Part.of(tensor) for name, tensor in _logical(wrapped.decoder)})
     return wrapped.eval()
 
 
@@ -107,11 +107,11 @@ def as_qwen3_moe(
     return made
 
 
-def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, Entry]) -> None:
-    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: what it holds, by name."""
+def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shapes by name."""
     # Compared first, as settings may ask for any number of experts, of which each gets a name below.
     numbers = sum(tensor.numel() for _, tensor in _kept(decoder))
-    held = sum(prod(entry.shape) for entry in saved.values())
+    held = sum(map(prod, saved.values()))
     if numbers != held:
         raise ValueError(
             f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
@@ -119,7 +119,7 @@ def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, Entry]) -
         )
     wanted = {f"model.{name}": tuple(tensor.shape) for name, tensor in _logical(decoder)}
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name].shape != wanted[name]]
+    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
     if missing or unexpected or misshapen:
         raise ValueError(
             f"{path} holds another model than its settings say: missing {some_of(missing)}, unexpected "

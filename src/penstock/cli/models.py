@@ -141,7 +141,7 @@ def _text_of(file: Path) -> str:
 
 def _explained(command: Callable[[], int]) -> int:
     """Return the exit code of a command; report in one line what a user can mend."""
-    from penstock.train.checkpoint import CheckpointError
+    from penstock.checkpoint.storage import CheckpointError
 
     try:
         return command()

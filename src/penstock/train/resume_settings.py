@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.checkpoint.folder import RECORD
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.train.config import RunConfig
-from penstock.train.storage.record import RECORD
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
     "model.preset": "the sizes that it stands for are compared one by one",

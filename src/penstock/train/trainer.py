@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
@@ -268,7 +269,8 @@ class Trainer:
     ) -> None:
         """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
 
-        saves: whether a checkpoint is due, whatever the settings say.
+        saves: whether a checkpoint is due at once, whatever the settings say. Otherwise it is written beside
+        the steps that follow.
         """
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
@@ -285,8 +287,11 @@ class Trainer:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
+        self.saved = self.checkpoints.poll() or self.saved
         if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
+            if last or saves:
+                self.saved = self.checkpoints.finish() or self.saved
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
         """Keep the loads that pictures show."""
@@ -296,7 +301,7 @@ class Trainer:
             writer.draw(step, loads_YE)
 
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
-        """Write a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
+        """Begin a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
         step, loss = metrics.step, metrics.eval_loss
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
@@ -307,10 +312,11 @@ class Trainer:
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
+        self.saved = self.checkpoints.finish() or self.saved
         if self.saved is not None and not self.saved.exists():
             self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
         try:
-            self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
+            self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
@@ -382,6 +388,7 @@ class Trainer:
             with written(self.output.path):
                 self.output.renew()
 
+        self.checkpoints.drop()  # its folder may be gone
         self.control.agreed(renew, "making output.dir again", by=0)
         self._save_settings(done)
         self._say_moved()
@@ -447,6 +454,10 @@ class Trainer:
         return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
 
     def _diverged(self, problem: str) -> str:
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            problem = f"{problem}; {error}"
         newest = self.checkpoints.newest()
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint has been written yet"
         return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"

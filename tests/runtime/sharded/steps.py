@@ -39,7 +39,7 @@ class Habits:
     """What a training loop does beside steps.
 
     clips: by a norm that is small. in_backward: updates are tasks of the backward pass. passes: backward
-    passes per step. freezes: gates and norms of blocks, in the second step. evaluates, replans: between steps, the
+    passes per step. freezes: gates, norms, in the second step. evaluates, replans: between steps, the
     latter with gradients in pieces of another size. releases: gradients are given up once they are summed.
     """
 
