@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tokenizers.pre_tokenizers import Metaspace, Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.adapt.asking import Judgement, judge, open_model
+from penstock.adapt.trained import from_checkpoint
 from penstock.checkpoint.folder import RECORD, SUMS, digest_of, write_sums
 from penstock.cli import main
 from penstock.config import ConfigError, to_dict
@@ -33,8 +36,9 @@ from tests.support.training import train_on
 
 STEPS = 8
 LAYERS = ["model.moe_layers=[1]", "model.tie_word_embeddings=true"]
+AS_QWEN3_MOE = [*LAYERS, "model.num_key_value_heads=2", "model.head_dim=6", "moe.norm_topk_prob=false"]
 SETTINGS = {
-    "as Qwen3-MoE": [*LAYERS, "model.num_key_value_heads=1", "model.head_dim=6", "moe.norm_topk_prob=false"],
+    "as Qwen3-MoE": AS_QWEN3_MOE,
     "with a gate of its own": [*LAYERS, "moe.gate=sigmoid", "moe.expert_bias_rate=0.01"],
 }
 SAMPLE = "line 7: 49 is the"
@@ -83,6 +87,39 @@ def test_what_can_be_done_with_a_run(
     assert text.startswith("line 1") and len(text) > len("line 1\n")
     drawn = [said(capsys, "generate", folder, *asked, "--temperature", "2", "--seed", seed) for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+READ_ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model, told = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert type(model).__name__ == "Qwen3MoeForCausalLM" and not any(told.values()), told
+torch.save(model(torch.arange(16)[None]).logits.detach(), sys.argv[2])
+tokens = model.generate(torch.arange(4)[None], max_new_tokens=4, do_sample=False)
+assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [[], ["parallel.mp_size=2", "parallel.esp_size=2"], ["optimizer.sharded=true"]], ids=" ".join
+)
+def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
+    """It computes the same there, without Penstock; and a run may begin with it, on another layout."""
+    write_config(tmp_path)
+    settings = [*AS_QWEN3_MOE, f"train.steps={STEPS}"]
+    began = ranks(2).run(train_on, 2, tmp_path, [*settings, *layout], None)[0].summary
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    logits = tmp_path / "logits.pt"
+    subprocess.run([sys.executable, "-c", READ_ALONE, str(checkpoint), str(logits)], check=True, timeout=120)
+    with torch.no_grad():
+        ours = from_checkpoint(checkpoint)(torch.arange(16)[None]).logits
+    torch.testing.assert_close(torch.load(logits), ours)
+    assert ours.std() > 0.01
+    fresh = [f"model.config={checkpoint}", f"output.dir={tmp_path / 'second'}", f"train.steps={STEPS}"]
+    second = ranks(2).run(train_on, 2, tmp_path, fresh, None)[0].summary
+    assert second.steps == STEPS and second.first_loss < began.first_loss
+    assert second.first_loss == pytest.approx(began.last_loss, rel=0.05)
 
 
 def words_file(folder: Path, last: str = "cube") -> Path:

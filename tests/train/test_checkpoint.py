@@ -286,7 +286,9 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.every_value
-@pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "pattern", ["shard-*.safetensors", "model-*.safetensors", "SHA256SUMS", "checkpoint.json"]
+)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
     run = trained(0, CASE, tmp_path)

@@ -7,7 +7,7 @@ Shapes: B samples, L tokens per sample, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ from penstock.adapt.weights import some_of
 from penstock.checkpoint.storage import Part
 from penstock.config import from_dict
 from penstock.models import ModelConfig, MoEDecoder
-from penstock.models.qwen3_moe import config_json, in_files, lack_of
+from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
 from penstock.train.resume_settings import check_sizes_given
+from penstock.train.run_state import model_tensors, of_model
 
 
 class WrappedDecoder(PreTrainedModel, GenerationMixin):
@@ -78,16 +79,15 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
     model: ModelConfig = from_dict(ModelConfig, dict(record.settings["model"]), "model")
     moe: MoEConfig = from_dict(MoEConfig, dict(record.settings["moe"]), "moe")
     stored = open_stored(path)
-    saved = {name: shape for name, (shape, _) in stored.whole.items() if name.startswith("model.")}
+    saved = {name: shape for name, (shape, _) in stored.whole.items() if of_model(name)}
     with torch.device("meta"):
         _check_stored(path, MoEDecoder(model, moe), saved)
     if lack_of(moe) is None:
         tensors = {name: torch.empty(stored.whole[name][0], dtype=stored.whole[name][1]) for name in saved}
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
-        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        return as_qwen3_moe(model, moe, named, record.tokenizer).eval()
+        return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)
-    stored.load({f"model.{name}": Part.of(tensor) for name, tensor in _logical(wrapped.decoder)})
+    stored.load({name: Part.of(tensor) for name, tensor, _ in model_tensors(wrapped.decoder)})
     return wrapped.eval()
 
 
@@ -96,13 +96,9 @@ def as_qwen3_moe(
 ) -> Qwen3MoeForCausalLM:
     """Return the model of transformers with the weights of a decoder, by their names in checkpoints."""
     config = Qwen3MoeConfig(**config_json(model, moe, tokenizer_digest=tokenizer_digest))
-    state: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        there, transposed = in_files(name)
-        state[there] = tensor.t() if transposed else tensor
     with quiet():
         made: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(
-            None, config=config, state_dict=state, dtype=torch.float32
+            None, config=config, state_dict=dict(tensors), dtype=torch.float32
         )
     return made
 
@@ -110,14 +106,15 @@ def as_qwen3_moe(
 def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Size]) -> None:
     """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shapes by name."""
     # Compared first, as settings may ask for any number of experts, of which each gets a name below.
-    numbers = sum(tensor.numel() for _, tensor in _kept(decoder))
+    kept = decoder.state_dict(keep_vars=True).values()
+    numbers = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in kept}.values())
     held = sum(map(prod, saved.values()))
     if numbers != held:
         raise ValueError(
             f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
             "Give the path of another checkpoint"
         )
-    wanted = {f"model.{name}": tuple(tensor.shape) for name, tensor in _logical(decoder)}
+    wanted = {name: tensor.shape for name, tensor, _ in model_tensors(decoder)}
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
     if missing or unexpected or misshapen:
@@ -126,16 +123,3 @@ def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Siz
             f"{some_of(unexpected)}, of other shapes {some_of(sorted(misshapen))}. Give the path of another "
             "checkpoint"
         )
-
-
-def _logical(decoder: MoEDecoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a whole decoder under their names in checkpoints: every expert has its own."""
-    for name, tensor in _kept(decoder):
-        yield from decoder.logical(name, tensor.detach())
-
-
-def _kept(decoder: MoEDecoder) -> list[tuple[str, Tensor]]:
-    """Return the buffers and parameters of a decoder that checkpoints have; those it ties once."""
-    kept = decoder.state_dict().keys()
-    buffers = [(name, buffer) for name, buffer in decoder.named_buffers() if name in kept]
-    return [*buffers, *decoder.named_parameters()]

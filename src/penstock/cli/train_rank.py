@@ -5,11 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import traceback
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-
-from torch import nn
 
 from penstock.autopilot import Autopilot
 from penstock.checkpoint.storage import CheckpointError
@@ -52,15 +47,6 @@ def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     return end_of_rank(info, _Rank(config, info).code(json_wanted))
 
 
-def first_weights(path: Path | None) -> Callable[[nn.Module], object] | None:
-    """Return what gives a model the weights in `model.config`; None where a run draws its own."""
-    if path is None or not path.is_dir():
-        return None
-    from penstock.adapt.pretrained import has_weights, read_weights
-
-    return partial(read_weights, folder=path) if has_weights(path) else None
-
-
 class _Rank:
     """This rank's part in a run, as far as it has come."""
 
@@ -101,9 +87,7 @@ class _Rank:
             device = pick_device(info.local_rank)
             keep_freed_memory()
             join(info, config.parallel.timeout_s, device, config.parallel.transport)
-            self._trainer = Trainer(
-                config, info, device, Autopilot, quiet=False, first_weights=first_weights(config.model.config)
-            )
+            self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
         except (ConfigError, RefusalError) as error:
             return refused(error)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
 
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
+from penstock.models import MoEDecoder
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
@@ -29,7 +29,7 @@ from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
-from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack, model_config, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
@@ -45,6 +45,7 @@ from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
+from penstock.train.pretrained import has_weights, read_weights
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
@@ -72,8 +73,7 @@ class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
     make_pilot: makes the pilot, which decides by which plan steps run. on_step: called before a step's
-    checkpoint is written; the output folder exists by then. first_weights: gives the model those with which a
-    run begins that does not continue another; None = drawn by the seed.
+    checkpoint is written; the output folder exists by then.
     """
 
     def __init__(
@@ -85,7 +85,6 @@ class Trainer:
         *,
         quiet: bool,
         on_step: OnStep | None = None,
-        first_weights: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
         check_alike(config, control)
@@ -118,8 +117,7 @@ class Trainer:
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
-        if first_weights is not None and self.resumption is None:
-            control.agreed(lambda: first_weights(self.stack.model), "reading the weights of model.config")
+        self._begin_with(config.model.config)
         self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
@@ -133,6 +131,7 @@ class Trainer:
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
             tokenizer=self.source.tokenizer,
+            model_config=model_config(self._saved_config, self.source.tokenizer),
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
@@ -143,6 +142,13 @@ class Trainer:
         self.analysis: StepAnalysis | None = None
         self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
+
+    def _begin_with(self, path: Path | None) -> None:
+        """Read the weights in `model.config` for a run that does not continue another."""
+        if path is not None and self.resumption is None and has_weights(path):
+            model = self.stack.model
+            assert isinstance(model, MoEDecoder), "a run trains no other model"
+            self.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
