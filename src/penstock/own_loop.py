@@ -23,7 +23,7 @@ from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
-from penstock.topology.blame import give_up, reason
+from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device

@@ -32,7 +32,7 @@ from penstock.topology import (
     join,
     leave,
 )
-from penstock.topology.blame import give_up, is_first_to_say
+from penstock.topology.faults import give_up, is_first_to_say
 from penstock.topology.interfaces import check_interface
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes

@@ -20,7 +20,7 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
-from penstock.topology.blame import give_up
+from penstock.topology.faults import give_up
 from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError

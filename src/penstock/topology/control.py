@@ -17,10 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.config import ConfigError
-from penstock.topology.blame import explain, reason
+from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, within
-from penstock.topology.rollcall import ACTIVITY, ANSWER_S, named
 
 T = TypeVar("T")
 

@@ -27,8 +27,7 @@ from penstock.device import device_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import CommunicationError, Control
-from penstock.topology.blame import explain, reason
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY, explain, reason
 from penstock.train.finite import first_not_finite
 from penstock.train.storage.bounded import bound_again, read_bounds, write_bounds
 from penstock.train.storage.files import DamagedError

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from penstock.stops import SIGNALS
-from penstock.topology.blame import CULPRITS_KEY
-from penstock.topology.rollcall import named
+from penstock.topology.faults import cause, named, report_killed, silent_ranks
 from penstock.train.signals import recorded_signals, shares_terminal
 
 if TYPE_CHECKING:
@@ -73,7 +72,8 @@ class LaunchOutcome:
 
     `stopped` are the ranks that the launcher had to signal, so that their exit codes are not their own;
     `interrupted_by` is the first signal that ended the whole run. `silent` maps each rank that did not answer
-    the others to whether a signal had stopped it.
+    the others to whether a signal had stopped it. `cause` is the rank that failed for a reason of its own,
+    with the reason, or what others waited for, as the ranks have said.
     """
 
     exit_codes: tuple[int, ...]
@@ -81,16 +81,26 @@ class LaunchOutcome:
     stopped: frozenset[int]
     interrupted_by: signal.Signals | None
     silent: Mapping[int, bool] = field(default_factory=dict)
+    cause: tuple[int | None, str] = (None, "")
 
     def describe(self) -> str | None:
-        """Return the failure to name first, such as `rank 1 did not answer: it was stopped by a signal`."""
-        if not self.silent:
-            return None if self.first_failure is None else self.first_failure.describe()
-        ranks = sorted(self.silent)
-        more = ": it was stopped by a signal" if all(self.silent.values()) else " and was killed"
-        if len(ranks) > 1:
-            more = ": a signal had stopped them" if all(self.silent.values()) else " and were killed"
-        return f"{named(ranks)} did not answer{more}"
+        """Return the failure to name first, such as `rank 1 did not answer: it was stopped by a signal`.
+
+        The reason follows, with the task in which the rank failed, or in which others waited for it.
+        """
+        failure, (culprit, why) = self.first_failure, self.cause
+        if self.silent:
+            ranks, signalled = sorted(self.silent), all(self.silent.values())
+            more = ": it was stopped by a signal" if signalled else " and was killed"
+            if len(ranks) > 1:
+                more = ": a signal had stopped them" if signalled else " and were killed"
+            return f"{named(ranks)} did not answer{more}" + (f"; {why}" if why else "")
+        if failure is None or not why:
+            return None if failure is None else failure.describe()
+        if failure.returncode > 0 and culprit is not None:
+            failure = Failure(rank=culprit, returncode=self.exit_codes[culprit] or failure.returncode)
+            return f"{failure.describe()}: {why}"
+        return failure.describe() if culprit == failure.rank else f"{failure.describe()}; {why}"
 
     @property
     def exit_code(self) -> int:
@@ -152,7 +162,7 @@ def launch(
     store = place.run_inside(0, lambda: _host_store(place.listen_address(0)))
     shared = _shared_environ(os.environ if environ is None else environ, processes, place.address(0), store)
     with recorded_signals() as received:
-        ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
+        ranks = _Ranks(grace_s=grace_s, received=received, store=store)
         try:
             with _held_back(SIGNALS if hears else ()):
                 ranks.start(command, processes, shared, place)
@@ -168,13 +178,11 @@ def launch(
 class _Ranks:
     """The running children; their state is checked once every `POLL_S`."""
 
-    def __init__(
-        self, *, grace_s: float, received: list[signal.Signals], culprits: Callable[[], list[int]]
-    ) -> None:
+    def __init__(self, *, grace_s: float, received: list[signal.Signals], store: TCPStore) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.grace_s = grace_s
         self.received = received  # filled by the signal handler, in the order of arrival
-        self.culprits = culprits  # ranks that do not answer, as the others report
+        self.store = store  # where ranks say why they end, and who does not answer
         self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
         self.first_failure: Failure | None = None
@@ -221,7 +229,10 @@ class _Ranks:
         if self.first_failure or self.received or not ended:
             return
         rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
-        self.first_failure = Failure(rank=rank, returncode=returncode)
+        self.first_failure = failure = Failure(rank=rank, returncode=returncode)
+        if returncode < 0:
+            how = failure.describe().partition(" was ")[2]
+            report_killed(self.store, rank, len(self.processes), how)
         self.stop_within(self.grace_s)
 
     def heed_verdict(self) -> None:
@@ -230,7 +241,9 @@ class _Ranks:
             return
         running = self.running()
         self.silent = {
-            rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
+            rank: _is_stopped(self.processes[rank].pid)
+            for rank in silent_ranks(self.store)
+            if rank in running
         }
         if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
             self.silent = dict.fromkeys(running, True)  # no rank is left to report it
@@ -271,6 +284,7 @@ class _Ranks:
             stopped=frozenset(self.stopped),
             interrupted_by=self.received[0] if self.received else None,
             silent=self.silent,
+            cause=cause(self.store),
         )
 
 
@@ -326,13 +340,6 @@ def _host_store(address: str) -> TCPStore:
     return TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-
-
-def _culprits(store: TCPStore) -> list[int]:
-    """Return the ranks that others have found silent."""
-    if not store.check([CULPRITS_KEY]):
-        return []
-    return [int(rank) for rank in store.get(CULPRITS_KEY).decode().split(",")]
 
 
 def _is_stopped(pid: int) -> bool:

@@ -23,7 +23,7 @@ from penstock.report.summary import SUMMARY_FILE
 from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike

@@ -20,7 +20,7 @@ from penstock.doctor.gpu.here import Here, Scale
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.topology import detect, join
-from penstock.topology.blame import give_up
+from penstock.topology.faults import give_up
 from penstock.topology.join import ALONE
 from penstock.train.assemble import on_device
 from penstock.train.config import RunConfig
