@@ -71,7 +71,7 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     Raises `ConfigError` that names the variable if some are missing or contradict each other.
     """
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") == "1" else "torchrun"
+        launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
         return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
     if _is_slurm_task(environ):
         return _identity(environ, "SLURM_PROCID", _slurm_size(environ), "SLURM_LOCALID", "slurm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -44,19 +43,3 @@ def recorded_signals() -> Iterator[list[signal.Signals]]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-def shares_terminal() -> bool:
-    """Tell whether Ctrl-C reaches the ranks as it reaches this process: its group has the terminal.
-
-    A SIGINT sent to this process alone at that moment is not passed on; the ranks then end when their grace
-    does.
-    """
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:  # there is no terminal, as under a batch system
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    finally:
-        os.close(terminal)
