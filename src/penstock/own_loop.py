@@ -90,7 +90,8 @@ def session(
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
-    info = joined(read.parallel.timeout_s, device, read.parallel.transport)
+    waits = read.parallel
+    info = joined(waits.timeout_s, device, waits.transport, start_s=waits.start_s)
     machinery = None
     try:
         with _counted() as outer:

@@ -86,7 +86,8 @@ class _Rank:
         try:
             device = pick_device(info.local_rank)
             keep_freed_memory()
-            join(info, config.parallel.timeout_s, device, config.parallel.transport)
+            waits = config.parallel
+            join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
         except (ConfigError, RefusalError) as error:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 # torch.distributed exports these as well, but hides them from type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store, _set_pg_timeout
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
@@ -111,16 +111,21 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
 
 
 def join(
-    info: ProcessInfo, timeout_s: float, device: torch.device, transport: TransportName = "direct"
+    info: ProcessInfo,
+    timeout_s: float,
+    device: torch.device,
+    transport: TransportName = "direct",
+    *,
+    start_s: float | None = None,
 ) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
     transport: where tensors of GPUs are staged in the host's memory, NCCL is left out.
 
-    `timeout_s` limits every wait of the rendezvous, and every later collective of the default group. A
-    process on its own opens no port. Raises `ConfigError` if the launcher left no address, or Gloo is to use
-    an interface that is not there; and `CommunicationError` with what was found if the others cannot be met
-    in time.
+    `start_s` (None: `timeout_s`) limits every wait of the rendezvous, `timeout_s` every later collective of
+    the default group. A process on its own opens no port. Raises `ConfigError` if the launcher left no
+    address, or Gloo is to use an interface that is not there; and `CommunicationError` with what was found if
+    the others cannot be met in time.
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
@@ -129,9 +134,12 @@ def join(
     where = "here" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
     _name_loopback(where)
-    store: Store = HashStore() if info == ALONE else _store(info, where, timeout_s)
-    _connect(info, store, timeout_s, "gloo" if transport == "staged" else device_of(device).backend)
+    start_s = start_s or timeout_s
+    store: Store = HashStore() if info == ALONE else _store(info, where, start_s)
+    _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
     if info.world_size > 1:
+        if start_s != timeout_s:
+            _set_pg_timeout(timedelta(seconds=timeout_s))
         watch(
             FaultWatcher(
                 store,
@@ -147,7 +155,13 @@ def join(
         torch.set_num_threads(1)
 
 
-def joined(timeout_s: float, device: torch.device, transport: TransportName = "direct") -> ProcessInfo:
+def joined(
+    timeout_s: float,
+    device: torch.device,
+    transport: TransportName = "direct",
+    *,
+    start_s: float | None = None,
+) -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
     Raises CommunicationError, as `join` and `host_group` do.
@@ -158,11 +172,11 @@ def joined(timeout_s: float, device: torch.device, transport: TransportName = "d
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
         if info.world_size > 1:
-            host_group(timeout_s)
+            host_group(start_s or timeout_s)
             if device_of(device).is_gpu:
                 _watch_in_group_of_others(info, timeout_s)
         return info
-    join(started, timeout_s, device, transport)
+    join(started, timeout_s, device, transport, start_s=start_s)
     return started
 
 

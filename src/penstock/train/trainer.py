@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -91,7 +91,8 @@ class Trainer:
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
-        self.resumption = find_resumption(config, control, say)  # before anything is measured
+        with control.waiting(config.parallel.checkpoint_s, config.parallel.timeout_s):
+            self.resumption = find_resumption(config, control, say)  # before anything is measured
         folder, keep = config.output.dir, self.resumption is not None
         control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
         ranks = Ranks(control=control, device=device, node_size=node_size)
@@ -302,7 +303,10 @@ class Trainer:
         if self.saved is not None and not self.saved.exists():
             self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
         try:
-            self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
+            with self._waiting_for_a_checkpoint():
+                self.saved = self.checkpoints.save(
+                    step, plan_settled=self.pilot.settled, papers=self.pilot.save
+                )
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
@@ -436,7 +440,13 @@ class Trainer:
         if self.resumption is None:
             return 0
         self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
-        return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
+        config, say = self._saved_config, self.progress.say
+        with self._waiting_for_a_checkpoint():
+            return restore(config, self.control, self.checkpoints, self.resumption, say)
+
+    def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
+        waits = self._saved_config.parallel
+        return self.control.waiting(waits.checkpoint_s, waits.timeout_s)
 
     def _diverged(self, problem: str) -> str:
         newest = self.checkpoints.newest()

@@ -319,7 +319,7 @@ def build_transport(
     """Build a transport with process groups of these kinds."""
     if layout.world_size == 1:
         return LocalTransport()
-    make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
+    make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds, start_s=parallel.start_s)
     if parallel.transport == "staged":
         return StagedTransport(make_groups, device, parallel.send_buffer_bytes)
     if device_of(device).is_gpu:
