@@ -120,7 +120,10 @@ def test_ranks_are_told_by_the_launcher_which_of_them_was_killed(
     report_killed(three.root, 2, 3, "killed by signal 9 (SIGKILL)")
     wait_for(lambda: len(heard) == 2)
     assert heard == ["rank 2 has ended: killed by signal 9 (SIGKILL)"] * 2
+    assert cause(three.root) == (None, "")
+    ACTIVITY.fail("task L0.N.m0.F", RuntimeError(GLOO))
     assert first.give_up().verdict() == "rank 2 had failed: killed by signal 9 (SIGKILL)"
+    assert cause(three.root) == (None, "rank 0 waited in task L0.N.m0.F")
     assert second.give_up().gone == {0: None, 2: "killed by signal 9 (SIGKILL)"}
 
 

@@ -33,9 +33,9 @@ ENDLESS_S = 10 * HANG_S
 # As leader of a session without a terminal it is controlled by the one on its stdin, if any.
 PARENT = f"""
 import os, sys
-from penstock.train import signals
+from penstock.train import stopping
 from penstock.train.launcher import launch
-signals.SAME_REQUEST_S = float(sys.argv[1])
+stopping.SAME_REQUEST_S = float(sys.argv[1])
 if os.isatty(0):
     os.open(os.ttyname(0), os.O_RDWR)
 outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s={ENDLESS_S})

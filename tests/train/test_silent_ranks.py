@@ -64,7 +64,7 @@ def test_a_stopped_rank_is_named(
     last = outcome.describe()
     assert last is not None
     assert last.startswith(f"rank {rank} did not answer: it was stopped by a signal; rank "), last
-    assert f" waited in {waited_for}" in last, last
+    assert waited_for in last, last
     assert (outcome.exit_code, outcome.exit_codes[rank]) == (1, -signal.SIGKILL)
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_runs_and_takes_no_part_is_named(tmp_path: Path) -> None:
     outcome, said = run(tmp_path, "loading for ever", 1, 2)
     (line,) = reports(said).values()
     assert re.search(r"rank 1 answers, but was outside every exchange and task for \d\.\d s", line), line
-    assert (outcome.describe() or "").startswith("rank 1 did not answer and was killed; rank 0 waited in ")
+    assert (outcome.describe() or "").startswith("rank 1 did not answer and was killed; rank 0 ")
     assert outcome.exit_code == 1
 
 

@@ -534,7 +534,7 @@ def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
     """Tell the ranks of a job, once they have met, that one was killed and could not say so itself."""
     job = _job_of(root)
     if job is not None and rank not in notes(job):
-        leave_note(job, {"rank": rank, "failure": how, "waited_in": None})
+        leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
         call(job, world_size, "launcher")
 
 
@@ -544,14 +544,19 @@ def silent_ranks(root: Store) -> list[int]:
 
 
 def cause(root: Store) -> tuple[int | None, str]:
-    """Return which rank failed first for a reason of its own, and the reason or what others waited for."""
+    """Return which rank failed first for a reason of its own, with the reason; or None, with what one of the
+    others waited for."""
     job = _job_of(root)
     said = {} if job is None else notes(job)
     for rank, note in said.items():
-        if note["failure"]:
+        if note["failure"] and not note.get("killed"):
             return rank, note["failure"]
-    waiting = {rank: note["waited_in"] for rank, note in said.items() if note["waited_in"]}
-    return None, next((f"rank {rank} waited in {what}" for rank, what in waiting.items()), "")
+    waiting = ((rank, note["waited_in"]) for rank, note in said.items() if note["waited_in"])
+    for rank, what in waiting:
+        return None, f"rank {rank} waited in {what}" if what.startswith(
+            "task "
+        ) else f"rank {rank} was {what}"
+    return None, ""
 
 
 def _job_of(root: Store) -> Store | None:

@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from penstock.stops import SIGNALS
 from penstock.topology.faults import cause, named, report_killed, silent_ranks
-from penstock.train.signals import recorded_signals
+from penstock.train.stopping import SignalLog
 
 T = TypeVar("T")
 
@@ -107,10 +107,10 @@ class LaunchOutcome:
             return f"{named(ranks)} did not answer{more}" + (f"; {why}" if why else "")
         if failure is None or not why:
             return None if failure is None else failure.describe()
-        if failure.returncode > 0 and culprit is not None:
-            failure = Failure(rank=culprit, returncode=self.exit_codes[culprit] or failure.returncode)
-            return f"{failure.describe()}: {why}"
-        return failure.describe() if culprit == failure.rank else f"{failure.describe()}; {why}"
+        if culprit is None:
+            return f"{failure.describe()}; {why}"
+        failure = Failure(rank=culprit, returncode=self.exit_codes[culprit] or failure.returncode)
+        return f"{failure.describe()}: {why}"
 
     @property
     def exit_code(self) -> int:
@@ -184,8 +184,8 @@ def launch(
         max_restarts=0,
         monitor_interval=POLL_S,
     )
-    with recorded_signals() as received:
-        agent = _Agent(spec, store, grace_s=grace_s, received=received, hears=hears)
+    with SignalLog() as log:
+        agent = _Agent(spec, store, grace_s=grace_s, received=log.received, hears=hears)
         agent.run()
         outcome = agent.outcome()
         if ended is not None:
