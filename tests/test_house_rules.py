@@ -73,7 +73,7 @@ READS_THE_CLOCK: Mapping[str, str] = {
     "support/forked.py": "ranks have one deadline, after which a run hangs",
     "support/patience.py": "has the functions that wait; all others call these",
     "topology/test_attempt.py": "one rank comes later; the outcome is the same if it does not",
-    "topology/test_rollcall.py": "a time that has passed is at least as long as a sleep",
+    "topology/test_faults.py": "a time that has passed is at least as long as a sleep",
 }
 """Files of tests that do, and why a machine may be as slow as it is for all that."""
 CLOCKS = {"sleep", "monotonic", "perf_counter", "process_time", "thread_time", "time.time"}

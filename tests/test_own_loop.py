@@ -11,7 +11,7 @@ import torch.distributed as dist
 import penstock
 from penstock.moe import MoELayer, build_layer
 from penstock.own_loop import Session
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 from tests.support.forked import run_forked
 from tests.support.runs import write_config
 

@@ -23,7 +23,7 @@ from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
-from penstock.topology.blame import give_up, reason
+from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
 from penstock.train.alike import check_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device
@@ -90,7 +90,8 @@ def session(
     started = detect(os.environ) or ALONE
     device = pick_device(started.local_rank)
     joins = not dist.is_initialized()
-    info = joined(read.parallel.timeout_s, device, read.parallel.transport)
+    waits = read.parallel
+    info = joined(waits.timeout_s, device, waits.transport, start_s=waits.start_s)
     machinery = None
     try:
         with _counted() as outer:

@@ -42,6 +42,7 @@ SAY_S = 1.0
 """Seconds for the last line, whose reader may be gone."""
 
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 class Phase(Enum):
@@ -65,7 +66,12 @@ class Stops:
     # ---- what a command notes ----
 
     def hear(self) -> None:
-        """Take the signals, unless they are ignored, and let through what was held back until now."""
+        """Take the signals, unless they are ignored, and let through what was held back until now.
+
+        A rank that Penstock has started dies with the process that did.
+        """
+        if ask := die_with_parent(int(os.environ.get("PENSTOCK_LAUNCHED") or 0)):
+            ask()
         self._taken = heeded()
         for number in self._taken:
             signal.signal(number, self._handle)
@@ -231,6 +237,28 @@ def mute(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def die_with_parent(parent: int) -> Callable[[], None] | None:
+    """Return a function by which a child of process `parent` asks the kernel to kill it when that dies.
+
+    Linux only (None elsewhere, where `kill -9` of the parent leaves its children to notice by themselves),
+    and None for a process with another parent. The kernel goes by the thread that started the child. The
+    library is loaded here, as between fork and exec a child should do as little as it can.
+    """
+    if sys.platform != "linux" or parent not in (os.getppid(), os.getpid()):
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def ask() -> None:
+        if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_PDEATHSIG")
+        if os.getppid() != parent:  # the parent died before the kernel was asked
+            os._exit(1)
+
+    return ask
 
 
 def speaks() -> bool:

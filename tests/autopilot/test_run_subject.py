@@ -114,6 +114,8 @@ NO_MATTER = {
     "plan.drift_threshold": "0.3",
     "plan.drift_steps": "16",
     "parallel.timeout_s": "30.0",
+    "parallel.start_timeout_s": "30.0",
+    "parallel.checkpoint_timeout_s": "30.0",
     "parallel.send_buffer_bytes": "1024",
     "parallel.reduce_scatter": "in_order",  # the same sums, in an order of their own
     "parallel.transport": "staged",  # the file's link times are those of the transport they were taken with

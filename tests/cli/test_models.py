@@ -30,6 +30,7 @@ from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
 from tests.support.adapted import small
 from tests.support.parity import machinery
+from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import train_on
@@ -111,7 +112,9 @@ def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, 
     began = ranks(2).run(train_on, 2, tmp_path, [*settings, *layout], None)[0].summary
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
     logits = tmp_path / "logits.pt"
-    subprocess.run([sys.executable, "-c", READ_ALONE, str(checkpoint), str(logits)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", READ_ALONE, str(checkpoint), str(logits)], check=True, timeout=HANG_S
+    )
     with torch.no_grad():
         ours = from_checkpoint(checkpoint)(torch.arange(16)[None]).logits
     torch.testing.assert_close(torch.load(logits), ours)

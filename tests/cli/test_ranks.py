@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from penstock.cli import ranks
 from penstock.cli.failing import NOT_BEGUN
@@ -32,15 +33,16 @@ def ask_afterwards() -> None:
 
 def kill_at_once() -> None:
     """Interrupt this process when it has started the ranks, and kill them before they hear of it."""
-    start = launcher._Ranks.start
+    start = launcher._Agent._start_workers
 
-    def started(self: launcher._Ranks, *given: Any) -> None:
-        start(self, *given)
+    def started(self: launcher._Agent, worker_group: WorkerGroup) -> dict[int, Any]:
+        found: dict[int, Any] = start(self, worker_group)
         os.kill(os.getpid(), signal.SIGINT)
         for rank in self.processes:
             rank.kill()
+        return found
 
-    launcher._Ranks.start = started  # type: ignore[assignment,method-assign]
+    launcher._Agent._start_workers = started  # type: ignore[method-assign]
 
 
 def test_a_stop_after_a_finished_run_changes_nothing(tmp_path: Path) -> None:

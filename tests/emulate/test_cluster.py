@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -117,6 +118,20 @@ def test_a_rank_finds_the_environment_of_torchrun() -> None:
         assert (found["RANK"], found["WORLD_SIZE"]) == ("3", "4")
         assert (found["LOCAL_RANK"], found["LOCAL_WORLD_SIZE"]) == ("1", "2")
         assert found["MASTER_ADDR"] == cluster.address(0)
+
+
+@real
+@pytest.mark.parametrize("rank", range(4))
+def test_the_wrapper_of_all_ranks_takes_each_to_its_place(rank: int) -> None:
+    with Cluster(EmulateConfig(nodes=2, devices=2)) as cluster:
+        program = "'import os, json; print(json.dumps(dict(os.environ)))'"
+        shown = f"{sys.executable} -c {program}; ip netns identify $$"
+        command = [*cluster.wrapper(), "sh", "-c", shown]
+        environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank)}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        found, namespace = done.stdout.splitlines()
+        assert namespace == cluster.namespaces[rank]
+        assert cluster.environ(rank).items() <= json.loads(found).items()
 
 
 @real

@@ -15,7 +15,7 @@ from penstock.models import MoEDecoder
 from penstock.models.dropout import CounterDropout
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 from tests.runtime.test_moe_parity import case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools

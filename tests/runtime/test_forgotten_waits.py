@@ -11,14 +11,15 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.mesh import Group
 from penstock.runtime.lanes import LaneError, ThreadLanes
 from penstock.runtime.transport import GlooTransport
 from penstock.runtime.transport.groups import exchange
-from penstock.topology import Layout, ProcessInfo, lane_groups
-from penstock.topology.blame import answer_calls, give_up
-from penstock.topology.join import _roll_call
+from penstock.topology import Layout, lane_groups
+from penstock.topology.faults import FaultWatcher, give_up, watch
 from tests.runtime.test_lanes import COMPUTE, INTER, run
 from tests.support.patience import wait_for
 from tests.support.ranks import RankPool
@@ -34,9 +35,7 @@ NEVER_S = 3600.0
 
 def fail_in_the_middle_of_a_message(rank: int) -> list[str]:
     """How steps end: rank 0 sends and fails, rank 1 waits for what it receives, and tries again."""
-    answer_calls(
-        _roll_call(ProcessInfo(rank=rank, world_size=2, local_rank=rank, launcher="alone"), "127.0.0.1:1")
-    )
+    watch(FaultWatcher(PrefixStore("faults", _get_default_store()), rank, 2))
     layout = Layout(world_size=2, ep_size=2, rank=rank)
     transport = GlooTransport(lambda: lane_groups(layout, NEVER_S))
     transport._sockets._each(lambda s: s.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, RATE_BYTES_PER_S))
@@ -71,7 +70,9 @@ def fail_in_the_middle_of_a_message(rank: int) -> list[str]:
     if rank == 0:
         give_up("ValueError: in computation")
     assert rank == 0 or not message[-1], "the message was under way"
-    return [first, ending()] if rank == 1 else [first]
+    endings = [first, ending()] if rank == 1 else [first]
+    watch(None)
+    return endings
 
 
 def test_a_rank_that_fails_and_one_that_waits_for_the_rest_of_a_message_end() -> None:

@@ -14,12 +14,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.stops import die_with_parent
 from penstock.train import launcher
 from penstock.train.launcher import LaunchOutcome
 from tests.support.patience import HANG_S
@@ -27,25 +29,29 @@ from tests.support.ranks import forking
 from tests.support.runs import STARTED, clean_environ
 from tests.support.searching import short_search
 
+POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen"
+"""What torch's agent starts processes with."""
+
 
 class ForkedRank:
     """In place of `subprocess.Popen`: a child that goes on as `python -m MODULE ARGUMENTS` would."""
 
     returncode: int | None
 
-    def __init__(
-        self, argv: Sequence[str], *, env: dict[str, str], preexec_fn: Callable[[], None] | None
-    ) -> None:
-        _, minus_m, module, *words = argv
-        assert minus_m == "-m", argv
+    def __init__(self, args: Sequence[str], *, env: dict[str, str], **more: Any) -> None:
+        assert args[0] == "env" and more["start_new_session"], args
+        own = list(takewhile(lambda word: "=" in word, args[1:]))
+        _, minus_m, module, *words = args[1 + len(own) :]
+        assert minus_m == "-m", args
         self.pid, self.returncode = os.fork(), None
         if self.pid == 0:
-            _be_rank(module, words, env, preexec_fn)
+            _be_rank(module, words, {**env, **dict(each.split("=", 1) for each in own)})
 
     def poll(self) -> int | None:
         return self._reap(os.WNOHANG)
 
-    def wait(self) -> int | None:
+    def wait(self, timeout: float | None = None) -> int | None:
+        del timeout
         return self._reap(0)
 
     def send_signal(self, number: int) -> None:
@@ -62,17 +68,16 @@ class ForkedRank:
         return self.returncode
 
 
-def _be_rank(
-    module: str, words: list[str], environ: dict[str, str], preexec_fn: Callable[[], None] | None
-) -> None:
+def _be_rank(module: str, words: list[str], environ: dict[str, str]) -> None:
     """Run the module and end this process."""
     code = 1
     try:
+        os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if preexec_fn is not None:
-            preexec_fn()
+        if ask := die_with_parent(int(environ["PENSTOCK_LAUNCHED"])):
+            ask()
         _run_module(module, words, environ)
         code = 0
     except SystemExit as ended:
@@ -160,7 +165,7 @@ def _be_command(
     if meddle is not None:
         meddle()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
+        patch.setattr(POPEN, ForkedRank)
         _run_module("penstock", words, environ)
 
 
@@ -181,8 +186,10 @@ def _be_launcher(
 ) -> None:
     _alone(stderr)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.train.launcher.subprocess.Popen", ForkedRank)
-        outcome = launcher.launch(command, processes, grace_s=grace_s, environ=environ)
+        patch.setattr(POPEN, ForkedRank)
+        os.environ.clear()
+        os.environ.update(environ)
+        outcome = launcher.launch(command, processes, grace_s=grace_s)
     found.write_bytes(pickle.dumps(outcome))
 
 

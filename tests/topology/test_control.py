@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.config import ConfigError
 from penstock.topology import CommunicationError, Control
+from tests.support.patience import HANG_S
 from tests.support.ranks import Pools, RankPool
 
 pytestmark = pytest.mark.slow
@@ -89,6 +93,45 @@ def test_a_peer_that_left_is_an_error_that_says_what_for(what: str, purpose: str
         pool.close()
     assert message.startswith(f"rank 0: {purpose} failed: ")
     assert message.endswith(" / RuntimeError")
+
+
+LIMIT_S = 0.75
+
+
+def wait_in_vain(rank: int, how: str) -> str:
+    """What rank 0 says of an exchange to which rank 1 does not come."""
+    control, store = Control(rank, 2), _get_default_store()
+    usual_s, limit_s = (LIMIT_S, HANG_S) if how == "afterwards" else (HANG_S, LIMIT_S)
+    with control.waiting(limit_s, usual_s):
+        control.barrier("meeting")
+        if rank == 1 and how != "afterwards":
+            store.wait(["failed"])
+        elif rank == 0 and how != "afterwards":
+            return _failure(control, how, store)
+    if rank == 1:
+        store.wait(["failed"])
+        return ""
+    return _failure(control, "vote", store)
+
+
+def _failure(control: Control, how: str, store: Store) -> str:
+    with pytest.raises(CommunicationError) as caught:
+        if how == "vote":
+            control.any(False, "voting")
+        else:
+            control.collect(torch.zeros(1), (0, 1), 0, "collecting")
+    store.set("failed", "")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["vote", "collect", "afterwards"])
+def test_an_exchange_may_have_a_limit_of_its_own(how: str) -> None:
+    pool = RankPool(2)
+    try:
+        said, _ = pool.run(wait_in_vain, how)
+    finally:
+        pool.close()
+    assert f"Timed out waiting {LIMIT_S * 1000:.0f}ms" in said
 
 
 def agree(rank: int, problems: list[str | None], by: int | None) -> str | None:

@@ -22,7 +22,7 @@ from penstock.topology import (
     CommunicationError,
     Layout,
     ParallelConfig,
-    blame,
+    faults,
     gpu_groups,
     groups,
     lane_groups,
@@ -70,7 +70,7 @@ def test_nccl_ends_the_process_unless_ranks_watch(
     with gpu_groups.left_to_the_watch(CUDA, environ):
         assert environ == (own or ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched else {}))
     assert environ == own, "groups that others make are as before"
-    assert not blame.is_watched()
+    assert not faults.is_watched()
 
 
 # ---- the order ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from penstock.device import Cpu, using
 from penstock.topology.control import CommunicationError
 from penstock.topology.interfaces import interface_names
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
+from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
 from tests.support.runs import refused, write_config
 
@@ -44,6 +45,35 @@ leave()
 assert torch.get_num_threads() == 3
 assert os.environ.get("GLOO_SOCKET_IFNAME") == before.get("GLOO_SOCKET_IFNAME")
 """
+
+
+LATE = """
+import os, torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+import torch
+from penstock.topology import CommunicationError, Control
+from penstock.topology.join import detect, join
+info = detect(os.environ)
+join(info, 0.75, torch.device("cpu"), start_s=200.0)
+control, store = Control(info.rank, 2), _get_default_store()
+if info.rank == 1:
+    store.wait(["failed"])
+else:
+    try:
+        control.barrier("meeting")
+    except CommunicationError as error:
+        print(error, flush=True)
+    store.set("failed", "")
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_may_take_longer_to_meet_than_for_an_exchange(tmp_path: Path) -> None:
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    done = run_forked(2, program=str(program))
+    assert "rank 0: meeting failed: " in done.stdout and "Timed out waiting 750ms" in done.stdout, done
 
 
 @pytest.fixture

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pty
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +33,9 @@ ENDLESS_S = 10 * HANG_S
 # As leader of a session without a terminal it is controlled by the one on its stdin, if any.
 PARENT = f"""
 import os, sys
-from penstock.train import signals
+from penstock.train import stopping
 from penstock.train.launcher import launch
-signals.SAME_REQUEST_S = float(sys.argv[1])
+stopping.SAME_REQUEST_S = float(sys.argv[1])
 if os.isatty(0):
     os.open(os.ttyname(0), os.O_RDWR)
 outcome = launch([sys.executable, *sys.argv[2:]], 2, grace_s={ENDLESS_S})
@@ -152,14 +154,20 @@ def test_ranks_know_who_they_are(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert outcome.exit_codes == (0, 0, 0)
     assert (outcome.exit_code, outcome.first_failure, outcome.stopped) == (0, None, frozenset())
     said = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
-    assert said == [f"{rank} {rank} 3 3 1 1" for rank in range(3)]
+    assert said == [f"{rank} {rank} 3 3 1 {os.getpid()}" for rank in range(3)]
 
 
-def test_a_given_environment_replaces_ours(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os; assert 'HOME' not in os.environ and os.environ['OMP_NUM_THREADS'] == '7'")
-    outcome = launch([sys.executable, str(script)], 1, grace_s=1.0, environ={"OMP_NUM_THREADS": "7"})
-    assert outcome.exit_code == 0
+def test_arguments_reach_ranks_as_they_are(tmp_path: Path) -> None:
+    words = ["$$", "${local_rank}", "$local_rank", "a b", "X=1", ""]
+    script = "import json, os, sys; open(os.environ['RANK'], 'w').write(json.dumps(sys.argv[1:]))"
+    with contextlib.chdir(tmp_path):
+        assert launch([sys.executable, "-c", script, *words], 2, grace_s=1.0).exit_code == 0
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [words] * 2
+
+
+def test_a_number_of_threads_that_is_set_stays(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run("import os; assert os.environ['OMP_NUM_THREADS'] == '7'", 1).exit_code == 0
 
 
 def test_an_exit_code_is_the_first_failure_and_the_others_are_stopped(run: Run) -> None:
@@ -227,7 +235,8 @@ def test_of_two_that_end_at_once_the_killed_one_comes_first(
         wait_for(lambda: all(file.exists() for file in files))
         wait_for(lambda: not any(alive(int(file.read_text())) for file in files))
 
-    monkeypatch.setattr("penstock.train.launcher.time", SimpleNamespace(sleep=both_end, monotonic=monotonic))
+    clock = SimpleNamespace(**{**vars(time), "sleep": both_end})
+    monkeypatch.setattr("torch.distributed.elastic.agent.server.api.time", clock)
     note = "echo $$ > half$RANK && mv half$RANK pid$RANK; while [ ! -e go ]; do sleep 0.01; done"
     ends = '[ "$RANK" = 0 ] && exit 1; kill -9 $$'
     outcome = launch(["sh", "-c", f"cd {tmp_path} && {note}; {ends}"], 2, grace_s=ENDLESS_S)
@@ -415,6 +424,6 @@ def test_a_request_that_arrives_twice_is_one(tmp_path: Path, number: signal.Sign
 
 @linux_only
 def test_killing_the_parent_takes_the_ranks_with_it(tmp_path: Path) -> None:
-    parent = Parent(tmp_path, PLAIN)
+    parent = Parent(tmp_path, SLEEPER + "from penstock.stops import STOPS; STOPS.hear(); be_ready()")
     parent.process.kill()
     assert parent.end() == (-9, "")

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from penstock.checkpoint.folder import DamagedError, open_regular
 from penstock.sharding import Sharding
 from penstock.topology import Control
-from penstock.topology.blame import reason
+from penstock.topology.faults import reason
 from penstock.writing import replacing, write_whole
 
 if TYPE_CHECKING:

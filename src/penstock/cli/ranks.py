@@ -32,7 +32,7 @@ from penstock.topology import (
     join,
     leave,
 )
-from penstock.topology.blame import give_up, is_first_to_say
+from penstock.topology.faults import give_up, is_first_to_say
 from penstock.topology.interfaces import check_interface
 from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
@@ -183,7 +183,7 @@ def _measured_or_told(
     try:
         keep_freed_memory()
         device = pick_device(info.local_rank)
-        join(info, parallel.timeout_s, device, parallel.transport)
+        join(info, parallel.timeout_s, device, parallel.transport, start_s=parallel.start_s)
         node_size = find_node_size(Control(info.rank, info.world_size), info.local_rank)
         layout = Layout.build(parallel, info.world_size, info.rank, num_experts, node_size)
         found = measure(layout, device)

@@ -93,7 +93,9 @@ def _start_ranks(
     check_output(config.output.dir, keep=config.train.resume is not False)
     left = Left(config)
     STOPS.says(left.by_a_stop)
-    return start_ranks(given, processes, config.parallel.timeout_s, place, left.way_out, announced=announced)
+    waits = config.parallel
+    longest_s = max(waits.timeout_s, waits.start_s, waits.checkpoint_s)
+    return start_ranks(given, processes, longest_s, place, left.way_out, announced=announced)
 
 
 def _check_plan(config: RunConfig) -> None:

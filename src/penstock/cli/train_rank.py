@@ -21,7 +21,7 @@ from penstock.runtime import ScheduleMismatchError, TaskError
 from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
-from penstock.topology.blame import give_up
+from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
 from penstock.train.output import OutputError
@@ -86,7 +86,8 @@ class _Rank:
         try:
             device = pick_device(info.local_rank)
             keep_freed_memory()
-            join(info, config.parallel.timeout_s, device, config.parallel.transport)
+            waits = config.parallel
+            join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
             self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
             self._trainer.run()
         except (ConfigError, RefusalError) as error:

@@ -20,7 +20,7 @@ from penstock.doctor.findings import (
     who,
 )
 from penstock.doctor.network import clocks, exchange, interfaces, links, names
-from penstock.topology.rollcall import named
+from penstock.topology.faults import named
 from penstock.words import counted, gib
 
 SPARE_FILES: Final = 256

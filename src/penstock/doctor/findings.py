@@ -12,7 +12,7 @@ from typing import TypeVar
 from penstock.cost import ClusterFile
 from penstock.doctor.examine import Examination
 from penstock.doctor.facts import ABSENT, Facts
-from penstock.topology.rollcall import named
+from penstock.topology.faults import named
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Hashable)

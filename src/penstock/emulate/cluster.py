@@ -130,6 +130,14 @@ class Cluster:
             "CUDA_VISIBLE_DEVICES": "",
         }
 
+    def wrapper(self) -> list[str]:
+        """Return the command that goes on as its arguments, as the rank whose number is its RANK."""
+        own = {"LOCAL_RANK": f"$((RANK % {self.config.devices}))"}
+        shared = {name: value for name, value in self.environ(0).items() if "RANK" not in name}
+        exports = " ".join(f"{name}={value}" for name, value in {**shared, **own}.items())
+        namespace = f"{self.name}-n$((RANK / {self.config.devices}))d$LOCAL_RANK"
+        return ["sh", "-c", f'export {exports}; exec ip netns exec {namespace} "$@"', "sh"]
+
     def run_inside(self, rank: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, run by a thread of this process where `rank` is.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.graph import Task
 from penstock.mesh import Group
 from penstock.ops import spec_of
-from penstock.topology.blame import explain
+from penstock.topology.faults import explain
 
 
 class TaskError(RuntimeError):

@@ -12,7 +12,7 @@ from penstock.runtime.handlers import Inputs, Missing
 from penstock.runtime.lanes import LaneError, Lanes, Ran
 from penstock.runtime.program import Call, Program
 from penstock.schedule import StepPlan
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 
 

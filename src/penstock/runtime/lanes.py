@@ -24,7 +24,7 @@ from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Phase, Task
 from penstock.runtime.program import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
-from penstock.topology.rollcall import ACTIVITY, HEARERS, PeerLostError, is_transport_error
+from penstock.topology.faults import ACTIVITY, HEARERS, PeerLostError, is_transport_error
 
 END_S: Final = 1.0
 """How long a lane may still be in a transfer after a failure. What can be woken ends in milliseconds."""

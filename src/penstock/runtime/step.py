@@ -33,7 +33,7 @@ from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 
 if TYPE_CHECKING:
     from penstock.runtime.stack import PipelinedStack

@@ -14,7 +14,7 @@ from datetime import timedelta
 # torch.distributed exports it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import Store
 
-from penstock.topology.rollcall import named
+from penstock.topology.faults import named
 
 POLL_S = 0.005
 

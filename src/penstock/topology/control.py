@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from penstock.config import ConfigError
-from penstock.topology.blame import explain, reason
+from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, within
-from penstock.topology.rollcall import ACTIVITY, ANSWER_S, named
 
 T = TypeVar("T")
 
@@ -43,6 +42,7 @@ class Control:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._group = host_group() if world_size > 1 else None
+        self._limit: timedelta | None = None
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -117,15 +117,36 @@ class Control:
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
         with self.naming(purpose):
             if self.rank != at:
-                dist.send(raw, at, group=self._group)
+                self._end(dist.isend(raw, at, group=self._group))
                 return []
             found = [raw if rank == at else torch.empty_like(raw) for rank in ranks]
             pairs = list(zip(ranks, found, strict=True))
             coming = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
             for work in coming:
-                assert work is not None, "this rank belongs to the group"
-                work.wait()
+                self._end(work)
         return [each.view(part.dtype).view(part.shape) for each in found]
+
+    def _end(self, work: dist.Work | None) -> None:
+        """Wait for a tensor to or from one rank, which has the limit of the group as it was made."""
+        assert work is not None, "this rank belongs to the group"
+        if self._limit is None:
+            work.wait()
+        else:
+            work.wait(self._limit)
+
+    @contextmanager
+    def waiting(self, timeout_s: float, usually_s: float) -> Iterator[None]:
+        """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards."""
+        if self._group is None or timeout_s == usually_s:
+            yield
+            return
+        self._limit = timedelta(seconds=timeout_s)
+        _set_pg_timeout(self._limit, self._group)
+        try:
+            yield
+        finally:
+            self._limit = None
+            _set_pg_timeout(timedelta(seconds=usually_s), self._group)
 
     def barrier(self, purpose: str) -> None:
         """Wait for all ranks."""

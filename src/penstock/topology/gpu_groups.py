@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from penstock.config import ConfigError
 from penstock.device import device_of, gpu_of
 from penstock.mesh import Axes, Group
-from penstock.topology.blame import is_watched, reason
 from penstock.topology.control import CommunicationError
+from penstock.topology.faults import is_watched, reason
 from penstock.topology.meeting_point import within
 
 SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_REPLICAS, Group.DATA})

@@ -46,6 +46,8 @@ class ParallelConfig:
     (sequence parallelism), "replicated" = all of it.
     ranks_per_node: how many consecutive ranks share a node; none = as detected when the ranks meet.
     timeout_s: how long a rank waits for the others before it gives up with an error.
+    start_timeout_s: the same while ranks meet and connect; none = `timeout_s`.
+    checkpoint_timeout_s: the same while a checkpoint is written or read; none = `timeout_s`.
     send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
     Too much delays the other side's announcements, less than rate times round trip slows the link down.
     transport: how tensors of GPUs travel: "direct" = over NCCL, which takes one process for each GPU;
@@ -70,6 +72,8 @@ class ParallelConfig:
     tokens: TokenLayout = "split"
     ranks_per_node: Ranks | None = None
     timeout_s: Timeout = 60.0
+    start_timeout_s: Timeout | None = None
+    checkpoint_timeout_s: Timeout | None = None
     send_buffer_bytes: BufferBytes = 64 * 1024
     transport: TransportName = "direct"
     reduce_scatter: Summation = "native"
@@ -81,6 +85,16 @@ class ParallelConfig:
                 why = f"must be one of {', '.join(get_args(known))}"
                 hint = "Leave it out, or use one of these."
                 raise ConfigError(f"parallel.{name}", getattr(self, name), why, hint)
+
+    @property
+    def start_s(self) -> float:
+        """How long a rank waits for the others while they meet and connect."""
+        return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
+
+    @property
+    def checkpoint_s(self) -> float:
+        """How long a rank waits for the others while a checkpoint is written or read."""
+        return self.timeout_s if self.checkpoint_timeout_s is None else self.checkpoint_timeout_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,25 +254,30 @@ INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
 
 
 def lane_groups(
-    layout: Layout, timeout_s: float, kinds: tuple[Axes, ...] = INTER_GROUPS, device: torch.device = CPU
+    layout: Layout,
+    timeout_s: float,
+    kinds: tuple[Axes, ...] = INTER_GROUPS,
+    device: torch.device = CPU,
+    start_s: float | None = None,
 ) -> dict[Axes, dist.ProcessGroup]:
     """Create the process groups of one communication lane, its own, so that lanes run at the same time.
 
     All ranks must call this in the same order. It costs one connection per pair of ranks and group. device:
-    whose tensors the groups are for. Raises RuntimeError if the others, or the store at which ranks meet, do
+    whose tensors the groups are for. start_s: how long making them may take, where that is not `timeout_s`,
+    which limits every exchange. Raises RuntimeError if the others, or the store at which ranks meet, do
     not answer in time, on GPUs a CommunicationError.
     """
     found: dict[Axes, dist.ProcessGroup] = {}
-    timeout = timedelta(seconds=timeout_s)
+    timeout, start_s = timedelta(seconds=timeout_s), start_s or timeout_s
     with left_to_the_watch(device, os.environ):
         for kind in kinds:
             for ranks in layout.mesh.groups(kind):
                 make = partial(dist.new_group, list(ranks), timeout=timeout, **options_of(device, ranks))
-                with named_failure(kind, ranks, device, timeout_s, "could not be made"):
-                    group = within(timeout_s + SPARE_S, make)
+                with named_failure(kind, ranks, device, start_s, "could not be made"):
+                    group = within(start_s + SPARE_S, make)
                 if layout.rank in ranks:
                     assert group is not None
                     found[kind] = group
             mine = layout.mesh.members(layout.rank, kind)
-            first_exchange(found[kind], kind, mine, device, timeout_s)
+            first_exchange(found[kind], kind, mine, device, start_s)
     return found

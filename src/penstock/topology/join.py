@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -23,21 +24,19 @@ import torch
 import torch.distributed as dist
 
 # torch.distributed exports these as well, but hides them from type checkers.
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store, _set_pg_timeout
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.mesh import neighbour
 from penstock.topology.attempt import name_of_attempt
-from penstock.topology.blame import answer_calls, has_ended, is_watched, reason
 from penstock.topology.control import CommunicationError, Control, host_group
+from penstock.topology.faults import JOB_KEY, FaultWatcher, has_ended, is_watched, reason, underlying, watch
 from penstock.topology.gpu_groups import prepare
 from penstock.topology.groups import TransportName
 from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
-from penstock.topology.rollcall import RollCall, new_token, open_listener
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""
@@ -72,7 +71,7 @@ def detect(environ: Mapping[str, str]) -> ProcessInfo | None:
     Raises `ConfigError` that names the variable if some are missing or contradict each other.
     """
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") == "1" else "torchrun"
+        launcher: Launcher = "penstock" if environ.get("PENSTOCK_LAUNCHED") else "torchrun"
         return _identity(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", launcher)
     if _is_slurm_task(environ):
         return _identity(environ, "SLURM_PROCID", _slurm_size(environ), "SLURM_LOCALID", "slurm")
@@ -112,16 +111,21 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
 
 
 def join(
-    info: ProcessInfo, timeout_s: float, device: torch.device, transport: TransportName = "direct"
+    info: ProcessInfo,
+    timeout_s: float,
+    device: torch.device,
+    transport: TransportName = "direct",
+    *,
+    start_s: float | None = None,
 ) -> None:
     """Connect this process to the others: Gloo on CPUs, and also NCCL when `device` is a GPU.
 
     transport: where tensors of GPUs are staged in the host's memory, NCCL is left out.
 
-    `timeout_s` limits every wait of the rendezvous, and every later collective of the default group. A
-    process on its own opens no port. Raises `ConfigError` if the launcher left no address, or Gloo is to use
-    an interface that is not there; and `CommunicationError` with what was found if the others cannot be met
-    in time.
+    `start_s` (None: `timeout_s`) limits every wait of the rendezvous, `timeout_s` every later collective of
+    the default group. A process on its own opens no port. Raises `ConfigError` if the launcher left no
+    address, or Gloo is to use an interface that is not there; and `CommunicationError` with what was found if
+    the others cannot be met in time.
     """
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
@@ -130,18 +134,34 @@ def join(
     where = "here" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
     _name_loopback(where)
-    store: Store = HashStore() if info == ALONE else _store(info, where, timeout_s)
-    _connect(info, store, timeout_s, "gloo" if transport == "staged" else device_of(device).backend)
+    start_s = start_s or timeout_s
+    store: Store = HashStore() if info == ALONE else _store(info, where, start_s)
+    _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
     if info.world_size > 1:
-        watches_s = timeout_s if device_of(device).is_gpu else None
-        answer_calls(_roll_call(info, where), store, watches_s=watches_s)
+        if start_s != timeout_s:
+            _set_pg_timeout(timedelta(seconds=timeout_s))
+        watch(
+            FaultWatcher(
+                store,
+                info.rank,
+                info.world_size,
+                held_by=None if _is_kept_by_launcher() else 0,
+                exchange_timeout_s=timeout_s if device_of(device).is_gpu else None,
+            )
+        )
     if device_of(device).is_cpu and info.world_size > 1:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
 
 
-def joined(timeout_s: float, device: torch.device, transport: TransportName = "direct") -> ProcessInfo:
+def joined(
+    timeout_s: float,
+    device: torch.device,
+    transport: TransportName = "direct",
+    *,
+    start_s: float | None = None,
+) -> ProcessInfo:
     """Return which process this is; connect it first to others that a launcher started, unless connected.
 
     Raises CommunicationError, as `join` and `host_group` do.
@@ -152,11 +172,11 @@ def joined(timeout_s: float, device: torch.device, transport: TransportName = "d
         here = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         info = ProcessInfo(**here, local_rank=started.local_rank, launcher=started.launcher)
         if info.world_size > 1:
-            host_group(timeout_s)
+            host_group(start_s or timeout_s)
             if device_of(device).is_gpu:
                 _watch_in_group_of_others(info, timeout_s)
         return info
-    join(started, timeout_s, device, transport)
+    join(started, timeout_s, device, transport, start_s=start_s)
     return started
 
 
@@ -166,7 +186,7 @@ def leave(*, aborts: bool = False) -> None:
     Afterwards torch has as many threads, and Gloo the interface, as before this process joined. aborts:
     exchanges that have begun are aborted, as NCCL would otherwise wait for ranks that never come.
     """
-    answer_calls(None)
+    watch(None)
     if dist.is_initialized() and aborts:
         _abort_process_group()
     elif dist.is_initialized():
@@ -243,20 +263,21 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
     """
     until_s = time.monotonic() + timeout_s
     host, _, port = where.rpartition(":")
-    serves = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = info.rank == 0 and not _is_kept_by_launcher()
     try:
         store = open_store(host, int(port), timeout_s, serves=serves)
     except RuntimeError as error:
         why = _found_there(host, int(port), error, serves=serves)
         raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
-    here = PrefixStore(f"penstock-{next(GROUPS)}", store)
+    prefix = f"penstock-{next(GROUPS)}"
+    here = PrefixStore(prefix, store)
     left_s = max(0.0, until_s - time.monotonic())
 
     def name() -> str:
         return name_of_attempt(here, info.rank, info.world_size, timedelta(seconds=left_s))
 
     try:
-        return PrefixStore(within(left_s + SPARE_S, name), here)
+        start = within(left_s + SPARE_S, name)
     except RuntimeError as error:
         others = (
             reason(error) if info.rank == 0 else f"the store is there, and rank 0 is not ({reason(error)})"
@@ -266,6 +287,14 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
             "that MASTER_ADDR and MASTER_PORT are the same on all of them"
         )
         raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+    if info.rank == 0:
+        store.set(JOB_KEY, f"{prefix}/{start}")
+    return PrefixStore(start, here)
+
+
+def _is_kept_by_launcher() -> bool:
+    """Tell whether a launcher, as torchrun, keeps the store at which ranks meet, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) -> None:
@@ -297,42 +326,17 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
 
     That is once for every such group, and again after a failure that the program has survived.
     """
-    default, store = dist.group.WORLD, _get_default_store()
+    default, control = dist.group.WORLD, Control(info.rank, info.world_size)
     assert default is not None, "ranks have joined"
     if default in _WATCHED:
-        if not Control(info.rank, info.world_size).any(has_ended(), "asking whether ranks are watched"):
+        if not control.any(has_ended(), "asking whether ranks are watched"):
             return
     elif is_watched():
         return
     _WATCHED.add(default)
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    # Any other store is one of files or of one process: its ranks are on one machine.
-    where = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else "127.0.0.1:1"
-    answer_calls(_roll_call(info, where), store, watches_s=timeout_s)
-
-
-def _roll_call(info: ProcessInfo, where: str) -> RollCall | None:
-    """Return the roll call by which ranks ask who still runs; None if they cannot reach each other for it.
-
-    Every rank tries its neighbour: with a firewall in between, all ranks would seem to be silent.
-    """
-    control = Control(info.rank, info.world_size)
-    host, _, port = where.rpartition(":")
-    listener = None
-    with suppress(OSError):  # reported to all ranks below
-        listener = open_listener((host, int(port)))
-    address = None if listener is None else listener.getsockname()[:2]
-    found = control.gather((address, new_token()), "exchanging addresses")
-    addresses = [each for each, _ in found if each is not None]
-    if listener is None or len(addresses) < len(found):
-        return None
-    roll_call = RollCall(info.rank, listener, addresses, found[0][1])
-    reached = roll_call.reaches(neighbour(info.rank, 1, info.world_size))
-    if not control.any(not reached, "trying to reach the neighbour"):
-        return roll_call
-    roll_call.close()
-    return None
+    name = control.gather(secrets.token_hex(8), "naming the watch")[0]
+    store = PrefixStore(f"penstock-{name}", underlying(_get_default_store()))
+    watch(FaultWatcher(store, info.rank, info.world_size, exchange_timeout_s=timeout_s))
 
 
 def _master(environ: Mapping[str, str]) -> str:

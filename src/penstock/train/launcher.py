@@ -1,37 +1,47 @@
-"""Starts the ranks of this machine, watches them, and stops all of them when one fails.
+"""Starts the ranks of this machine by torch's elastic agent, and lets them end as they should.
 
-The parent holds the store at which the ranks meet, so no rank's death takes it away and no port is chosen
-before it is bound. A rank's environment is torchrun's, so a script cannot tell the difference. Ranks run
-beside the parent, or where a `Place` puts them, such as an emulated cluster.
+It is what torchrun does, in this process, but for what users of a failed or interrupted run would miss:
 
-When one rank fails the others cannot finish, but they soon notice and can report the failure best themselves.
-So they get `grace_s` to do that, then SIGTERM, then SIGKILL. A rank that does not answer the others is killed
-as soon as they report it, since it would not heed a SIGTERM either. On Linux a rank also dies when its parent
-does, even by `kill -9`.
+- When one rank fails, torch's agent ends the others within a tenth of a second, so that they cannot report in
+  which task they waited for it. Here they get `grace_s` to do that, then SIGTERM, then SIGKILL. A rank that
+  does not answer the others is killed as soon as they report it, since it would not heed a SIGTERM either.
+- After a signal it gives ranks 30 s, which may not suffice to save a large checkpoint. Here a signal is
+  passed on, and ends nothing by itself within `grace_s`.
+- Its store listens on all interfaces. This one listens on the loopback interface, at a port that is bound
+  before it is told. It outlives every rank, so they leave there why they end (`penstock.topology.faults`),
+  which `LaunchOutcome.describe` repeats in the last line of the run.
+
+Ranks have sessions of their own: Ctrl-C reaches them through this process, and Ctrl-Z stops this process
+alone. On Linux a rank also dies when this process does, even by `kill -9`, once it hears signals
+(`penstock.stops`).
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
+
+# torch.distributed exports it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from penstock.stops import SIGNALS
-from penstock.topology.blame import CULPRITS_KEY
-from penstock.topology.rollcall import named
-from penstock.train.signals import recorded_signals, shares_terminal
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+from penstock.topology.faults import cause, named, report_killed, silent_ranks
+from penstock.train.stopping import SignalLog
 
 T = TypeVar("T")
 
@@ -40,7 +50,6 @@ KILL_AFTER_TERM_S: Final = 5.0
 KILL_AFTER_VERDICT_S: Final = 1.5
 """Seconds for ranks that answer, where others do not: enough to report what they waited for."""
 LOOPBACK: Final = "127.0.0.1"
-PR_SET_PDEATHSIG: Final = 1  # from <linux/prctl.h>
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +82,8 @@ class LaunchOutcome:
 
     `stopped` are the ranks that the launcher had to signal, so that their exit codes are not their own;
     `interrupted_by` is the first signal that ended the whole run. `silent` maps each rank that did not answer
-    the others to whether a signal had stopped it.
+    the others to whether a signal had stopped it. `cause` is the rank that failed for a reason of its own,
+    with the reason, or what others waited for, as the ranks have said.
     """
 
     exit_codes: tuple[int, ...]
@@ -81,16 +91,26 @@ class LaunchOutcome:
     stopped: frozenset[int]
     interrupted_by: signal.Signals | None
     silent: Mapping[int, bool] = field(default_factory=dict)
+    cause: tuple[int | None, str] = (None, "")
 
     def describe(self) -> str | None:
-        """Return the failure to name first, such as `rank 1 did not answer: it was stopped by a signal`."""
-        if not self.silent:
-            return None if self.first_failure is None else self.first_failure.describe()
-        ranks = sorted(self.silent)
-        more = ": it was stopped by a signal" if all(self.silent.values()) else " and was killed"
-        if len(ranks) > 1:
-            more = ": a signal had stopped them" if all(self.silent.values()) else " and were killed"
-        return f"{named(ranks)} did not answer{more}"
+        """Return the failure to name first, such as `rank 1 did not answer: it was stopped by a signal`.
+
+        The reason follows, with the task in which the rank failed, or in which others waited for it.
+        """
+        failure, (culprit, why) = self.first_failure, self.cause
+        if self.silent:
+            ranks, signalled = sorted(self.silent), all(self.silent.values())
+            more = ": it was stopped by a signal" if signalled else " and was killed"
+            if len(ranks) > 1:
+                more = ": a signal had stopped them" if signalled else " and were killed"
+            return f"{named(ranks)} did not answer{more}" + (f"; {why}" if why else "")
+        if failure is None or not why:
+            return None if failure is None else failure.describe()
+        if culprit is None:
+            return f"{failure.describe()}; {why}"
+        failure = Failure(rank=culprit, returncode=self.exit_codes[culprit] or failure.returncode)
+        return f"{failure.describe()}: {why}"
 
     @property
     def exit_code(self) -> int:
@@ -109,7 +129,7 @@ class LaunchOutcome:
 
 
 class Place(Protocol):
-    """Where on this machine the ranks run."""
+    """Where on this machine the ranks run, if not beside this process."""
 
     def address(self, rank: int) -> str:
         """Return the address of a rank, as all the other ranks see it."""
@@ -117,11 +137,8 @@ class Place(Protocol):
     def listen_address(self, rank: int) -> str:
         """Return where a server of a rank listens, so that all reach it, and the rank itself at 127.0.0.1."""
 
-    def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
-        """Return the command that runs `argv` at the place of `rank`, in the same process."""
-
-    def environ(self, rank: int) -> Mapping[str, str]:
-        """Return what `rank` finds in its environment in addition to, or instead of, what all ranks find."""
+    def wrapper(self) -> Sequence[str]:
+        """Return the command that goes on, at the place of the rank whose RANK it finds, as its arguments."""
 
     def run_inside(self, rank: int, work: Callable[[], T]) -> T:
         """Return what `work` returns when run at the place of `rank`; servers that it starts stay there."""
@@ -132,49 +149,66 @@ def launch(
     processes: int,
     *,
     grace_s: float,
-    environ: Mapping[str, str] | None = None,
     place: Place | None = None,
     hears: bool = False,
     ended: Callable[[LaunchOutcome], object] | None = None,
 ) -> LaunchOutcome:
     """Run `command` as ranks 0 to `processes` - 1 on this machine and wait until all have ended.
 
-    The ranks inherit stdout, stderr and `environ` (None: this process's), and run at `place` (None: beside
-    this process). `grace_s` is how long ranks may continue after one has failed or the run was interrupted.
-    hears: whether the command lets signals through by `penstock.stops`; until then they wait, so that none
-    ends Python's own start with a traceback. ended: called when all ranks have ended, while signals still
-    interrupt nothing. Raises `ValueError` for fewer than one process and `OSError` if the command cannot be
-    started; no rank is left running, whatever happens.
+    The ranks inherit stdout, stderr and the environment, and run at `place` (None: beside this process).
+    `grace_s` is how long ranks may continue after one has failed or the run was interrupted. hears: whether
+    the command lets signals through by `penstock.stops`; until then they wait, so that none ends Python's own
+    start with a traceback. ended: called when all ranks have ended, while signals still interrupt nothing.
+    Raises `ValueError` for fewer than one process and `OSError` if the command cannot be started; no rank is
+    left running, whatever happens.
     """
     if processes < 1:
         raise ValueError(f"processes = {processes}: must be at least 1. Start one or more.")
-    place = place or _Here()
-    store = place.run_inside(0, lambda: _host_store(place.listen_address(0)))
-    shared = _shared_environ(os.environ if environ is None else environ, processes, place.address(0), store)
-    with recorded_signals() as received:
-        ranks = _Ranks(grace_s=grace_s, received=received, culprits=lambda: _culprits(store))
-        try:
-            with _held_back(SIGNALS if hears else ()):
-                ranks.start(command, processes, shared, place)
-            ranks.wait()
-        finally:
-            ranks.kill()
-        outcome = ranks.outcome()
+    if place is None:
+        store, address, wrapper = _host_store(LOOPBACK), LOOPBACK, list[str]()
+    else:
+        listen, address, wrapper = place.listen_address(0), place.address(0), list(place.wrapper())
+        store = place.run_inside(0, lambda: _host_store(listen))
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says is said here
+    environ = {"PENSTOCK_LAUNCHED": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+    environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    entrypoint, *args = ("env", *(f"{name}={value}" for name, value in environ.items()), *wrapper, *command)
+    spec = WorkerSpec(
+        role="penstock",
+        local_world_size=processes,
+        rdzv_handler=_Meeting(store, address),
+        entrypoint=entrypoint,
+        args=tuple(each.replace("$", "$$") for each in args),  # torch takes them for templates
+        max_restarts=0,
+        monitor_interval=POLL_S,
+    )
+    with SignalLog() as log:
+        agent = _Agent(spec, store, grace_s=grace_s, received=log.received, hears=hears)
+        agent.run()
+        outcome = agent.outcome()
         if ended is not None:
             ended(outcome)
     return outcome
 
 
-class _Ranks:
-    """The running children; their state is checked once every `POLL_S`."""
+class _Agent(LocalElasticAgent):
+    """torch's agent, which looks after the ranks here until all of them have ended."""
 
     def __init__(
-        self, *, grace_s: float, received: list[signal.Signals], culprits: Callable[[], list[int]]
+        self,
+        spec: WorkerSpec,
+        store: TCPStore,
+        *,
+        grace_s: float,
+        received: list[signal.Signals],
+        hears: bool,
     ) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.grace_s = grace_s
+        super().__init__(spec, _NoLogs(), shutdown_timeout=1)
+        self.store = store  # where ranks say why they end, and who does not answer
+        self.grace_s, self.hears = grace_s, hears
         self.received = received  # filled by the signal handler, in the order of arrival
-        self.culprits = culprits  # ranks that do not answer, as the others report
         self.silent: dict[int, bool] = {}
         self.heeded = 0  # how many of the received signals have been acted upon
         self.first_failure: Failure | None = None
@@ -182,33 +216,36 @@ class _Ranks:
         self.terminate_at_s = float("inf")
         self.kill_at_s = float("inf")
 
-    def start(self, command: Sequence[str], processes: int, shared: Mapping[str, str], place: Place) -> None:
-        with_parent = die_with_parent(os.getpid())
-        for rank in range(processes):
-            argv = place.command(rank, command)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **place.environ(rank)}
-            # Forking beside the store's threads is safe here: all that runs before exec is a system call.
-            child = subprocess.Popen(argv, env={**shared, **own}, preexec_fn=with_parent)  # noqa: PLW1509
-            self.processes.append(child)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # it would take those that are ignored as well
+        with _held_back(SIGNALS if self.hears else ()):
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
-    def wait(self) -> None:
-        """Wait until every rank has ended, by itself or because it was stopped."""
-        while self.running():
-            self.notice_failure()
-            self.heed_verdict()
-            self.heed_signals()
-            self.escalate()
-            time.sleep(POLL_S)
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Let torch look only when all have ended, as it would end the others at once if one has failed."""
         self.notice_failure()
+        if not self.running():
+            found: RunResult = super()._monitor_workers(worker_group)
+            return found
+        self.heed_verdict()
+        self.heed_signals()
+        self.escalate()
+        return RunResult(state=WorkerState.HEALTHY)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        assert isinstance(self._pcontext, SubprocessContext), "ranks are commands, and have been started"
+        handlers = self._pcontext.subprocess_handlers
+        return [handlers[rank].proc for rank in sorted(handlers)]
 
     def running(self) -> list[int]:
         return [rank for rank, child in enumerate(self.processes) if child.poll() is None]
 
     def heed_signals(self) -> None:
-        """Pass on signals that reached only this process. A second interruption cuts the grace short."""
+        """Pass on signals. A second interruption cuts the grace short."""
         for number in self.received[self.heeded :]:
-            if number != signal.SIGINT or not shares_terminal():
-                self.send(number)
+            self.send(number)
             self.stop_within(self.grace_s if self.heeded == 0 else 0.0)
             self.heeded += 1
 
@@ -217,11 +254,14 @@ class _Ranks:
 
         Of ranks that ended within one poll, one that was killed comes first: the others reacted to its end.
         """
-        ended = [(rank, child.returncode) for rank, child in enumerate(self.processes) if child.returncode]
+        ended = [(rank, code) for rank, child in enumerate(self.processes) if (code := child.poll())]
         if self.first_failure or self.received or not ended:
             return
         rank, returncode = min(ended, key=lambda each: (each[1] > 0, each[0]))
-        self.first_failure = Failure(rank=rank, returncode=returncode)
+        self.first_failure = failure = Failure(rank=rank, returncode=returncode)
+        if returncode < 0:
+            how = failure.describe().partition(" was ")[2]
+            report_killed(self.store, rank, len(self.processes), how)
         self.stop_within(self.grace_s)
 
     def heed_verdict(self) -> None:
@@ -230,7 +270,9 @@ class _Ranks:
             return
         running = self.running()
         self.silent = {
-            rank: _is_stopped(self.processes[rank].pid) for rank in self.culprits() if rank in running
+            rank: _is_stopped(self.processes[rank].pid)
+            for rank in silent_ranks(self.store)
+            if rank in running
         }
         if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
             self.silent = dict.fromkeys(running, True)  # no rank is left to report it
@@ -258,12 +300,6 @@ class _Ranks:
             self.stopped.add(rank)
             self.processes[rank].send_signal(number)
 
-    def kill(self) -> None:
-        """Kill every process that is still running; after `wait` none is."""
-        self.send(signal.SIGKILL)
-        for child in self.processes:
-            child.wait()
-
     def outcome(self) -> LaunchOutcome:
         return LaunchOutcome(
             exit_codes=tuple(child.returncode for child in self.processes),
@@ -271,6 +307,7 @@ class _Ranks:
             stopped=frozenset(self.stopped),
             interrupted_by=self.received[0] if self.received else None,
             silent=self.silent,
+            cause=cause(self.store),
         )
 
 
@@ -284,30 +321,47 @@ def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# ---- the store and the environment -------------------------------------------------------------------------
+# ---- where ranks meet, and what they print -----------------------------------------------------------------
 
 
-class _Here:
-    """Ranks beside this process, which meet at the loopback interface."""
+class _Meeting(RendezvousHandler):
+    """The agents that meet: this one alone, at a store that is there already."""
 
-    def address(self, rank: int) -> str:
-        del rank
-        return LOOPBACK
+    def __init__(self, store: TCPStore, address: str) -> None:
+        self._store, self._where = store, RendezvousStoreInfo(address, store.port)
 
-    def listen_address(self, rank: int) -> str:
-        return self.address(rank)
+    use_agent_store = True  # rank 0 connects to this store instead of hosting its own
 
-    def command(self, rank: int, argv: Sequence[str]) -> Sequence[str]:
-        del rank
-        return argv
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, self._where)
 
-    def environ(self, rank: int) -> Mapping[str, str]:
-        del rank
-        return {}
+    def get_backend(self) -> str:
+        return "penstock"
 
-    def run_inside(self, rank: int, work: Callable[[], T]) -> T:
-        del rank
-        return work()
+    def get_run_id(self) -> str:
+        return "penstock"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _NoLogs(LogsSpecs):
+    """Leave what ranks print where it is, and no folder for it."""
+
+    root_log_dir = ""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        none = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=none, stderrs=none, error_files=none)
 
 
 def _host_store(address: str) -> TCPStore:
@@ -317,9 +371,6 @@ def _host_store(address: str) -> TCPStore:
     reaches it at the loopback address, which has a name on every machine: torch warns of addresses that have
     none.
     """
-    # torch.distributed exports it as well, but hides it from type checkers.
-    from torch._C._distributed_c10d import TCPStore
-
     listener = socket.create_server((address, 0), backlog=1024)
     port: int = listener.getsockname()[1]
     # detach: the store closes the socket when it goes.
@@ -328,52 +379,9 @@ def _host_store(address: str) -> TCPStore:
     )
 
 
-def _culprits(store: TCPStore) -> list[int]:
-    """Return the ranks that others have found silent."""
-    if not store.check([CULPRITS_KEY]):
-        return []
-    return [int(rank) for rank in store.get(CULPRITS_KEY).decode().split(",")]
-
-
 def _is_stopped(pid: int) -> bool:
     """Tell whether a signal or a debugger has stopped the process; False where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
     except OSError:
         return False
-
-
-def _shared_environ(
-    environ: Mapping[str, str], processes: int, address: str, store: TCPStore
-) -> dict[str, str]:
-    """Return the environment that all ranks find."""
-    ours = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to this store instead of hosting its own
-        "PENSTOCK_LAUNCHED": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {"OMP_NUM_THREADS": "1", **environ, **ours}
-
-
-def die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return a function by which a child, before its command, asks the kernel to kill it when `parent` dies.
-
-    Linux only (None elsewhere, where `kill -9` of the parent leaves the ranks to notice by themselves). The
-    kernel goes by the thread that started the child, and that thread waits for the child in `launch`. The
-    library is loaded here, since between fork and exec a child should do as little as it can.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def ask_for_signal() -> None:
-        if prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "the kernel refuses PR_SET_PDEATHSIG")
-        if os.getppid() != parent:  # the parent died before the kernel was asked
-            os._exit(1)
-
-    return ask_for_signal

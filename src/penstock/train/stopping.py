@@ -1,12 +1,14 @@
-"""Stops a run cleanly: requests to stop are noted, and all ranks stop after the same step."""
+"""Notes requests to stop instead of ending the process: in ranks, which all stop after the same step, and in
+the process that starts them, which passes the signals on."""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from penstock.stops import SAME_REQUEST_S, heeded, leave_lost_terminal
 from penstock.topology import Control
@@ -24,20 +26,25 @@ class Vote:
     lost: bool = False
 
 
-class StopRequests:
-    """Notes, while entered, the signals of `penstock.stops`; a second one acts as it did before.
+class SignalLog:
+    """Notes, while entered, the signals of `penstock.stops`. Signals that are ignored stay so.
 
-    Signals that are ignored stay so. One Ctrl-C can arrive twice, from the terminal and from a launcher that
-    passes it on, so a second signal counts as a second one only `SAME_REQUEST_S` after the first.
+    One request can arrive twice, as from timeout(1), which signals its child and then the whole group, so a
+    later signal counts only `SAME_REQUEST_S` after the first. Only Python's main thread handles signals; in
+    another thread they are left as they are.
+
+    received: the signals, in the order of arrival. once: whether a second one acts as it did before.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._control, self._asked, self._asked_s = control, False, 0.0
+    def __init__(self, *, once: bool = False) -> None:
+        self.received: list[signal.Signals] = []
+        self._once, self._first_s = once, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequests:
-        for number in heeded():
-            self._before[number] = signal.signal(number, self._note)
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in heeded():
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -45,10 +52,36 @@ class StopRequests:
     ) -> None:
         self._restore()
 
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        leave_lost_terminal()
+        now_s = time.monotonic()
+        if self.received and now_s - self._first_s <= SAME_REQUEST_S:
+            return
+        if self.received and self._once:
+            self._restore()
+            signal.raise_signal(number)
+            return
+        self._first_s = self._first_s if self.received else now_s
+        self.received.append(signal.Signals(number))
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+
+class StopRequests(SignalLog):
+    """Requests to stop this rank, and the votes by which all ranks learn of them."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__(once=True)
+        self._control = control
+
     @property
     def asked(self) -> bool:
         """Whether this rank was asked to stop; others may not know yet."""
-        return self._asked
+        return bool(self.received)
 
     def agreed(self, step: int, iteration_s: float = 0.0, *, lost: bool = False) -> Vote:
         """Return whether any rank was asked to stop, and what else all must know after a step.
@@ -56,20 +89,5 @@ class StopRequests:
         It costs one all-reduce of 24 bytes: every rank learns the same.
         """
         purpose = f"agreeing whether to stop after step {step}"
-        stop, slowest_s, gone = self._control.largest((float(self._asked), iteration_s, float(lost)), purpose)
+        stop, slowest_s, gone = self._control.largest((float(self.asked), iteration_s, float(lost)), purpose)
         return Vote(stop=bool(stop), slowest_s=slowest_s, lost=bool(gone))
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        leave_lost_terminal()
-        now_s = time.monotonic()
-        if self._asked and now_s - self._asked_s > SAME_REQUEST_S:
-            self._restore()
-            signal.raise_signal(number)
-        elif not self._asked:
-            self._asked, self._asked_s = True, now_s
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,7 @@ from penstock.report.summary import SUMMARY_FILE
 from penstock.runtime.checks.agree import check_layouts
 from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
@@ -97,7 +97,8 @@ class Trainer:
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
-        self.resumption = find_resumption(config, control, say)  # before anything is measured
+        with control.waiting(config.parallel.checkpoint_s, config.parallel.timeout_s):
+            self.resumption = find_resumption(config, control, say)  # before anything is measured
         folder, keep = config.output.dir, self.resumption is not None
         control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
         ranks = Ranks(control=control, device=device, node_size=node_size)
@@ -297,7 +298,7 @@ class Trainer:
         if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
             if last or saves:
-                self.saved = self.checkpoints.finish() or self.saved
+                self.saved = self._finish_saving() or self.saved
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
         """Keep the loads that pictures show."""
@@ -318,11 +319,12 @@ class Trainer:
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
-        self.saved = self.checkpoints.finish() or self.saved
+        self.saved = self._finish_saving() or self.saved
         if self.saved is not None and not self.saved.exists():
             self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
         try:
-            self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
+            with self._waiting_for_a_checkpoint():
+                self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
@@ -457,11 +459,22 @@ class Trainer:
         if self.resumption is None:
             return 0
         self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
-        return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
+        config, say = self._saved_config, self.progress.say
+        with self._waiting_for_a_checkpoint():
+            return restore(config, self.control, self.checkpoints, self.resumption, say)
+
+    def _finish_saving(self) -> Path | None:
+        """Wait for the checkpoint that is being written; return its folder, or None."""
+        with self._waiting_for_a_checkpoint():
+            return self.checkpoints.finish()
+
+    def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
+        waits = self._saved_config.parallel
+        return self.control.waiting(waits.checkpoint_s, waits.timeout_s)
 
     def _diverged(self, problem: str) -> str:
         try:
-            self.checkpoints.finish()
+            self._finish_saving()
         except CheckpointError as error:
             problem = f"{problem}; {error}"
         newest = self.checkpoints.newest()

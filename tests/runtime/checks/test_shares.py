@@ -15,7 +15,7 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport.silent import silent
 from penstock.topology import ParallelConfig
-from penstock.topology.blame import reason
+from penstock.topology.faults import reason
 from penstock.train.assemble import build_machinery, build_stack, first_plan
 from tests.runtime.test_layout_call_orders import case_of
 from tests.support.parity import Case, machinery_of, stack_of

@@ -20,7 +20,7 @@ from penstock.doctor.gpu.here import Here, Scale
 from penstock.doctor.gpu.outcome import Outcome
 from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.topology import detect, join
-from penstock.topology.blame import give_up
+from penstock.topology.faults import give_up
 from penstock.topology.join import ALONE
 from penstock.train.assemble import on_device
 from penstock.train.config import RunConfig
@@ -89,7 +89,8 @@ def _here(stage: Stage, given: Given) -> Here:
     device = pick_device(info.local_rank)
     config = on_device(given.config.resolved(info.world_size), device)
     if stage.joins:
-        join(info, config.parallel.timeout_s, device, config.parallel.transport)
+        waits = config.parallel
+        join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
     return Here(info=info, device=device, config=config, scale=Scale.of(device), cluster=given.cluster)
 
 

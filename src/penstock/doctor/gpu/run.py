@@ -22,8 +22,8 @@ from penstock.doctor.gpu.outcome import Outcome, Verdict
 from penstock.doctor.gpu.private import names_here
 from penstock.doctor.gpu.stages import Stage
 from penstock.doctor.meeting import Meeting, MeetingError
+from penstock.stops import die_with_parent
 from penstock.train.config import RunConfig
-from penstock.train.launcher import die_with_parent
 
 SPARE_S: Final = 15.0
 """How long ranks may differ in starting and ending a child."""

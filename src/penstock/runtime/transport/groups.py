@@ -24,7 +24,7 @@ from penstock.runtime.transport.loops import Loops
 from penstock.runtime.transport.sockets import Sockets
 from penstock.runtime.transport.sums import scattered_in_order
 from penstock.topology import INTER_GROUPS, Layout, ParallelConfig, lane_groups
-from penstock.topology.watch import END_EXCHANGES
+from penstock.topology.faults import END_EXCHANGES
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -284,7 +284,7 @@ class NcclTransport(GroupTransport):
         """End the exchanges of this transport and of all others of the process, whose kernels may be waiting.
 
         Together, as NCCL would wait in one abort for a kernel that only another abort ends. On peers nothing
-        ends: they watch, see `penstock.topology.watch`.
+        ends: they watch, see `penstock.topology.faults`.
         """
         self.abort_all()
 
@@ -319,7 +319,7 @@ def build_transport(
     """Build a transport with process groups of these kinds."""
     if layout.world_size == 1:
         return LocalTransport()
-    make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds)
+    make_groups = partial(lane_groups, layout, parallel.timeout_s, kinds, start_s=parallel.start_s)
     if parallel.transport == "staged":
         return StagedTransport(make_groups, device, parallel.send_buffer_bytes)
     if device_of(device).is_gpu:

@@ -17,7 +17,7 @@ from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
 from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.sums import summed
-from penstock.topology.rollcall import ACTIVITY
+from penstock.topology.faults import ACTIVITY
 
 S = TypeVar("S")
 T = TypeVar("T")

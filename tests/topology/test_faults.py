@@ -1,59 +1,61 @@
-"""Ranks that ask each other who still answers, all in one process; real ones are in test_silent_ranks."""
+"""Ranks that tell each other who is at fault, all in one process; real ones are in test_silent_ranks."""
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from penstock.topology import rollcall
-from penstock.topology.blame import answer_calls, explain, give_up
-from penstock.topology.rollcall import (
+from penstock.topology import faults
+from penstock.topology.faults import (
     ACTIVITY,
+    JOB_KEY,
     Activity,
+    FaultWatcher,
     PeerLostError,
     Roll,
-    RollCall,
+    cause,
+    explain,
+    give_up,
     is_transport_error,
     named,
-    new_token,
-    open_listener,
+    report_killed,
+    silent_ranks,
+    watch,
 )
-from penstock.topology.watch import Watch
+from tests.support.patience import wait_for
 
-HERE = ("127.0.0.1", 1)
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1."
 
 
 class Ranks:
-    """Some ranks that answer; their listeners."""
+    """Some ranks that have met at a store, and the watchers of those that run."""
 
     def __init__(self, world_size: int) -> None:
-        self.listeners = [open_listener(HERE) for _ in range(world_size)]
-        self.addresses = [listener.getsockname()[:2] for listener in self.listeners]
-        self.token, self.started = new_token(), list[RollCall]()
+        self.root = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.root.set(JOB_KEY, "job")
+        self.world_size, self.started = world_size, list[FaultWatcher]()
 
-    def start(self, rank: int) -> RollCall:
-        made = RollCall(rank, self.listeners[rank], self.addresses, self.token)
+    def start(self, rank: int, exchange_timeout_s: float | None = None) -> FaultWatcher:
+        mine = PrefixStore("job", TCPStore("127.0.0.1", self.root.port, None, False, wait_for_workers=False))
+        made = FaultWatcher(mine, rank, self.world_size, exchange_timeout_s=exchange_timeout_s)
         self.started.append(made)
         return made
 
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(rollcall, "ANSWER_S", 0.5)
-    monkeypatch.setattr(ACTIVITY, "failure", None)  # another test's step may have failed in this process
+    monkeypatch.setattr(faults, "ANSWER_S", 0.5)
     made = Ranks(3)
     yield made
-    answer_calls(None)
+    watch(None)
     for each in made.started:
         each.close()
-    for listener in made.listeners:
-        listener.close()
+    ACTIVITY.failure = ACTIVITY.waited_in = ACTIVITY.lost = None
 
 
 def test_all_answer_at_once(three: Ranks) -> None:
@@ -64,9 +66,15 @@ def test_all_answer_at_once(three: Ranks) -> None:
     assert found.answers.keys() == {1, 2}
 
 
-def test_a_stopped_and_a_dead_rank_are_silent(three: Ranks) -> None:
-    """A stopped process still has its socket: it is connected to, and says nothing."""
-    three.listeners[2].close()
+def test_a_store_of_one_process_serves_as_well() -> None:
+    store = HashStore()
+    first, second = (FaultWatcher(store, rank, 2) for rank in range(2))
+    assert first.give_up().answers.keys() == {1}
+    first.close()
+    second.close()
+
+
+def test_ranks_that_do_not_run_are_silent(three: Ranks) -> None:
     found = three.start(0).give_up()
     assert found.silent == found.culprits == (1, 2)
     assert found.verdict() == "ranks 1 and 2 do not answer: they are stopped, disconnected or dead"
@@ -75,7 +83,6 @@ def test_a_stopped_and_a_dead_rank_are_silent(three: Ranks) -> None:
 def test_who_has_given_up_before_is_not_taken_for_the_culprit(three: Ranks) -> None:
     first, second = three.start(0), three.start(1)
     second.give_up()
-    three.started.remove(second)
     second.close()
     found = first.give_up()
     assert found.silent == (2,)
@@ -83,29 +90,51 @@ def test_who_has_given_up_before_is_not_taken_for_the_culprit(three: Ranks) -> N
 
 
 def test_a_rank_that_fails_by_itself_leaves_its_reason(three: Ranks) -> None:
-    first, second, _ = (three.start(rank) for rank in range(3))
+    three.world_size = 2
+    first, second = three.start(0), three.start(1)
     ACTIVITY.fail("task L0.X.m0.c0.F", ZeroDivisionError("division by zero"))
     second.give_up()
     ACTIVITY.failure = None
     found = first.give_up()
     assert found.verdict() == "rank 1 had failed: task L0.X.m0.c0.F: ZeroDivisionError: division by zero"
     assert found.culprits == ()
+    assert cause(three.root) == (1, "task L0.X.m0.c0.F: ZeroDivisionError: division by zero")
 
 
-def test_a_stranger_hears_nothing(three: Ranks) -> None:
-    three.start(0)
-    with socket.create_connection(three.addresses[0]) as stranger:
-        stranger.sendall(b"x" * 32 + b'{"rank": 1, "failure": "a lie"}\n')
-        assert stranger.recv(100) == b""
-    three.start(1), three.start(2)
-    assert three.started[0].give_up().gone == {}
+def test_the_launcher_learns_who_is_silent_and_what_was_waited_for(three: Ranks) -> None:
+    assert (cause(three.root), silent_ranks(three.root)) == ((None, ""), [])
+    watch(three.start(0))
+    three.start(1)
+    ACTIVITY.fail("task L0.N.m0.F", RuntimeError(GLOO))
+    explain(RuntimeError(GLOO))
+    assert cause(three.root) == (None, "rank 0 waited in task L0.N.m0.F")
+    assert silent_ranks(three.root) == [2]
 
 
-def test_a_neighbour_is_reached_or_not(three: Ranks) -> None:
-    first, _ = three.start(0), three.start(1)
-    assert first.reaches(1)
-    assert not first.reaches(2)
-    assert three.started[1].give_up().gone == {}  # trying is not giving up
+def test_ranks_are_told_by_the_launcher_which_of_them_was_killed(
+    three: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr("penstock.topology.faults.HEARERS", [heard.append])
+    first, second = three.start(0), three.start(1)
+    report_killed(three.root, 2, 3, "killed by signal 9 (SIGKILL)")
+    wait_for(lambda: len(heard) == 2)
+    assert heard == ["rank 2 has ended: killed by signal 9 (SIGKILL)"] * 2
+    assert cause(three.root) == (None, "")
+    ACTIVITY.fail("task L0.N.m0.F", RuntimeError(GLOO))
+    assert first.give_up().verdict() == "rank 2 had failed: killed by signal 9 (SIGKILL)"
+    assert cause(three.root) == (None, "rank 0 waited in task L0.N.m0.F")
+    assert second.give_up().gone == {0: None, 2: "killed by signal 9 (SIGKILL)"}
+
+
+def test_a_rank_whose_store_has_gone_names_the_rank_that_kept_it() -> None:
+    root = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    watcher = FaultWatcher(
+        TCPStore("127.0.0.1", root.port, None, False, wait_for_workers=False), 1, 2, held_by=0
+    )
+    del root
+    assert watcher.give_up().verdict() == "rank 0 does not answer: it is stopped, disconnected or dead"
+    watcher.close()
 
 
 def test_who_takes_no_part_is_busy() -> None:
@@ -139,7 +168,7 @@ def test_errors_of_transports_are_known(error: Exception, is_one: bool) -> None:
 
 def test_a_broken_exchange_is_explained_by_who_is_missing(three: Ranks) -> None:
     three.start(2)
-    answer_calls(RollCall(0, three.listeners[0], three.addresses, three.token))
+    watch(three.start(0))
     assert explain(OSError("No space left on device")) == "No space left on device"  # nobody is asked
     assert explain(RuntimeError(GLOO)) == (
         "rank 1 does not answer: it is stopped, disconnected or dead "
@@ -149,36 +178,31 @@ def test_a_broken_exchange_is_explained_by_who_is_missing(three: Ranks) -> None:
     assert ACTIVITY.failure is None
 
 
-def test_without_a_roll_call_the_transport_has_the_word() -> None:
+def test_without_others_the_transport_has_the_word() -> None:
     assert explain(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:1."
 
 
-@pytest.mark.parametrize("end", ["leaves", "breaks off", "gives up"])
+@pytest.mark.parametrize("end", ["leaves", "is late", "gives up"])
 def test_a_rank_that_watches_ends_its_exchanges_when_another_does_not_go_on(
     three: Ranks, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     ended = threading.Event()
-    monkeypatch.setattr("penstock.topology.watch.END_EXCHANGES", [ended.set])
-    monkeypatch.setattr(ACTIVITY, "lost", None)
-    first, second, third = (three.start(rank) for rank in range(3))
-    watch = Watch(first, 60.0, lambda error: None)
-    while not second._watchers:
-        time.sleep(0.001)
+    monkeypatch.setattr("penstock.topology.faults.END_EXCHANGES", [ended.set])
+    three.start(0, exchange_timeout_s=0.2 if end == "is late" else 60.0)
+    _, third = three.start(1), three.start(2)
     if end == "leaves":
-        second.close()
-        while watch._neighbour is not None:
-            time.sleep(0.001)
+        third.close()
         ACTIVITY.check()
-    elif end == "breaks off":
-        second._watchers.pop().close()
+    elif end == "is late":
+        with ACTIVITY.exchanging("inter"):
+            assert ended.wait(60.0)
     else:
         monkeypatch.setattr(ACTIVITY, "failure", "task L0.X failed")
         third.give_up()
     if end != "leaves":
         assert ended.wait(60.0)
-        with pytest.raises(PeerLostError, match="next rank" if end == "breaks off" else "rank 2 .*L0.X"):
+        with pytest.raises(PeerLostError, match="lasted" if end == "is late" else "rank 2 .*L0.X"):
             ACTIVITY.check()
-    watch.stop()
     assert ended.is_set() == (end != "leaves")
 
 

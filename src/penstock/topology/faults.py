@@ -1,0 +1,563 @@
+"""Finds which rank is at fault when an exchange fails, by way of the job's own store.
+
+A transport only knows that its own peer was late or has gone, and that peer is often a survivor that was
+waiting itself. So every rank has a thread that waits at the store at which the ranks have met, on a
+connection of its own, as a wait blocks whatever shares its connection. A rank that gives up leaves a note
+there and wakes these threads. Each tells its own rank, ends what waits for the rank that has given up, and
+answers with what its rank is doing: not if the process is stopped, disconnected or dead. Nothing is sent
+until something has failed, and then a few messages per rank.
+
+Nothing wakes a kernel of NCCL: it waits on the device, and the host behind it in a copy or an event. So on
+GPUs the thread also ends this rank's exchanges, when a rank has given up and when an exchange lasts longer
+than the timeout. What waited goes on with any numbers, and whoever reads them asks `ACTIVITY.check` first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch.distributed as dist
+
+# torch.distributed exports it as well, but hides it from type checkers.
+from torch._C._distributed_c10d import PrefixStore
+
+from penstock.topology.meeting_point import within
+
+Store = Any
+"""One of torch's stores, of which type checkers know neither `clone` nor `append` nor `multi_set`."""
+
+ANSWER_S: Final = 2.0
+"""Seconds that a rank may take to answer."""
+BUSY_S: Final = 1.0
+"""A rank that has been in no exchange for longer than this kept the others waiting."""
+POLL_S: Final = 0.02
+"""How often a rank that asks looks whether all have answered."""
+WATCH_S: Final = 0.1
+"""How often a rank on a GPU looks whether an exchange has lasted too long."""
+LEAVE_S: Final = 1.0
+"""How long the rank that keeps the store waits for the others to leave before it."""
+IDLE: Final = timedelta(days=24)
+"""How long a thread waits at the store; torch warns when that is over, and cannot count more milliseconds."""
+STORE_GONE_S: Final = 5.0
+"""How long an exchange may last on GPUs once the store has gone, and with it the machine that kept it."""
+EXCHANGES: Final = frozenset({"inter", "intra", "device"})
+"""What may wait for other ranks in a step: lanes, and the host for the device."""
+MOST_REASON: Final = 500
+JOB_KEY: Final = "penstock/job"
+"""Key under which ranks leave the prefix of their notes, for the launcher that keeps the store."""
+LEAVING: Final = "leaving"
+"""What the rank that keeps the store calls before it ends in order."""
+CULPRITS_KEY: Final = "penstock/culprits"
+"""Key under which ranks leave the numbers of ranks that do not answer, for that launcher."""
+OF_DEVICE: Final = (
+    "A check on this rank's GPU has failed, perhaps of an earlier task: what it checked stands above in the "
+    "standard error (a label or token outside of the vocabulary, for example)"
+)
+"""Words about an error that the host learns of late and without a reason."""
+
+HEARERS: Final[list[Callable[[str], None]]] = []
+"""Who is told at once that another rank has given up, in words: exchanges with it may never end."""
+END_EXCHANGES: Final[list[Callable[[], None]]] = []
+"""What ends all exchanges that this process has begun on devices."""
+
+
+class PeerLostError(dist.DistError):
+    """Exchanges of this rank were ended, as another rank no longer takes part in them."""
+
+
+class Happening(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Return whether it has happened."""
+        ...
+
+
+class Activity:
+    """What this rank is doing, for its answer. Every lane writes it, so writing must cost next to nothing.
+
+    Attributes:
+        failure: Why this rank ends, unless for the end of another.
+        waited_in: The task or exchange in which this rank waited for others in vain.
+        lost: Why exchanges of this rank were ended from outside, since another rank no longer takes part;
+            what they were to bring is then anything.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[object, float]] = {}
+        self._left_s = time.monotonic()
+        self._issued: tuple[Happening, float] | None = None
+        self.failure: str | None = None
+        self.waited_in: str | None = None
+        self.lost: str | None = None
+
+    def begin(self, lane: str, what: object) -> None:
+        """Note that `lane` has begun with `what`, whose `str` is only made for an answer."""
+        self._now[lane] = (what, time.monotonic())
+
+    def end(self, lane: str) -> None:
+        self._now.pop(lane, None)
+        self._left_s = time.monotonic()
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """Remember why this rank stops, unless the error is only the effect of another rank's end."""
+        if self.lost is None and not is_transport_error(error):
+            self.failure = f"{what}: {type(error).__name__}: {error}".splitlines()[0][:MOST_REASON]
+        else:
+            self.waited_in = self.waited_in or what
+
+    def issued(self, end: Happening) -> None:
+        """Note that a half step has been given to the device, which has done it when `end` happens."""
+        self._issued = end, time.monotonic()
+
+    def check(self) -> None:
+        """Raise PeerLostError if exchanges of this rank were ended from outside."""
+        if self.lost is not None:
+            raise PeerLostError(self.lost)
+
+    @property
+    def waited_s(self) -> float:
+        """How long this rank has been in an exchange of a step, or the device has not ended its half step."""
+        now_s = time.monotonic()
+        begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
+        if self._issued is not None and not self._issued[0].query():
+            begun.append(self._issued[1])
+        return now_s - min(begun, default=now_s)
+
+    def begin_step(self) -> None:
+        """Forget earlier failures when a step begins: they were caught, and do not explain a later end."""
+        self.failure = self.waited_in = None
+
+    @contextmanager
+    def exchanging(self, what: str) -> Iterator[None]:
+        """Note an exchange outside the steps while entered; one may be part of another."""
+        self.begin(what, what)
+        try:
+            yield
+        except RuntimeError as error:
+            if what not in EXCHANGES and is_transport_error(error):
+                self.waited_in = self.waited_in or what
+            raise
+        finally:
+            self.end(what)
+
+    def answer(self) -> dict[str, Any]:
+        """Return what other ranks are told."""
+        now, now_s = dict(self._now), time.monotonic()
+        computing = None if "device" in now else now.pop("compute", None)
+        what, since_s = computing or (None, self._left_s)
+        doing = f"in {what}" if computing else "outside every exchange and task"
+        return {
+            "exchanging": bool(now) or self.waited_s > 0,
+            "doing": doing,
+            "busy_s": now_s - since_s,
+            "failure": self.failure,
+        }
+
+
+ACTIVITY: Final = Activity()
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What ranks say of themselves.
+
+    Attributes:
+        silent: Ranks that do not answer.
+        answers: What the others said.
+        gone: Ranks that had given up, with the reason if it was their own.
+    """
+
+    silent: tuple[int, ...]
+    answers: Mapping[int, Mapping[str, Any]]
+    gone: Mapping[int, str | None]
+
+    @property
+    def failed(self) -> dict[int, str]:
+        """Ranks that failed for a reason of their own, with the reason."""
+        known = [*((rank, said["failure"]) for rank, said in self.answers.items()), *self.gone.items()]
+        return {rank: why for rank, why in sorted(known, key=lambda each: each[0]) if why}
+
+    @property
+    def busy(self) -> dict[int, str]:
+        """Ranks that run, but have been in no exchange for long, with what they were doing."""
+        return {
+            rank: f"{said['doing']} for {said['busy_s']:.1f} s"
+            for rank, said in sorted(self.answers.items())
+            if not said["exchanging"] and rank not in self.gone and said["busy_s"] > BUSY_S
+        }
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Ranks that no longer run, or run and do not take part."""
+        return self.silent or (() if self.failed else tuple(self.busy))
+
+    def verdict(self) -> str:
+        """Return one clause that names the ranks at fault; "" if every rank answers and waits as well."""
+        if self.failed:
+            return "; ".join(f"rank {rank} had failed: {why}" for rank, why in self.failed.items())
+        if self.silent:
+            verb = "does not answer: it is" if len(self.silent) == 1 else "do not answer: they are"
+            return f"{named(self.silent)} {verb} stopped, disconnected or dead"
+        return "; ".join(f"rank {rank} answers, but was {what}" for rank, what in self.busy.items())
+
+
+class FaultWatcher:
+    """This rank's part in finding faults: a thread at the store that hears, answers, and ends exchanges.
+
+    Keys of the store: `calls` counts calls; `call/N` has the number of the rank that calls; `wake/R/N` wakes
+    the thread of rank R for it; `ended` has a line for every rank that has given up, `answers/N` one for
+    every answer; `ended/count` and `answers/N/count` tell without reading them whether they are complete.
+
+    Args:
+        store: At which these ranks have met; its keys are used by no other ranks and no earlier start.
+        held_by: The rank whose process keeps the store; None if that is another process, such as a launcher.
+        exchange_timeout_s: How long an exchange of a step may last that only this rank can end; None =
+            exchanges end by themselves, as on CPUs.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        held_by: int | None = None,
+        exchange_timeout_s: float | None = None,
+    ) -> None:
+        self.store, self.has_given_up = store, False
+        self.watches = exchange_timeout_s is not None
+        self._rank, self._world_size, self._held_by = rank, world_size, held_by
+        self._timeout_s = float("inf") if exchange_timeout_s is None else exchange_timeout_s
+        self._gone: dict[int, str | None] = {}
+        self._heard, self._heard_s = 0, float("-inf")  # the last call, and when this rank heard of it
+        self._stopped = threading.Event()
+        ACTIVITY.failure = ACTIVITY.waited_in = ACTIVITY.lost = None
+        self._connection = store.clone()
+        self._threads = [threading.Thread(target=self._run, name="penstock-faults", daemon=True)]
+        if self.watches:
+            self._threads.append(threading.Thread(target=self._watch, name="penstock-watch", daemon=True))
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self._at_exit)
+
+    def close(self) -> None:
+        """Watch and answer no longer. The rank whose process keeps the store ends after the others."""
+        atexit.unregister(self._at_exit)
+        self._stopped.set()
+        if self._threads[0].is_alive():
+            with suppress(RuntimeError):  # the store goes just now, which ends the thread as well
+                within(ANSWER_S, self._leave)
+        for thread in self._threads:
+            thread.join(ANSWER_S)  # no longer: the machine that keeps the store may be stopped
+
+    def _leave(self) -> None:
+        store = self.store.clone()
+        if self._held_by == self._rank:
+            call(store, self._world_size, LEAVING)
+            _until(lambda: store.add("left", 0) >= self._world_size - 1, LEAVE_S)
+        else:
+            store.add("left", 1)
+        store.set(f"wake/{self._rank}/{self._heard + 1}", "")
+
+    def give_up(self) -> Roll:
+        """Tell all other ranks that this one ends, and return what they do, within `ANSWER_S`."""
+        self.has_given_up = True
+        note = {"rank": self._rank, "failure": ACTIVITY.failure, "waited_in": ACTIVITY.waited_in}
+        found: list[Roll] = []
+        try:
+            within(ANSWER_S + 2 * POLL_S, lambda: self._ask(self.store.clone(), note, found))
+        except RuntimeError:  # the process that keeps the store is stopped or gone
+            if not found:
+                gone, held_by = dict(self._gone), self._held_by
+                silent = () if held_by is None or held_by in gone else (held_by,)
+                return Roll(silent, {}, gone)
+        return found[-1]
+
+    # ---- asking --------------------------------------------------------------------------------------------
+
+    def _ask(self, store: Store, note: Mapping[str, Any], found: list[Roll]) -> None:
+        """Leave a note and collect answers; a call that another rank has just made serves this one, too."""
+        leave_note(store, note)
+        number, since_s = self._heard, self._heard_s
+        if time.monotonic() - since_s > ANSWER_S / 2:
+            number, since_s = call(store, self._world_size, str(self._rank)), time.monotonic()
+        left_s = since_s + ANSWER_S - time.monotonic()
+
+        def complete() -> bool:
+            heard = store.add(f"answers/{number}/count", 0) + store.add("ended/count", 0)
+            if heard < self._world_size:
+                return False
+            found.append(self._read(store, number))
+            return not found[-1].silent
+
+        if not _until(complete, left_s):
+            found.append(self._read(store, number))
+        if self._held_by == self._rank:  # others have yet to ask, and can only do it while this one lasts
+            silent = len(found[-1].silent)
+            _until(lambda: store.add("ended/count", 0) + silent >= self._world_size, ANSWER_S)
+
+    def _read(self, store: Store, number: int) -> Roll:
+        gone = {**self._gone, **{rank: note["failure"] for rank, note in notes(store).items()}}
+        said = _lines(store, f"answers/{number}") if store.add(f"answers/{number}/count", 0) else []
+        answers = {each["rank"]: each for each in said if each["rank"] != self._rank}
+        gone.pop(self._rank, None)
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        return Roll(tuple(r for r in others if r not in answers and r not in gone), answers, gone)
+
+    # ---- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Wait for calls until this rank leaves, or the store goes."""
+        while not self._stopped.is_set():
+            try:
+                self._connection.wait([f"wake/{self._rank}/{self._heard + 1}"], IDLE)
+                self._answer(self._connection)
+            except dist.DistStoreError:  # nobody has called for long
+                continue
+            except RuntimeError:
+                self._timeout_s = min(self._timeout_s, STORE_GONE_S)
+                return
+
+    def _watch(self) -> None:
+        """End this rank's exchanges if one of them has lasted for too long."""
+        while not self._stopped.wait(WATCH_S) and ACTIVITY.lost is None:
+            if (waited_s := ACTIVITY.waited_s) > self._timeout_s:
+                # Its own thread: ranks that are stopped take their time to be found silent.
+                threading.Thread(target=self.give_up, name="penstock-tell", daemon=True).start()
+                self._lose(f"an exchange has lasted for {waited_s:.1f} s")
+
+    def _answer(self, store: Store) -> None:
+        """Hear a call: end what waits for ranks that have given up, before they have this rank's answer."""
+        if self._stopped.is_set():
+            return
+        self._heard, self._heard_s = self._heard + 1, time.monotonic()
+        if store.get(f"call/{self._heard}") == LEAVING.encode():
+            self._stopped.set()
+            store.add("left", 1)
+            return
+        mine = json.dumps({"rank": self._rank, **ACTIVITY.answer()}) + "\n"
+        for rank, note in notes(store).items():
+            if rank != self._rank and rank not in self._gone:
+                failure = self._gone[rank] = note["failure"]
+                told = f"rank {rank} has ended" + (f": {failure}" if failure else "")
+                for hear in HEARERS:
+                    hear(told)
+                self._lose(told)
+        store.append(f"answers/{self._heard}", mine)
+        store.add(f"answers/{self._heard}/count", 1)
+
+    def _lose(self, why: str) -> None:
+        """End this rank's exchanges. Whoever is freed by that must find the reason."""
+        if self.watches and ACTIVITY.lost is None:
+            ACTIVITY.lost = why
+            for end in END_EXCHANGES:
+                end()
+
+    def _at_exit(self) -> None:
+        """Tell the others the error by which Python ends; end the thread in any case."""
+        error = getattr(sys, "last_value", None)
+        if error is not None and not self.has_given_up:
+            give_up(f"{type(error).__name__}: {reason(error)}")
+        self.close()
+
+
+# ---- what a process asks -----------------------------------------------------------------------------------
+
+
+class _Process:
+    """The watcher of this process; None in a program that has not joined others."""
+
+    watcher: FaultWatcher | None = None
+
+
+def watch(watcher: FaultWatcher | None) -> None:
+    """Set this process's watcher, in place of an earlier one, which is closed."""
+    if _Process.watcher is not None and _Process.watcher is not watcher:
+        _Process.watcher.close()
+    _Process.watcher = watcher
+
+
+def is_watched() -> bool:
+    """Return whether this rank ends its exchanges itself when others fail."""
+    return _Process.watcher is not None and _Process.watcher.watches
+
+
+def has_ended() -> bool:
+    """Return whether this rank or another has told that it ends, so that nobody is watched any more."""
+    return ACTIVITY.lost is not None or (_Process.watcher is not None and _Process.watcher.has_given_up)
+
+
+def explain(error: BaseException) -> str:
+    """Return the reason of an error; for a broken exchange preceded by the ranks that do not answer.
+
+    In that case it takes up to `ANSWER_S`, since silent ranks are given that time.
+    """
+    if not is_transport_error(error):
+        if ACTIVITY.failure is not None:
+            give_up(ACTIVITY.failure)
+        return reason(error)
+    verdict = _ask_others()
+    if isinstance(error, PeerLostError):
+        return verdict or reason(error)
+    return f"{verdict} ({reason(error)})" if verdict else reason(error)
+
+
+def give_up(why: str) -> None:
+    """Tell the other ranks that this one ends for a reason of its own, if they have not been told yet."""
+    if _Process.watcher is None or not _Process.watcher.has_given_up:
+        ACTIVITY.failure = why[:MOST_REASON]
+        _ask_others()
+
+
+def is_first_to_say(text: str) -> bool:
+    """Tell whether no other rank has asked this about the same text, which all of them may have to print.
+
+    A rank that has not joined the others cannot know, and counts as the first.
+    """
+    if _Process.watcher is None:
+        return True
+    store, key = _Process.watcher.store, f"said/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        return bool(within(ANSWER_S, lambda: store.add(key, 1)) == 1)
+    except RuntimeError:  # the rank that keeps the store has ended, and has reported why
+        return False
+
+
+def is_transport_error(error: BaseException) -> bool:
+    """Tell whether an exchange with other ranks broke, or was waited for in vain."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.match(r"\[[^\]]*\.cc:\d+\] ", str(error)) is not None
+    )
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of an error without Gloo's additions: a source file in front, advice after.
+
+    A check that has failed on a device gives its reason elsewhere, which is added.
+    """
+    line = (str(error).strip().splitlines() or ["no reason given"])[0]
+    found = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", line).split(" This is typically")[0]
+    return f"{found}. {OF_DEVICE}" if "device-side assert" in found else found
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as `rank 1`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _ask_others() -> str:
+    """Give up, and return which ranks are at fault."""
+    watcher = _Process.watcher
+    if watcher is None:
+        return ""
+    roll = watcher.give_up()
+    # A rank that fails by itself kept no other rank waiting; others may soon find the same fault.
+    culprits = roll.culprits if ACTIVITY.failure is None else roll.silent
+    if culprits:
+        with suppress(RuntimeError):  # the launcher has ended, or is stopped: it could kill nobody
+            root = underlying(watcher.store)
+            within(ANSWER_S, lambda: root.set(CULPRITS_KEY, ",".join(map(str, culprits))))
+    return roll.verdict()
+
+
+# ---- the store ---------------------------------------------------------------------------------------------
+
+
+def underlying(store: Store) -> Store:
+    """Return the store behind all prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _lines(store: Store, key: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in store.get(key).decode().splitlines()]
+
+
+def leave_note(store: Store, note: Mapping[str, Any]) -> None:
+    """Say that a rank ends: `rank`, `failure` if it has a reason of its own, `waited_in` as in `Activity`."""
+    store.append("ended", json.dumps(note) + "\n")
+    store.add("ended/count", 1)
+
+
+def notes(store: Store) -> dict[int, dict[str, Any]]:
+    """Return what ranks that end have said; of several notes about a rank the first with a reason counts."""
+    found: dict[int, dict[str, Any]] = {}
+    for note in _lines(store, "ended") if store.add("ended/count", 0) else ():
+        if not found.get(note["rank"], {}).get("failure"):
+            found[note["rank"]] = note
+    return found
+
+
+def call(store: Store, world_size: int, by: str) -> int:
+    """Wake the threads of all ranks, and return the number of the call."""
+    number: int = store.add("calls", 1)
+    store.set(f"call/{number}", by)
+    keys = [f"wake/{rank}/{number}" for rank in range(world_size)]
+    if store.has_extended_api():
+        store.multi_set(keys, [""] * len(keys))
+    else:
+        for key in keys:
+            store.set(key, "")
+    return number
+
+
+def _until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until something holds, and tell whether it does within the time."""
+    until_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() >= until_s:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+# ---- for the launcher that keeps the store -----------------------------------------------------------------
+
+
+def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
+    """Tell the ranks of a job, once they have met, that one was killed and could not say so itself."""
+    job = _job_of(root)
+    if job is not None and rank not in notes(job):
+        leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
+        call(job, world_size, "launcher")
+
+
+def silent_ranks(root: Store) -> list[int]:
+    """Return the ranks that others have found silent."""
+    return [int(rank) for rank in root.get(CULPRITS_KEY).split(b",")] if root.check([CULPRITS_KEY]) else []
+
+
+def cause(root: Store) -> tuple[int | None, str]:
+    """Return which rank failed first for a reason of its own, with the reason; or None, with what one of the
+    others waited for."""
+    job = _job_of(root)
+    said = {} if job is None else notes(job)
+    for rank, note in said.items():
+        if note["failure"] and not note.get("killed"):
+            return rank, note["failure"]
+    waiting = ((rank, note["waited_in"]) for rank, note in said.items() if note["waited_in"])
+    for rank, what in waiting:
+        return None, f"rank {rank} waited in {what}" if what.startswith(
+            "task "
+        ) else f"rank {rank} was {what}"
+    return None, ""
+
+
+def _job_of(root: Store) -> Store | None:
+    return PrefixStore(root.get(JOB_KEY).decode(), root) if root.check([JOB_KEY]) else None
