@@ -30,8 +30,8 @@ class SignalLog:
     """Notes, while entered, the signals of `penstock.stops`. Signals that are ignored stay so.
 
     One request can arrive twice, as from timeout(1), which signals its child and then the whole group, so a
-    later signal counts only `SAME_REQUEST_S` after the first. Python lets only the main thread handle signals;
-    in another thread they are left as they are.
+    later signal counts only `SAME_REQUEST_S` after the first. Python lets only the main thread handle
+    signals; in another thread they are left as they are.
 
     received: the signals, in the order of arrival. once: whether a second one acts as it did before.
     """
