@@ -23,10 +23,10 @@ from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.adapt.generating import generate_together, refuse_threads
+from penstock.checkpoint.storage import together
 from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.topology import Control
-from penstock.train.checkpoint import together
 
 KNOWN = (
     "input_ids",
