@@ -297,6 +297,24 @@ def test_a_failure_describes_itself(failure: Failure, text: str) -> None:
     assert failure.describe() == text
 
 
+@pytest.mark.parametrize(
+    ("code", "cause", "text"),
+    [
+        (1, (None, ""), "rank 1 exited with code 1"),
+        (1, (1, "task a: no"), "rank 1 exited with code 1: task a: no"),
+        (1, (0, "task a: no"), "rank 0 exited with code 3: task a: no"),
+        (1, (None, "rank 0 waited in task a"), "rank 1 exited with code 1; rank 0 waited in task a"),
+        (-9, (1, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL): task a: no"),
+        (-9, (0, "task a: no"), "rank 1 was killed by signal 9 (SIGKILL)"),
+        (-9, (None, "rank 0 was b"), "rank 1 was killed by signal 9 (SIGKILL); rank 0 was b"),
+    ],
+)
+def test_the_last_line_has_the_cause(code: int, cause: tuple[int | None, str], text: str) -> None:
+    first, known = Failure(rank=1, returncode=code), {"stopped": frozenset[int](), "interrupted_by": None}
+    outcome = LaunchOutcome(exit_codes=(3, code), first_failure=first, cause=cause, **known)  # type: ignore[arg-type]
+    assert outcome.describe() == text
+
+
 def outcome_of(*codes: int, stopped: tuple[int, ...] = (), by: signal.Signals | None = None) -> LaunchOutcome:
     return LaunchOutcome(exit_codes=codes, first_failure=None, stopped=frozenset(stopped), interrupted_by=by)
 

@@ -109,6 +109,8 @@ class LaunchOutcome:
             return None if failure is None else failure.describe()
         if culprit is None:
             return f"{failure.describe()}; {why}"
+        if failure.returncode < 0 and culprit != failure.rank:  # whose death the others failed of
+            return failure.describe()
         failure = Failure(rank=culprit, returncode=self.exit_codes[culprit] or failure.returncode)
         return f"{failure.describe()}: {why}"
 

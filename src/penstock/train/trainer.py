@@ -294,7 +294,8 @@ class Trainer:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
-        self.saved = self.checkpoints.poll() or self.saved
+        with self._waiting_for_a_checkpoint():
+            self.saved = self.checkpoints.poll() or self.saved
         if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
             if last or saves:
