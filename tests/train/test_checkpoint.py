@@ -128,7 +128,7 @@ def test_two_ranks_to_one_by_logical_names(ranks: Pools, tmp_path: Path, ep_size
     whole = bare(0, replace(CASE, seed=5), tmp_path)
     assert whole.load(tmp_path / "step-00000002") == 2
     found = state_of(whole)
-    assert [name for name in found if name.endswith("blocks.1.feed_forward.experts.w_up.3")]
+    assert [name for name in found if name.endswith("model.layers.1.mlp.experts.w_up.3")]
     check_equal(found, first | second)
 
 

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.adapt.weights import some_of
 from penstock.config import from_dict, shorten, to_dict
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.topology import Control
 from penstock.train.checkpoint import STEP, open_stored, verify
@@ -108,18 +108,18 @@ class PenstockForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = PenstockConfig
     base_model_prefix = "decoder"
-    _tied_weights_keys = {"decoder.output.weight": "decoder.token_embedding.weight"}  # noqa: RUF012  # theirs
+    _tied_weights_keys = {"decoder.lm_head.weight": "decoder.model.embed_tokens.weight"}  # noqa: RUF012  # theirs
 
     def __init__(self, config: PenstockConfig) -> None:
         super().__init__(config)
-        self.decoder = GPT(config.model_section, config.moe_section)
+        self.decoder = MoEDecoder(config.model_section, config.moe_section)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.decoder.token_embedding
+        return self.decoder.model.embed_tokens
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.decoder.output
+        return self.decoder.lm_head
 
     def forward(
         self,
@@ -189,7 +189,7 @@ def from_checkpoint(path: Path) -> PenstockForCausalLM:
     return model
 
 
-def _check_stored(path: Path, decoder: GPT, saved: Mapping[str, Entry]) -> None:
+def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, Entry]) -> None:
     """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: what it holds, by name."""
     # Compared first, as settings may ask for any number of experts, of which each gets a name below.
     numbers = sum(tensor.numel() for _, tensor in _kept(decoder))
@@ -254,23 +254,23 @@ def _outgoing(named: tuple[str, Tensor]) -> Outgoing:
     return Outgoing(name=name, entry=entry, load=lambda: tensor.to(dtype))
 
 
-def _logical(decoder: GPT) -> Iterator[tuple[str, Tensor]]:
+def _logical(decoder: MoEDecoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a whole decoder under their names in checkpoints: every expert has its own."""
     for name, tensor in _kept(decoder):
         yield from _split(decoder, name, name, tensor.detach())
 
 
-def _kept(decoder: GPT) -> list[tuple[str, Tensor]]:
+def _kept(decoder: MoEDecoder) -> list[tuple[str, Tensor]]:
     """Return the buffers and parameters of a decoder that checkpoints have; those it ties once."""
     kept = decoder.state_dict().keys()
     buffers = [(name, buffer) for name, buffer in decoder.named_buffers() if name in kept]
     return [*buffers, *decoder.named_parameters()]
 
 
-def _split(decoder: GPT, name: str, of: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+def _split(decoder: MoEDecoder, name: str, of: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
     """Return the tensor of the parameter `of` under its own name or, for experts, one for each."""
     if ".experts." not in of:
         return [(name, tensor)]
-    moe = decoder.parts[int(of.split(".")[1])].moe
+    moe = decoder.parts[int(of.split(".")[2])].moe
     assert moe is not None, of
     return moe.by_number(name, tensor)

@@ -12,8 +12,8 @@ from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.dispatch import DISPATCHES
-from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import MakeLayer, TensorShard
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
@@ -147,9 +147,11 @@ def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
     )
 
 
-def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None) -> GPT:
+def model_of(
+    model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None
+) -> MoEDecoder:
     """Return a rank's part of the model, not initialised."""
-    return GPT(
+    return MoEDecoder(
         model,
         moe,
         ep_size=layout.ep_size,
@@ -195,6 +197,8 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         partial_by_form=gradients.partial_by_form,
         mp_size=layout.mp_size,
         esp_size=layout.esp_size,
+        attention_size=config.model.attention_size,
+        key_value_size=config.model.key_value_size,
         dense_ffn_hidden_size=config.model.dense_hidden_size,
         slots_per_sample=config.moe.slots_per_sample,
         wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),

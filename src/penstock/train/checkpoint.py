@@ -286,7 +286,7 @@ class Checkpoints:
     def _split(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         if ".experts." not in name:
             return [(name, tensor)]
-        layer = int(name.split(".blocks.", 1)[1].split(".", 1)[0])
+        layer = int(name.split(".layers.", 1)[1].split(".", 1)[0])
         moe = self.stack.parts.parts[layer].moe
         assert moe is not None, name
         return moe.by_number(name, tensor)

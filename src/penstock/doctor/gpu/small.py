@@ -22,7 +22,9 @@ from penstock.train.config import OutputConfig, Precision, RunConfig, TrainConfi
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.update import build_update
 
-MODEL: Final = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_len=8, vocab_size=64)
+MODEL: Final = ModelConfig(
+    num_layers=2, hidden_size=32, num_heads=4, num_key_value_heads=2, seq_len=8, vocab_size=64
+)
 BATCH: Final = 4
 LARGER: Final = 6.0
 """The factor on fresh matrices: with those every part of the model has gradients that matter."""
@@ -145,6 +147,6 @@ def logical(stack: PipelinedStack, name: str, tensor: Tensor) -> Iterator[tuple[
     if ".experts." not in name:
         yield name, tensor
         return
-    moe = stack.parts.parts[int(name.split(".")[1])].moe
+    moe = stack.parts.parts[int(name.split(".")[2])].moe
     assert moe is not None, "a layer with experts"
     yield from moe.by_number(name, tensor)

@@ -1,6 +1,9 @@
-"""A GPT-style decoder with MoE layers, in the pieces that the engine schedules.
+"""The decoder: architecture and parameter names of Qwen3-MoE, in the pieces that the engine schedules.
 
-Shapes: B samples, L tokens per sample, M hidden size, A heads, K head size, V vocabulary, T = B * L tokens.
+Norms are RMSNorm, positions rotary, queries and keys normed by head, feed-forward parts SwiGLU; nothing has a
+bias. Gates, experts and losses that Qwen3-MoE lacks stay possible in MoE layers.
+Shapes: B samples, L tokens per sample, M hidden size, A heads, G heads of keys and values, K head size, V
+vocabulary, T = B * L tokens.
 """
 
 from __future__ import annotations
@@ -44,39 +47,98 @@ class TensorShard(Shard):
 WHOLE = TensorShard()
 
 
-class Attention(nn.Module):
-    """Causal multi-head attention, 4 M^2 parameters; a shard has some heads, and returns a partial sum."""
+class Rotary(nn.Module):
+    """Rotary positions: turns the heads of every token by angles that grow with its place.
 
-    def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
+    Angles are computed in float32, as transformers does, and rounded to the type of the heads. They are made
+    when they are first used, and kept: no checkpoint holds them, and a model without memory has none.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = config.hidden_size
-        self.heads = config.num_heads // shard.size
-        width = hidden // shard.size
-        self.qkv = nn.Linear(hidden, 3 * width, bias=False)
-        self.out = nn.Linear(width, hidden, bias=False)
-        self.shardings = shard.among(
-            {
-                "qkv.weight": shard.cut(1, (3 * hidden, hidden), (3, hidden, hidden)),
-                "out.weight": shard.cut(1, (hidden, hidden)),
-            }
+        self.size, self.places, self.theta = config.head_size, config.seq_len, config.rope_theta
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, heads: Sequence[Tensor], documents_BL: Tensor | None) -> list[Tensor]:
+        """Turn queries and keys, [B, A or G, L, K] each. documents_BL: see `Attention`."""
+        length, (cos_LK, sin_LK) = heads[0].shape[2], self._angles(heads[0])
+        cos, sin = cos_LK[:length], sin_LK[:length]
+        if documents_BL is not None:
+            places_BL = torch.arange(length, device=documents_BL.device) - documents_BL
+            cos, sin = (each[places_BL].unsqueeze(1) for each in (cos_LK, sin_LK))
+        return [each * cos + _turned(each) * sin for each in heads]
+
+    def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of all places of a sample, for heads like `x`."""
+        kept = self._kept
+        if kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
+            with torch.inference_mode(False), torch.no_grad():  # training reads them as well
+                evens_H = torch.arange(0, self.size, 2, dtype=torch.float32, device=x.device)
+                rates_H = 1.0 / self.theta ** (evens_H / self.size)
+                places_L = torch.arange(self.places, dtype=torch.float32, device=x.device)
+                angles_LK = (places_L.unsqueeze(1) * rates_H).repeat(1, 2)
+                kept = self._kept = angles_LK.cos().to(x.dtype), angles_LK.sin().to(x.dtype)
+        return kept
+
+
+def _turned(x: Tensor) -> Tensor:
+    """Return heads by a quarter turn of every pair of numbers, which lie half a head apart."""
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)
+
+
+class HeadNorm(nn.RMSNorm):
+    """The norm of single heads, in the type of its weight: autocast gives it projections in bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with normed queries and keys; a shard has some heads, and returns a
+    partial sum."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary, shard: TensorShard = WHOLE) -> None:
+        super().__init__()
+        hidden, self.head_size = config.hidden_size, config.head_size
+        sizes = {"q": config.attention_size, "k": config.key_value_size, "v": config.key_value_size}
+        self.shares_keys = config.key_value_size < config.attention_size
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(hidden, size // shard.size, bias=False) for size in sizes.values()
         )
+        self.o_proj = nn.Linear(config.attention_size // shard.size, hidden, bias=False)
+        self.q_norm = HeadNorm(self.head_size, config.rms_norm_eps)
+        self.k_norm = HeadNorm(self.head_size, config.rms_norm_eps)
+        self.rotary = rotary
+        cut = {f"{name}_proj.weight": shard.cut(0, (size, hidden)) for name, size in sizes.items()}
+        cut["o_proj.weight"] = shard.cut(1, (hidden, config.attention_size))
+        self.shardings = shard.among(cut)
 
     def forward(self, x_BLM: Tensor, documents_BL: Tensor | None = None) -> Tensor:
         """Attend to the tokens of a sample up to each one.
 
         documents_BL: where every token's document begins; tokens attend to their own document alone.
         """
-        batch, length, _ = x_BLM.shape
-        width = self.out.in_features
-        sizes = (batch, length, 3, self.heads, width // self.heads)  # no -1: there may be no sample
-        qkv_3BALK = self.qkv(x_BLM).view(sizes).permute(2, 0, 3, 1, 4)
-        q_BALK, k_BALK, v_BALK = qkv_3BALK.unbind()
+        q_BALK = self.q_norm(self._heads(self.q_proj(x_BLM))).transpose(1, 2)
+        k_BGLK = self.k_norm(self._heads(self.k_proj(x_BLM))).transpose(1, 2)
+        v_BGLK = self._heads(self.v_proj(x_BLM)).transpose(1, 2)
+        q_BALK, k_BGLK = self.rotary((q_BALK, k_BGLK), documents_BL)
         mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
         mixed_BALK = F.scaled_dot_product_attention(
-            q_BALK, k_BALK, v_BALK, attn_mask=mask_BALL, is_causal=mask_BALL is None
+            q_BALK,
+            k_BGLK,
+            v_BGLK,
+            attn_mask=mask_BALL,
+            is_causal=mask_BALL is None,
+            enable_gqa=self.shares_keys,
         )
-        out_BLM: Tensor = self.out(mixed_BALK.transpose(1, 2).reshape(batch, length, width))
+        out_BLM: Tensor = self.o_proj(mixed_BALK.transpose(1, 2).flatten(2))
         return out_BLM
+
+    def _heads(self, x_BLN: Tensor) -> Tensor:
+        heads = x_BLN.shape[-1] // self.head_size  # no -1: there may be no sample
+        x_BLAK: Tensor = x_BLN.unflatten(-1, (heads, self.head_size))
+        return x_BLAK
 
 
 def _seen(documents_BL: Tensor) -> Tensor:
@@ -85,7 +147,7 @@ def _seen(documents_BL: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    """The feed-forward part of a dense block: two matrices with GELU between.
+    """The feed-forward part of a dense block: SwiGLU, silu(gate) * up, then down.
 
     Each shard has a part of the hidden width, and returns a partial sum.
     """
@@ -93,14 +155,16 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, shard: TensorShard = WHOLE) -> None:
         super().__init__()
         hidden, wide = config.hidden_size, config.dense_hidden_size
-        self.up = nn.Linear(hidden, wide // shard.size, bias=False)
-        self.down = nn.Linear(wide // shard.size, hidden, bias=False)
+        self.gate_proj = nn.Linear(hidden, wide // shard.size, bias=False)
+        self.up_proj = nn.Linear(hidden, wide // shard.size, bias=False)
+        self.down_proj = nn.Linear(wide // shard.size, hidden, bias=False)
+        inward, back = shard.cut(0, (wide, hidden)), shard.cut(1, (hidden, wide))
         self.shardings = shard.among(
-            {"up.weight": shard.cut(0, (wide, hidden)), "down.weight": shard.cut(1, (hidden, wide))}
+            {"gate_proj.weight": inward, "up_proj.weight": inward, "down_proj.weight": back}
         )
 
     def forward(self, x_TM: Tensor) -> Tensor:
-        out_TM: Tensor = self.down(F.gelu(self.up(x_TM)))
+        out_TM: Tensor = self.down_proj(F.silu(self.gate_proj(x_TM)) * self.up_proj(x_TM))
         return out_TM
 
 
@@ -126,27 +190,29 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, make_moe: MakeLayer, shard: TensorShard = WHOLE
+        self,
+        config: ModelConfig,
+        layer: int,
+        make_moe: MakeLayer,
+        rotary: Rotary,
+        shard: TensorShard = WHOLE,
     ) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size)
-        self.attention = Attention(config, shard)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, rotary, shard)
         self.attention_dropout = CounterDropout(config.dropout, place=2 * layer + 1)
-        self.feed_forward_norm = nn.LayerNorm(config.hidden_size)
-        self.feed_forward_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
-        self.feed_forward: MoELayer | FeedForward
-        if config.is_moe(layer):
-            self.feed_forward = make_moe(layer)
-        else:
-            self.feed_forward = FeedForward(config, shard)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_dropout = CounterDropout(config.dropout, place=2 * layer + 2)
+        self.mlp: MoELayer | FeedForward
+        self.mlp = make_moe(layer) if config.is_moe(layer) else FeedForward(config, shard)
 
     @property
     def moe(self) -> MoELayer | None:
-        return self.feed_forward if isinstance(self.feed_forward, MoELayer) else None
+        return self.mlp if isinstance(self.mlp, MoELayer) else None
 
     @property
     def row_norm(self) -> nn.Module | None:
-        norm, dropout = self.feed_forward_norm, self.feed_forward_dropout
+        norm, dropout = self.post_attention_layernorm, self.mlp_dropout
         hooked = self.moe is not None and self.moe.hooks.any
         usual = all(_function(getattr(self, name)) is getattr(Block, name) for name in AROUND_EXPERTS)
         adds = _computes_as(dropout, CounterDropout) and dropout.p == 0
@@ -158,24 +224,37 @@ class Block(nn.Module):
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
         documents = () if keys.documents_BL is None else (keys.documents_BL,)  # a wrapper may take none
-        attended_BLM = self.attention(self.attention_norm(h_BLM), *documents)
+        attended_BLM = self.self_attn(self.input_layernorm(h_BLM), *documents)
         mixed_BLM: Tensor = self.attention_dropout(attended_BLM, keys)
         return mixed_BLM
 
     def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
         residual_BLM = h_BLM + attended_BLM
-        return residual_BLM, self.feed_forward_norm(residual_BLM).flatten(0, 1)
+        return residual_BLM, self.post_attention_layernorm(residual_BLM).flatten(0, 1)
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
-        added: Tensor = self.feed_forward_dropout(out_TM.view_as(residual_BLM), keys)
+        added: Tensor = self.mlp_dropout(out_TM.view_as(residual_BLM), keys)
         return residual_BLM + added
 
     def dense(self, x_TM: Tensor) -> Tensor:
-        out_TM: Tensor = self.feed_forward(x_TM)
+        out_TM: Tensor = self.mlp(x_TM)
         return out_TM
 
 
-class GPT(nn.Module):
+class Trunk(nn.Module):
+    """The decoder without its head, which has a module of its own in Qwen3-MoE."""
+
+    def __init__(self, config: ModelConfig, make_moe: MakeLayer, shard: TensorShard) -> None:
+        super().__init__()
+        vocabulary, rotary = (config.vocab_size, config.hidden_size), Rotary(config)
+        self.embed_tokens = VocabularyShard(config, shard) if shard.size > 1 else nn.Embedding(*vocabulary)
+        self.layers = nn.ModuleList(
+            Block(config, layer, make_moe, rotary, shard) for layer in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class MoEDecoder(nn.Module):
     """The decoder. Its experts are those of one rank: `num_experts / ep_size` per MoE layer.
 
     node_size: see `build_layer`. make_moe: makes the MoE layer of a block from its number; without it `moe`
@@ -201,21 +280,17 @@ class GPT(nn.Module):
         if make_moe is None:
             make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, node_size, expert_shard)
         self.config, self.shard = config, shard
-        vocabulary = (config.vocab_size, config.hidden_size)
-        self.token_embedding = VocabularyShard(config, shard) if shard.size > 1 else nn.Embedding(*vocabulary)
-        self.position_embedding = nn.Embedding(config.seq_len, config.hidden_size)
+        self.model = Trunk(config, make_moe, shard)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
-        self.blocks = nn.ModuleList(Block(config, i, make_moe, shard) for i in range(config.num_layers))
-        self.final_norm = nn.LayerNorm(config.hidden_size)
-        self.output = nn.Linear(config.hidden_size, config.vocab_size // shard.size, bias=False)
-        rows = shard.cut(0, vocabulary)
-        self.shardings = shard.among({"token_embedding.weight": rows, "output.weight": rows})
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size // shard.size, bias=False)
+        rows = shard.cut(0, (config.vocab_size, config.hidden_size))
+        self.shardings = shard.among({"model.embed_tokens.weight": rows, "lm_head.weight": rows})
         if config.tie_word_embeddings:
-            self.output.weight = self.token_embedding.weight
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def parts(self) -> Sequence[Block]:
-        return cast(Sequence[Block], self.blocks)  # the present blocks: one may have been replaced
+        return cast(Sequence[Block], self.model.layers)  # the present blocks: one may have been replaced
 
     def initialise(self, seed: int) -> None:
         """Fill all weights, equally for any layout. Projections into the residual stream are smaller."""
@@ -223,7 +298,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(".noise_weight") or _is_constant(parameter):
                 continue  # norms keep PyTorch's initial ones and zeros, and a noisy gate starts without noise
-            into_residual = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
+            into_residual = name.endswith(("self_attn.o_proj.weight", "w_down", "mlp.down_proj.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
             if ".experts." in name:
                 self._fill_experts(name, parameter, seed, std, shardings.get(name))
@@ -233,7 +308,7 @@ class GPT(nn.Module):
     def _fill_experts(
         self, name: str, parameter: Tensor, seed: int, std: float, sharding: Sharding | None
     ) -> None:
-        moe = self.parts[int(name.split(".")[1])].moe
+        moe = self.parts[int(name.split(".")[2])].moe
         assert moe is not None, name
         for logical, weight in moe.by_number(name, parameter):
             fill_normal(weight, logical, seed, std, sharding)
@@ -244,12 +319,7 @@ class GPT(nn.Module):
             raise ConfigError(
                 "model.seq_len", self.config.seq_len, f"samples have {length} tokens", f"Use {length}."
             )
-        positions = torch.arange(length, device=tokens_BL.device)
-        if keys.documents_BL is not None:
-            positions = positions - keys.documents_BL
-        h_BLM = self.token_embedding(tokens_BL)
-        if self.shard.rank == 0:  # rows of shards are summed, so only one shard adds positions
-            h_BLM = h_BLM + self.position_embedding(positions)
+        h_BLM: Tensor = self.model.embed_tokens(tokens_BL)
         dropped: Tensor = self.embedding_dropout(h_BLM, keys)
         return dropped
 
@@ -257,20 +327,21 @@ class GPT(nn.Module):
         return cross_entropy_sum(self.logits(h_BLM), labels_BL.flatten())
 
     def logits(self, h_BLM: Tensor) -> Tensor:
-        logits_TV: Tensor = self.output(self.final_norm(h_BLM)).flatten(0, 1)
+        logits_TV: Tensor = self.lm_head(self.model.norm(h_BLM)).flatten(0, 1)
         return logits_TV
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
-        found = list(self.parts[layer].attention_norm.parameters())
-        if layer == 0:
-            found += self.position_embedding.parameters()
+        block = self.parts[layer]
+        cut = shardings_of(block.self_attn).keys()
+        found = [each for name, each in block.self_attn.named_parameters() if name not in cut]
+        found += block.input_layernorm.parameters()
         if layer == self.config.num_layers - 1:
-            found += self.final_norm.parameters()
+            found += self.model.norm.parameters()
         return found
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
         block = self.parts[layer]
-        found = list(block.feed_forward_norm.parameters())
+        found = list(block.post_attention_layernorm.parameters())
         if block.moe is not None:
             experts = {id(p) for p in self.expert_parameters(layer)}
             found += [p for p in block.moe.parameters() if id(p) not in experts]
@@ -278,11 +349,11 @@ class GPT(nn.Module):
 
     def replicated_parameters(self, layer: int) -> list[nn.Parameter]:
         experts = {id(p) for p in self.expert_parameters(layer)}
-        found = [p for p in self.blocks[layer].parameters() if id(p) not in experts]
+        found = [p for p in self.model.layers[layer].parameters() if id(p) not in experts]
         if layer == 0:
-            found += [*self.token_embedding.parameters(), *self.position_embedding.parameters()]
+            found += self.model.embed_tokens.parameters()
         if layer == self.config.num_layers - 1:
-            found += [*self.final_norm.parameters(), *self.output.parameters()]
+            found += [*self.model.norm.parameters(), *self.lm_head.parameters()]
         return found
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
