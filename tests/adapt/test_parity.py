@@ -11,7 +11,10 @@ from torch.nn.functional import dropout
 
 import penstock
 from penstock.adapt import FAMILIES
+from penstock.adapt.scheduled import engine_of
+from penstock.decision import Decision
 from tests.support.adapted import (
+    DIVISIBLE,
     MODELS,
     Batch,
     DrawnFromScores,
@@ -19,10 +22,11 @@ from tests.support.adapted import (
     distance,
     exactly,
     grads_of,
-    share_of,
+    part_of,
     small,
     without_labels,
 )
+from tests.support.hosted import Hosts, host_randomly
 from tests.support.pages import EXTENDING, blocks, run_block
 from tests.support.ranks import Pools
 
@@ -31,14 +35,23 @@ RANDOM = "phimoe"
 """Draws experts by chance in training, with numbers from one generator for all tokens of a layer; here with
 numbers that a token's scores say."""
 
+SHARED = [name for name, family in FAMILIES.items() if family.attention is not None]
+"""Families whose attention ranks can share."""
+
+MORE = ((1, 1), (4, 1), (4, 2), (4, 4))
+"""Ranks, and how many of them share attention."""
+
 OWN = "granitemoeshared"
 """The family that the documentation adds."""
 
 
-def clear_seed(family: str, given: Any) -> int:
+def clear_seed(family: str, given: Any, **changes: Any) -> int:
     """A seed of weights with which rounding to float32 cannot decide which experts a token chooses."""
     for seed in range(9):
-        rough, model = choices(small(family, seed=seed), given), small(family, seed=seed, dtype=torch.float64)
+        rough, model = (
+            choices(small(family, seed=seed, **changes), given),
+            small(family, seed=seed, dtype=torch.float64, **changes),
+        )
         with exactly(torch.float64):
             fine = choices(model, given)
         if all(map(torch.equal, rough, fine)):
@@ -50,27 +63,42 @@ def agreement(
     rank: int,
     world: int,
     family: str,
-    plan: str,
+    plan: str | Decision,
     dtype: torch.dtype,
     *,
     again: bool = False,
     bound_factor: float | None = None,
+    tp_size: int = 1,
+    ranks_per_node: int | None = None,
 ) -> dict[str, float]:
-    """Relative distances of losses, all gradients, their norm and logits, on this rank.
+    """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
+    on this rank.
 
-    again: layers are computed again in backward. bound_factor: of rows, from passes before.
+    again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
+    that share attention and have the same samples.
     """
     batch = Batch(padded=True)
     everything = batch.inputs()
-    sizes = [batch.samples - world + 1, *[1] * (world - 1)]  # ranks have different numbers of samples
-    first = sum(sizes[:rank])
-    mine = batch.inputs(first, first + sizes[rank])
-    seed = clear_seed(family, without_labels(everything))
+    groups, place = world // tp_size, rank // tp_size
+    sizes = [batch.samples - groups + 1, *[1] * (groups - 1)]  # ranks have different numbers of samples
+    first = sum(sizes[:place])
+    mine = batch.inputs(first, first + sizes[place])
+    changes = DIVISIBLE if tp_size > 1 else {}
+    seed = clear_seed(family, without_labels(everything), **changes)
     found: dict[str, float] = {}
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
-        wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
+        wanted, model = (small(family, seed=seed, dtype=dtype, **changes) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
-        penstock.parallelize(model, ep_size=world, plan=plan, bound_factor=bound_factor)
+        penstock.parallelize(
+            model,
+            ep_size=world,
+            tp_size=tp_size,
+            plan=plan,
+            ranks_per_node=ranks_per_node,
+            bound_factor=bound_factor,
+        )
+        if isinstance(plan, Decision) and plan.guests:
+            host_randomly(engine_of(model).stack, Hosts(slots=plan.guests), step=0)
         if bound_factor is not None:  # training and evaluation have bounds of their own
             for trains in (True, False):
                 with torch.set_grad_enabled(trains):
@@ -82,26 +110,38 @@ def agreement(
         ours.loss.backward()
         grads, all_grads = grads_of(model), grads_of(wanted)
         assert grads.keys() == all_grads.keys()
+        trained = {name: p for name, p in model.named_parameters() if name in grads}
         for name in ("loss", "aux_loss") if options else ("loss",):
             found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
-        found |= {name: distance(each, share_of(all_grads[name], each, rank)) for name, each in grads.items()}
+        found |= {
+            name: distance(grads[name], part_of(p, all_grads[name], rank)) for name, p in trained.items()
+        }
         norm = penstock.clip_grad_norm_(model, 0.5)
         found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
+        for each in (wanted, model):
+            torch.optim.AdamW(each.parameters(), lr=1e-4).step()
+        whole = dict(wanted.named_parameters())
+        found |= {
+            f"{name} after AdamW": distance(p.detach(), part_of(p, whole[name].detach(), rank))
+            for name, p in trained.items()
+        }
         with torch.no_grad():
-            logits_BLV = wanted.eval()(**without_labels(everything)).logits[first : first + sizes[rank]]
+            logits_BLV = wanted.eval()(**without_labels(everything)).logits[first : first + sizes[place]]
             seen_BL = mine["attention_mask"].bool()
             ours_BLV = model.eval()(**without_labels(mine)).logits
         found["logits"] = distance(ours_BLV[seen_BL], logits_BLV[seen_BL])
     return found
 
 
-def all_agreements(rank: int, world: int, families: list[str], plan: str) -> dict[str, float]:
+def all_agreements(
+    rank: int, world: int, families: list[str], plan: str, tp_size: int = 1
+) -> dict[str, float]:
     """The largest distance for every family and type, as a share of what is allowed."""
     return {
         f"{family} {dtype}: {max(found, key=found.__getitem__)}": max(found.values()) / LIMITS[dtype]
         for family in families
         for dtype in LIMITS
-        for found in [agreement(rank, world, family, plan, dtype)]
+        for found in [agreement(rank, world, family, plan, dtype, tp_size=tp_size)]
     }
 
 
@@ -205,10 +245,48 @@ def test_rows_that_are_bounded(ranks: Pools) -> None:
         assert max(found.values()) < LIMITS[torch.float64], found
 
 
+def agreements_of(rank: int, world: int, pairs: list[tuple[str, Decision]], tp_size: int) -> dict[str, float]:
+    """The largest distance for every family and decision; half of the ranks are in each of two nodes."""
+    return {
+        f"{family}, {plan.words}": max(
+            agreement(
+                rank, world, family, plan, torch.float64, tp_size=tp_size, ranks_per_node=world // 2
+            ).values()
+        )
+        for family, plan in pairs
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
-def test_a_step_is_that_of_transformers(ranks: Pools, world: int) -> None:
-    families = sorted(FAMILIES)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: int) -> None:
+    pairs = [
+        ("qwen3_moe", Decision(schedule="flowmoe", microbatches=2, dispatch="node_once")),
+        ("deepseek_v3", Decision(schedule="penstock", chunks=2, dispatch="node_once", recompute="blocks")),
+        ("gpt_oss", Decision(schedule="flowmoe", microbatches=2, dispatch="hierarchical_2d")),
+        ("olmoe", Decision(schedule="penstock", dispatch="hierarchical_1d", experts="planned")),
+        ("qwen2_moe", Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2)),
+        ("gpt_oss", Decision(schedule="penstock", chunks=2, experts="shadowing")),
+    ]
+    for found in ranks(4).run(agreements_of, 4, pairs, tp_size, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+@pytest.mark.slow
+def test_rows_that_travel_compressed_are_rounded_and_no_more(ranks: Pools) -> None:
+    for form in ("bfloat16", "int8"):
+        plan = Decision(schedule="flowmoe", compression=form)
+        for found in ranks(2).run(agreement, 2, "qwen3_moe", plan, torch.float64):
+            assert 1e-6 < found["loss"] + found["norm"] and max(found.values()) < 0.1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "tp_size"),
+    [(2, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.soak) for sizes in MORE)],
+)
+def test_a_step_is_that_of_transformers(ranks: Pools, world: int, tp_size: int) -> None:
+    families = sorted(FAMILIES if tp_size == 1 else SHARED)
     plan = "penstock" if world == 2 else "flowmoe"
-    for found in ranks(world).run(all_agreements, world, families, plan, timeout_s=600):
+    for found in ranks(world).run(all_agreements, world, families, plan, tp_size, timeout_s=600):
         assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}

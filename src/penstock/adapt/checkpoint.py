@@ -27,7 +27,7 @@ from penstock.adapt.described import CONFIG, FORMER, FORMER_CHECKPOINT, refuse_c
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
-from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, refuse_sharing, saved_together
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.config import UNSET, ConfigError, read_json
 from penstock.mesh import Group as Ranks
@@ -162,6 +162,7 @@ class _States:
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
+        refuse_sharing(engine, "the checkpoint of an optimizer's state")
         names = {parameter: name for name, parameter in model.named_parameters()}
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:

@@ -40,7 +40,12 @@ class ModelExperts(StackedExperts):
                 f"{type(self.source).__name__} has several rows of a parameter for every expert, which are "
                 "not moved: move no experts (placement.experts=none)"
             )
-        return super().guests(slots)
+        cut = self.source.__dict__.pop("forward", None)  # a copy would have a copy of all that it refers to
+        try:
+            return super().guests(slots)
+        finally:
+            if cut is not None:
+                self.source.forward = cut
 
 
 @dataclass(frozen=True)
