@@ -134,8 +134,7 @@ class Narrowed(StandIn):
 
     def __call__(self, x: Tensor) -> Tensor:
         whole: Tensor = self.plain(x)
-        width = whole.shape[-1] // self.ranks.shard.size
-        return whole.narrow(-1, self.ranks.shard.rank * width, width).contiguous()
+        return self.ranks.shard.cut(whole.dim() - 1, whole.shape).part(whole).contiguous()
 
 
 class Embedded(StandIn):
@@ -144,7 +143,7 @@ class Embedded(StandIn):
     def __init__(self, module: Any, ranks: TensorRanks) -> None:
         super().__init__(module, ranks)
         self.vocabulary, padding = module.weight.shape[0], module.padding_idx
-        self.rows = self.vocabulary // ranks.shard.size
+        self.rows = ranks.shard.cut(0, module.weight.shape).part_shape[0]
         self.first = ranks.shard.rank * self.rows
         here = padding is not None and self.first <= padding < self.first + self.rows
         self.padding = padding - self.first if here else None
