@@ -38,6 +38,7 @@ from penstock.moe.orders.sort import SortOrder
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.step.shape import Updating
 from penstock.topology import (
     Control,
     Layout,
@@ -62,6 +63,7 @@ def parallelize(
     timeout_s: float = 60.0,
     transport: TransportName = "direct",
     bound_factor: float | None = None,
+    updating: Updating | None = None,
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
@@ -77,10 +79,10 @@ def parallelize(
     of some families (docs/hugging-face.md). plan: "auto" measures the cluster at the first step and searches;
     else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
     None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
-    ParallelConfig; bound_factor: see MoEConfig. Processes that torchrun or Slurm has started are joined,
-    unless they are joined already. Raises
-    ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit; the
-    model is then unchanged.
+    ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`
+    of the model's stack (`penstock.adapt.stack_of`); None: any optimiser updates parameters. Processes that
+    torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
+    that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
     if is_wrapped_by_peft(model):
         parallelize(
@@ -93,6 +95,7 @@ def parallelize(
             timeout_s=timeout_s,
             transport=transport,
             bound_factor=bound_factor,
+            updating=updating,
         )
         return saved_together(model).train()
     if "_penstock" in model.__dict__:
@@ -114,7 +117,7 @@ def parallelize(
         tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
         undone = (shares,) if tensor is None else (shares, tensor)
         try:
-            scheduled(found, machinery, parallel, plan, tensor)
+            scheduled(found, machinery, parallel, plan, tensor, updating)
         except BaseException:
             for each in undone:
                 each.undo()
@@ -130,12 +133,13 @@ def scheduled(
     parallel: ParallelConfig,
     plan: str | Decision,
     tensor: TensorShares | None = None,
+    updating: Updating | None = None,
 ) -> Any:
     """Let a schedule run the training steps of a model that has its share of experts; returns the model.
 
-    tensor: its part of attention, where ranks share that.
+    tensor: its part of attention, where ranks share that. updating: see `parallelize`.
     """
-    model, engine = found.model, _engine(found, machinery, parallel, plan, tensor)
+    model, engine = found.model, _engine(found, machinery, parallel, plan, tensor, updating)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
@@ -199,6 +203,7 @@ def _engine(
     parallel: ParallelConfig,
     plan: str | Decision,
     tensor: TensorShares | None,
+    updating: Updating | None,
 ) -> Engine:
     layout, calls = machinery.layout, Calls(None if tensor is None else tensor.ranks.inside)
     planner = planner_of(plan, found.sizes, layout, parallel)
@@ -208,7 +213,7 @@ def _engine(
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
         layers = _layers(found, cuts, calls, layout, tensor)
         decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
-        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
         if layout.ep_size > 1:

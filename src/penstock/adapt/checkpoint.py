@@ -31,6 +31,7 @@ from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, refuse_shari
 from penstock.adapt.weights import StoredTensor, some_of
 from penstock.config import UNSET, ConfigError, read_json
 from penstock.mesh import Group as Ranks
+from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.train.checkpoint import together
 from penstock.train.storage.shards import Outgoing, write_shard
@@ -163,6 +164,10 @@ class _States:
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
         refuse_sharing(engine, "the checkpoint of an optimizer's state")
+        if isinstance(optimizer, ShardedAdamW):
+            raise ValueError(
+                "the state of a ShardedAdamW is in shares: save optimizer.state_dict() by itself"
+            )
         names = {parameter: name for name, parameter in model.named_parameters()}
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:

@@ -25,6 +25,7 @@ from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.adapt.generating import generate_together, refuse_threads
 from penstock.config import ConfigError
 from penstock.partial_state import ShareError, refuse_pickle
+from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.sharding import sharding_of
 from penstock.topology import Control
@@ -80,6 +81,11 @@ def engine_of(model: Any) -> Engine:
             "returned, and nothing around it"
         )
     return engine
+
+
+def stack_of(model: Any) -> PipelinedStack:
+    """Return the stack that runs the steps of a scheduled model, for a `ShardedAdamW`."""
+    return engine_of(model).stack
 
 
 def refuse_sharing(engine: Engine, what: str) -> None:
