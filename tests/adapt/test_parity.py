@@ -40,6 +40,8 @@ numbers that a token's scores say."""
 SHARED = [name for name, family in FAMILIES.items() if family.attention is not None]
 """Families whose attention ranks can share."""
 
+FEW = ["qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"]
+
 MORE = ((1, 1), (4, 1), (4, 2), (4, 4))
 """Ranks, and how many of them share attention."""
 
@@ -258,9 +260,16 @@ def sharded_agreements(rank: int, world: int, families: list[str], tp_size: int)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_sharded_optimizer_updates_families(ranks: Pools, tp_size: int) -> None:
-    families = ["qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"]
+@pytest.mark.parametrize(
+    ("families", "tp_size"),
+    [
+        (FEW, 1),
+        (FEW, 2),
+        pytest.param(sorted(FAMILIES), 1, marks=pytest.mark.soak),
+        pytest.param(SHARED, 2, marks=pytest.mark.soak),
+    ],
+)
+def test_a_sharded_optimizer_updates_families(ranks: Pools, families: list[str], tp_size: int) -> None:
     for found in ranks(2).run(sharded_agreements, 2, families, tp_size, timeout_s=300):
         assert max(found.values()) < LIMITS[torch.float64], found
 
@@ -309,6 +318,24 @@ def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: in
             ("gpt_oss", Decision(schedule="penstock", expert_form="baseline")),
         ]
     for found in ranks(4).run(agreements_of, 4, pairs, tp_size, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Decision(schedule="flowmoe", microbatches=2, dispatch="node_once"),
+        Decision(schedule="penstock", chunks=2, dispatch="hierarchical_2d", recompute="blocks"),
+        Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2),
+    ],
+)
+def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
+    pairs = [
+        (name, plan) for name, family in sorted(FAMILIES.items()) if family.form.moves or not plan.guests
+    ]
+    for found in ranks(4).run(agreements_of, 4, pairs, 1, timeout_s=600):
         assert max(found.values()) < LIMITS[torch.float64], found
 
 
