@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +64,51 @@ def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
     hook.remove()
     with pytest.raises(ConfigError, match=r"MixtralAttention\.q_proj has adapters"):
         penstock.parallelize(with_adapters(model), tp_size=2)
+
+
+def share_and_misuse(rank: int, world: int, folder: str) -> list[str]:
+    """What is said to ranks that share attention and do what they cannot; a copy is a model of its own."""
+    changes: dict[str, Any] = DIVISIBLE
+    model = penstock.parallelize(small("qwen3_moe", **changes), tp_size=world, plan="flowmoe")
+    batch, said = Batch(), []
+    given = batch.inputs(0, 2)
+    copied = copy.deepcopy(model)
+    copied(**given).loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert model(**given).loss.item() == copied(**given).loss.item()
+    prompt = given["input_ids"].clone()
+    prompt[1, rank] = 7 + rank
+    optimizer = torch.optim.AdamW(model.parameters())
+    for run in (
+        lambda: model(**batch.inputs(rank, rank + 1)),
+        lambda: model(**given, logits_to_keep=1),
+        lambda: penstock.save_checkpoint(model, optimizer, folder),
+        lambda: model.eval()(prompt),
+        lambda: step_with_another_head(model, given),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        said.append(str(caught.value))
+    return said
+
+
+def step_with_another_head(model: Any, given: dict[str, Tensor]) -> None:
+    model.lm_head.forward = lambda x: x
+    model.train()(**given)
+
+
+@pytest.mark.slow
+def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    wanted = (
+        "share attention .* were given different samples",
+        "^tp_size = 2: logits_to_keep in a training step",
+        "^tp_size = 2: the checkpoint of an optimizer's state",
+        r"share attention \(tp_size = 2\) were given different tokens",
+        "Linear.forward was replaced in this one module",
+    )
+    for said in ranks(2).run(share_and_misuse, 2, str(tmp_path)):
+        for words, text in zip(wanted, said, strict=True):
+            assert re.search(words, text), text
 
 
 def refuse_late(rank: int, world: int) -> None:

@@ -75,12 +75,14 @@ def agreement(
     tp_size: int = 1,
     ranks_per_node: int | None = None,
     sharded: bool = False,
+    ep_size: int | None = None,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
     on this rank.
 
     again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
-    that share attention and have the same samples. sharded: each rank updates a share of parameters.
+    that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
+    None = all ranks.
     """
     batch = Batch(padded=True)
     everything = batch.inputs()
@@ -96,7 +98,7 @@ def agreement(
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
         penstock.parallelize(
             model,
-            ep_size=world,
+            ep_size=ep_size or world,
             tp_size=tp_size,
             plan=plan,
             ranks_per_node=ranks_per_node,
@@ -121,14 +123,16 @@ def agreement(
         for name in ("loss", "aux_loss") if options else ("loss",):
             found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
         for name, p in trained.items() if not sharded else ():
-            found[name] = distance(grads[name], part_of(p, all_grads[name], rank))
+            found[name] = distance(grads[name], part_of(p, all_grads[name], rank % (ep_size or world)))
         norm = penstock.clip_grad_norm_(model, 0.5) if optimizer is None else stepped(optimizer)
         found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
         for each in (wanted, model) if optimizer is None else (wanted,):
             torch.optim.AdamW(each.parameters(), lr=1e-4).step()
         whole = dict(wanted.named_parameters())
         found |= {
-            f"{name} after AdamW": distance(p.detach(), part_of(p, whole[name].detach(), rank))
+            f"{name} after AdamW": distance(
+                p.detach(), part_of(p, whole[name].detach(), rank % (ep_size or world))
+            )
             for name, p in trained.items()
         }
         with torch.no_grad():
@@ -271,6 +275,25 @@ def sharded_agreements(rank: int, world: int, families: list[str], tp_size: int)
 )
 def test_a_sharded_optimizer_updates_families(ranks: Pools, families: list[str], tp_size: int) -> None:
     for found in ranks(2).run(sharded_agreements, 2, families, tp_size, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+def layout_agreements(rank: int, world: int) -> dict[str, float]:
+    """The largest distance for layouts in which experts have replicas."""
+    layouts = (("qwen3_moe", 2, False), ("gpt_oss", 2, True), ("deepseek_v3", 4, False), ("olmoe", 1, True))
+    return {
+        family: max(
+            agreement(
+                rank, world, family, "penstock", torch.float64, tp_size=tp_size, ep_size=2, sharded=sharded
+            ).values()
+        )
+        for family, tp_size, sharded in layouts
+    }
+
+
+@pytest.mark.slow
+def test_replicas_of_experts_beside_shared_attention(ranks: Pools) -> None:
+    for found in ranks(4).run(layout_agreements, 4, timeout_s=300):
         assert max(found.values()) < LIMITS[torch.float64], found
 
 
