@@ -46,6 +46,7 @@ LAYERS = (
     "topology",
     "partial_state",
     "sharding",
+    "checkpoint",
     "moe",
     "runtime",
     "models",

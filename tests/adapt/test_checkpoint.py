@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.adapt.checkpoint import _begin
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
-from penstock.train.checkpoint import CheckpointError
 from tests.support.adapted import Batch, small
 from tests.support.killed import left_by_kills
 from tests.support.patience import HANG_S
@@ -167,16 +167,19 @@ def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
     penstock.save_checkpoint(model, optimizer, tmp_path)
     penstock.load_optimizer(model, optimizer, tmp_path)
     assert model.lm_head.weight not in optimizer.state
-    tensors = load_file(tmp_path / "optimizer.safetensors")
-    lost = [name for name in tensors if name.startswith("model.norm.weight:")]
-    others = {"other:exp_avg": torch.ones(1)}
+    shard = tmp_path / "optimizer-00001.safetensors"
+    tensors, norm = load_file(shard), "optimizer.model.norm.weight."
     for stored, words in (
-        ({**tensors, **others}, "unexpected other"),
-        ({name: each for name, each in tensors.items() if name not in lost}, r"missing model\.norm\.weight"),
+        ({**tensors, "optimizer.other.exp_avg": torch.ones(1)}, "unexpected other"),
+        ({n: each for n, each in tensors.items() if not n.startswith(norm)}, r"missing model\.norm\.weight"),
+        ({**tensors, f"{norm}exp_avg": torch.ones(3)}, rf"{norm}exp_avg has shape \[3\] there and"),
     ):
-        save_file(stored, tmp_path / "optimizer.safetensors")
+        save_file(stored, shard)
         with pytest.raises(ValueError, match=words):
             penstock.load_optimizer(model, optimizer, tmp_path)
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=rf"{shard.name} is no safetensors file"):
+        penstock.load_optimizer(model, optimizer, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +198,7 @@ def save_with_little_room(rank: int, world: int, folder: str) -> str:
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=HANG_S)
     optimizer = optimizer_of(model)
     losses_of(model, optimizer, rank, world, range(SAVED_AT + 1), folder)
-    held_bytes = sum(each.stat().st_size for each in Path(folder).glob("model*.safetensors"))
+    held_bytes = max(each.stat().st_size for each in Path(folder).glob("model*.safetensors"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (held_bytes, hard))
@@ -212,7 +215,7 @@ def save_with_little_room(rank: int, world: int, folder: str) -> str:
 def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     for said in ranks(2).run(save_with_little_room, 2, str(folder)):
-        assert f"saving {tmp_path / '.unfinished-saved' / 'optimizer.safetensors'} failed" in said
+        assert f"saving the optimizer's state in {tmp_path / '.unfinished-saved'} failed" in said
         assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     AutoModelForCausalLM.from_pretrained(folder)

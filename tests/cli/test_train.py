@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
+from penstock.checkpoint.folder import complete_checkpoints
 from penstock.graph import Lane
 from penstock.report import RunSummary
 from penstock.train.metrics import read_metrics
 from penstock.train.run_folder import read_run
-from penstock.train.storage.finished import complete_checkpoints
 from penstock.workloads import RecordedModel, read_recording
 from tests.support.forked import run_forked
 from tests.support.launched import pid_of_rank, start_launcher

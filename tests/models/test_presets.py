@@ -36,7 +36,8 @@ def test_every_published_model_is_there() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameter_counts(name: str) -> None:
-    """Exactly 4 M^2 + M E and 2 E M H per layer, norms apart, which is what was published to its last digit or two.
+    """Exactly 4 M^2 + M E and 2 E M H per layer, norms apart, as published to the last digit or
+    two.
 
     The published counts hold biases and norms (under 0.4 %) and leave the gate out of some rows (1.6 %).
     """

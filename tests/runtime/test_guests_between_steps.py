@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.folder import DamagedError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Group
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, PlacementError
@@ -20,8 +21,8 @@ from penstock.runtime.moving import Plans
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
-from penstock.train.storage.files import DamagedError
-from penstock.train.storage.hosted import HOSTED, host_again, read_hosted
+from penstock.train.run_state import read_steps, take_steps
+from penstock.train.run_state import state_of as tensors_of
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
 from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
@@ -233,14 +234,12 @@ def test_planned_guests_are_kept_and_losses_are_what_they_would_have_been(
         assert going == fresh and not empty
 
 
-@pytest.mark.parametrize("text", ["{}", '{"groups": [{"age_steps": 0}]}', '{"groups": [[]]}', "["])
-def test_nonsense_about_guests_is_damage(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("guests", [{"a": 1}, [{"age_steps": 0}], [[]], 3, ["{}"]])
+def test_nonsense_about_guests_is_damage(guests: object) -> None:
     stack = hosted_stack(0, CASE, HOSTS)
-    (tmp_path / HOSTED).write_text(text)
-    with pytest.raises(DamagedError, match=HOSTED):
-        read_hosted(tmp_path, stack)
-    (tmp_path / HOSTED).unlink()
-    assert read_hosted(tmp_path, stack) is None
+    with pytest.raises(DamagedError, match="guests"):
+        read_steps(stack, {"guests": guests})
+    assert read_steps(stack, {})[0] is None
 
 
 def half_read(rank: int) -> tuple[bool, bool]:
@@ -248,7 +247,7 @@ def half_read(rank: int) -> tuple[bool, bool]:
     stack = hosted_stack(rank, STEP, HOSTS)
     before = stack.host.plans
     plans = Plans(before.made, before.hosted, before.age_steps + 1) if rank == 0 else None
-    return host_again(stack, plans), stack.host.plans is before
+    return take_steps(stack, plans, None)[0], stack.host.plans is before
 
 
 def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
@@ -264,7 +263,7 @@ def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weig
     path = run.save(2)
     other = bare(rank, replace(case, seed=5), folder)
     other.load(path)
-    return state_of(run), state_of(other), list(run._state())
+    return state_of(run), state_of(other), list(tensors_of(run.stack, run.optimizer))
 
 
 def test_checkpoints_have_no_guests(ranks: Pools, tmp_path: Path) -> None:

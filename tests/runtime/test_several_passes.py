@@ -35,8 +35,10 @@ def stack_with_known_routing() -> PipelinedStack:
     stack = stack_of(0, CASE)
     with torch.no_grad():
         for name, parameter in stack.model.named_parameters():
-            if name.endswith(("self_attn.o_proj.weight", "q_norm.weight", "post_attention_layernorm.weight")):
+            if name.endswith("self_attn.o_proj.weight"):
                 parameter.zero_()
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
             if name.endswith("gate.weight"):
                 parameter.copy_(torch.eye(4))
             if name.endswith("model.embed_tokens.weight"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from penstock.checkpoint.storage import CheckpointError
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.sharding import Sharding
 from penstock.train.assemble import build_optimizer
-from penstock.train.checkpoint import CheckpointError, Checkpoints
-from penstock.train.storage.owned import MOMENTS
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.run_state import MOMENTS
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
 
@@ -115,12 +114,3 @@ def saved_with_little_room(rank: int, case: Case, folder: Path, full: int) -> st
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return ""
-
-
-def saved_as_before(run: Checkpoints, step: int) -> Path:
-    """A checkpoint in the format of earlier versions: torch's own, with a pickle and without checksums."""
-    path = run.folder / f"step-{step:08d}"
-    tensors = {name: held.tensor for name, held in run._state().items()}
-    torch_save({**tensors, "train.step": torch.tensor(step)}, checkpoint_id=path, no_dist=True)
-    (path / "data.json").write_text(json.dumps(run.identity))
-    return path

@@ -52,7 +52,7 @@ def before(owner: Any, name: str, trouble: Any, *, calls: int) -> None:
 PLACES = {
     "stopped in a step": (MoEDecoder, "head", stop, AT_STEP),
     "stopped at the vote": (StopRequests, "agreed", stop, AT_STEP),
-    "stopped in a save": (checkpoint, "save", stop, 1),
+    "stopped in a save": (checkpoint, "Saving", stop, 1),
     "loading for ever": (BatchStream, "batch", loop, AT_STEP),
     "fails in a task": (MoEDecoder, "head", fail, AT_STEP),
 }

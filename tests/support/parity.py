@@ -211,9 +211,9 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
         for name, parameter in stack.model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(6.0)
-            else:
-                parameter.mul_(torch.linspace(0.7, 1.3, parameter.numel()))
-            if name.endswith("embed_tokens.weight"):
+            elif parameter.dim() == 1:
+                parameter.mul_(torch.linspace(0.7, 1.3, parameter.numel()).to(parameter.device))
+            if name.endswith("embed_tokens.weight") and (case.busy_experts or case.idle_expert is not None):
                 parameter[:, 0] += 0.5  # a direction that all tokens have, see below
             if name.endswith("gate.weight") and case.moe.kind != "soft":
                 _steer(parameter, case)

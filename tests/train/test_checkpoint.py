@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
+from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
-from penstock.train.checkpoint import (
-    CheckpointError,
-    DamagedCheckpointError,
-)
-from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.checkpoint import Checkpoints
 from tests.support.checkpoints import (
     CASE,
     IDENTITY,
     bare,
     check_equal,
     loaded_by,
-    saved_as_before,
     saved_by,
     saved_with_little_room,
     state_of,
@@ -32,6 +31,7 @@ from tests.support.checkpoints import (
     trained,
 )
 from tests.support.killed import left_by_kills
+from tests.support.parity import Case
 from tests.support.ranks import Pools
 
 # ---- the round trip ----------------------------------------------------------------------------------------
@@ -121,6 +121,69 @@ def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_one(tmp_path: Path
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
 
 
+# ---- beside the steps --------------------------------------------------------------------------------------
+
+
+def test_steps_beside_a_save_change_nothing_of_it(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    expected = state_of(run)
+    run.begin(2)
+    train(run, 0, CASE, 2)
+    path = run.finish()
+    assert path == tmp_path / "step-00000002" == run.newest() and run.finish() is run.poll() is None
+    other = bare(0, replace(CASE, seed=5), tmp_path)
+    other.load(path)
+    check_equal(state_of(other), expected)
+
+
+def polled(run: Checkpoints) -> Path:
+    """The checkpoint that is being written, finished between two steps of all ranks."""
+    while (path := run.poll()) is None:
+        run.stack.machinery.control.barrier("a step")
+    return path
+
+
+def failing_beside_steps(rank: int, case: Case, folder: Path, full: int) -> tuple[str, str]:
+    """What all ranks hear between steps where one could not write, and the save after that."""
+    run = trained(rank, case, folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run.begin(3)
+            polled(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    left = [path.name for path in folder.iterdir()] if rank == 0 else []
+    assert left == [], "the disk is full enough"
+    run.begin(4)
+    return str(caught.value), polled(run).name
+
+
+@pytest.mark.parametrize(("world_size", "full"), [(1, 0), (2, 0), (2, 1)])
+def test_a_write_that_fails_is_heard_at_a_later_step_by_all(
+    ranks: Pools, tmp_path: Path, world_size: int, full: int
+) -> None:
+    case = replace(CASE, world_size=world_size, ep_size=world_size)
+    for error, saved in ranks(world_size).run(failing_beside_steps, case, tmp_path, full):
+        assert error.startswith("saving the checkpoint of step 3 failed") and "File too large" in error
+        assert saved == "step-00000004"
+
+
+def test_a_save_can_be_given_up(tmp_path: Path) -> None:
+    """Also where somebody has removed its folder."""
+    run = trained(0, CASE, tmp_path / "checkpoints")
+    run.begin(2)
+    run.drop()
+    assert list(run.folder.iterdir()) == [] and run.finish() is None
+    run.begin(3)
+    shutil.rmtree(run.folder, ignore_errors=True)
+    shutil.rmtree(run.folder, ignore_errors=True)  # the thread may have made a file meanwhile
+    run.drop()
+    assert run.save(4) == run.newest()
+
+
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_two_ranks_to_one_by_logical_names(ranks: Pools, tmp_path: Path, ep_size: int) -> None:
     case = replace(CASE, world_size=2, ep_size=ep_size)
@@ -186,8 +249,8 @@ def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
         ({"hidden_size": 12}, {}, "there and"),
         ({}, {"num_experts": 8}, r"has shape \[4, .* there and \[8, .* here"),
         ({}, {"num_experts": 2}, r"has shape \[4, .* there and \[2, .* here"),
-        ({"num_layers": 3}, {}, r"model\.blocks\.2\.\S+ is missing in it"),
-        ({"num_layers": 1}, {}, r"blocks\.1\.\S+ exists there and not here"),
+        ({"num_layers": 3}, {}, r"model\.layers\.2\.\S+ is missing in it"),
+        ({"num_layers": 1}, {}, r"layers\.1\.\S+ exists there and not here"),
     ],
 )
 def test_another_model_is_refused(
@@ -222,17 +285,10 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
         bare(0, CASE, tmp_path, identity=IDENTITY).load(path)
 
 
-def test_what_earlier_versions_called_the_same_is_the_same(tmp_path: Path) -> None:
-    before = {**IDENTITY, "data.batch_per_device x processes": 8}
-    path = trained(0, CASE, tmp_path, identity=before).save(2)
-    now = "data.batch_per_device x (processes / mp_size)"
-    assert bare(0, CASE, tmp_path, identity={**IDENTITY, now: 8}).load(path) == 2
-    with pytest.raises(ConfigError, match="was made with 8, and samples would be repeated"):
-        bare(0, CASE, tmp_path, identity={**IDENTITY, now: 16}).load(path)
-
-
 @pytest.mark.every_value
-@pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "pattern", ["shard-*.safetensors", "model-*.safetensors", "SHA256SUMS", "checkpoint.json"]
+)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
     run = trained(0, CASE, tmp_path)
@@ -286,41 +342,17 @@ def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:
     assert left == [".unfinished-step-00000001", "step-00000002"]
 
 
-# ---- checkpoints of earlier versions -----------------------------------------------------------------------
-
-
-def test_an_old_checkpoint_is_read(tmp_path: Path) -> None:
-    first = trained(0, CASE, tmp_path)
-    path = saved_as_before(first, 2)
-    second = bare(0, replace(CASE, seed=5), tmp_path)
-    assert second.newest() == path
-    assert second.load(path) == 2
-    check_equal(state_of(second), state_of(first))
-
-
-def test_an_old_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    path = saved_as_before(trained(0, CASE, tmp_path), 2)
-    with pytest.raises(ConfigError, match=r"train\.seed"):
-        bare(0, CASE, tmp_path, identity=IDENTITY | {"train.seed": 9}).load(path)
-    with pytest.raises(ConfigError, match="another model"):
-        bare(0, replace(CASE, model=replace(CASE.model, hidden_size=12)), tmp_path).load(path)
-
-
-@pytest.mark.every_value
-@pytest.mark.parametrize("pattern", ["*.distcp", ".metadata", "data.json"])
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_damaged_old_checkpoint_is_named(tmp_path: Path, pattern: str, share: float) -> None:
-    run = trained(0, CASE, tmp_path)
-    path = saved_as_before(run, 2)
-    (damaged,) = path.glob(pattern)
-    damaged.write_bytes(damaged.read_bytes()[: int(damaged.stat().st_size * share)])
-    with pytest.raises(DamagedCheckpointError, match=rf"reading {path} failed"):
-        run.load(path)
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_numbers_of_another_type_are_refused(tmp_path: Path, old: bool) -> None:
-    run = trained(0, replace(CASE, double=True), tmp_path)
-    path = saved_as_before(run, 2) if old else run.save(2)
+def test_numbers_of_another_type_are_refused(tmp_path: Path) -> None:
+    path = trained(0, replace(CASE, double=True), tmp_path).save(2)
     with pytest.raises(ConfigError, match=r"type torch\.float64 there and torch\.float32 here"):
         bare(0, CASE, tmp_path).load(path)
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
+    path = trained(0, CASE, tmp_path).save(2)
+    record = json.loads((path / RECORD).read_text())
+    for version in (None, record["format"] + 1, "2"):
+        (path / RECORD).write_text(json.dumps({**record, "format": version}))
+        write_sums(path, {**read_sums(path), RECORD: digest_of(path / RECORD)})
+        with pytest.raises(CheckpointError, match=rf"is of format {version}, and this version of Penstock"):
+            bare(0, CASE, tmp_path).load(path)

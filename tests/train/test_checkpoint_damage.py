@@ -10,11 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpointError,
-    NotFiniteError,
-)
+from penstock.checkpoint.storage import DamagedCheckpointError
+from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from tests.support.checkpoints import CASE, check_equal, state_of, trained
 from tests.support.draws import draws
 from tests.support.parity import Case

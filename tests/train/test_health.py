@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.checkpoint.folder import complete_checkpoints
 from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack
 from penstock.runtime.sharded.stand_in import has_gradient
+from penstock.train import run_state
 from penstock.train import update as update_module
 from penstock.train.finite import first_not_finite
 from penstock.train.health import DivergedError
 from penstock.train.metrics import StepMetrics
-from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
@@ -50,7 +51,8 @@ def break_steps(broken: Trainer, *steps: int) -> None:
 
 
 def state_of(broken: Trainer) -> dict[str, torch.Tensor]:
-    return {name: held.tensor.clone() for name, held in broken.checkpoints._state().items()}
+    tensors = run_state.state_of(broken.stack, broken.optimizer)
+    return {name: tensor.clone() for name, part in tensors.items() for tensor in part.boxes.values()}
 
 
 def broken_run(folder: Path, steps: tuple[int, ...], *overrides: str) -> RunSummary:
@@ -154,7 +156,7 @@ def test_every_saved_state_is_one_to_go_on_from(tmp_path: Path, every: int) -> N
     for step in saved_steps(tmp_path):
         good = trainer(tmp_path, *settings)
         good.checkpoints.load(tmp_path / "run" / "checkpoints" / f"step-{step:08d}")
-        assert first_not_finite(dict(good.stack.named_parameters())) is None
+        assert first_not_finite(good.stack.named_parameters()) is None
         assert math.isfinite(good._step(step).loss)
     assert every or saved_steps(tmp_path) == []
 
@@ -226,8 +228,8 @@ def test_what_one_rank_sees_all_ranks_skip(ranks: Pools, tmp_path: Path) -> None
 
 def test_the_first_tensor_that_is_not_finite_is_named() -> None:
     fine = {"a": torch.full((3,), 3e38), "empty": torch.zeros(0), "whole": torch.tensor([1])}
-    assert first_not_finite(fine) is None and first_not_finite({}) is None
+    assert first_not_finite(fine.items()) is None and first_not_finite([]) is None
     for value in (math.nan, math.inf, -math.inf):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             broken = torch.tensor([[1.0, 2.0], [3.0, value]], dtype=dtype)
-            assert first_not_finite({**fine, "b": broken, "c": broken}) == "b"
+            assert first_not_finite({**fine, "b": broken, "c": broken}.items()) == "b"

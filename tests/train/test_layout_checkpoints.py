@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from penstock.checkpoint.folder import complete_checkpoints
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.sharding import Sharding
 from penstock.step.shape import TokenLayout
-from penstock.train.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    NotFiniteError,
-)
-from penstock.train.storage.finished import complete_checkpoints
+from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from tests.support.checkpoints import (
     CASE,
     bare,
     check_equal,
     parts_in,
-    saved_as_before,
     saved_with_little_room,
     state_of,
     train,
@@ -197,15 +197,39 @@ def test_every_layout_saves_the_same_tensors(saved: Saved, world: World) -> None
         check_close(stored[name], tensor, 1e-10, name)
 
 
+LOADED_BY_TORCH = """
+import sys, torch
+from pathlib import Path
+from typing import Any
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+
+folder, target = sys.argv[1:]
+described = HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+state = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
+load(state, storage_reader=HuggingFaceStorageReader(folder), no_dist=True)
+assert not any("penstock" in name for name in sys.modules)
+torch.save(state, target)
+"""
+
+
 def contents(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint but the ranks' own generators."""
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                assert name not in found, f"{name} was written twice"
-                found[name] = file.get_tensor(name)
+    """All tensors of a checkpoint but the ranks' own generators, as others load it, without Penstock."""
+    target = folder.parent / "loaded.pt"
+    subprocess.run([sys.executable, "-c", LOADED_BY_TORCH, str(folder), str(target)], check=True)
+    found: dict[str, Tensor] = torch.load(target)
     return {name: tensor for name, tensor in found.items() if not name.startswith("generator")}
+
+
+def test_what_is_shared_is_written_once(saved: Saved) -> None:
+    """Every rank writes its own part, and of what several hold one writes it."""
+    for world in WORLDS:
+        described: dict[str, Any] = (
+            HuggingFaceStorageReader(str(saved(world).folder)).read_metadata().state_dict_metadata
+        )
+        for name, each in described.items():
+            assert sum(prod(chunk.sizes) for chunk in each.chunks) == prod(each.size), (str(world), name)
+        writers = {path.name.split("-")[1][:5] for path in saved(world).folder.glob("shard-*")}
+        assert len(writers) == world.ranks, str(world)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
@@ -264,17 +288,11 @@ def not_finite(rank: int, case: Case, folder: Path, name: str, only: int) -> str
     return ""
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.experts.w_up"])
-def test_a_part_that_is_not_finite_is_not_saved(ranks: Pools, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("lm_head.weight",) * 2, ("model.layers.1.mlp.experts.w_up", "layers.1.mlp.experts.3.up_proj.weight")],
+)
+def test_a_part_that_is_not_finite_is_not_saved(ranks: Pools, tmp_path: Path, name: str, named: str) -> None:
     texts = ranks(4).run(not_finite, SHARED.case, tmp_path, name, 3)
-    assert len(set(texts)) == 1 and name in texts[0] and "on rank 3 is not finite" in texts[0]
+    assert len(set(texts)) == 1 and named in texts[0] and "on rank 3 is not finite" in texts[0]
     assert complete_checkpoints(tmp_path) == []
-
-
-def test_an_old_checkpoint_is_read_part_by_part(ranks: Pools, saved: Saved, tmp_path: Path) -> None:
-    """One of earlier versions, which knew no parts."""
-    path = saved_as_before(trained(0, ALONE.case, tmp_path), 2)
-    results = ranks(4).run(loading, SHARED.case, path)
-    found = whole([result[0] for result in results])
-    for name, tensor in saved(ALONE).saved.items():
-        assert torch.equal(found[name], tensor), name

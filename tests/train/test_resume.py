@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.state_dict_saver import save as torch_save
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from penstock.autopilot import Autopilot
+from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
-from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
-from penstock.train.storage.finished import complete_checkpoints
-from penstock.train.storage.record import RECORD
-from penstock.train.storage.sums import digest_of, read_sums, write_sums
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
@@ -113,9 +111,12 @@ def test_where_all_are_damaged_nothing_is_started_and_nothing_changed(copied: Pa
 
 
 def test_numbers_that_are_not_finite_count_as_damage(copied: Path) -> None:
-    """Earlier versions saved such checkpoints."""
-    shutil.rmtree(checkpoint(copied, 6))
-    as_before(trainer(copied), copied, 6, poison=True)
+    path = next(checkpoint(copied, 6).glob("shard-*"))
+    with safe_open(path, framework="pt") as file:
+        tensors, about = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    next(each for name, each in tensors.items() if name.startswith("model.")).fill_(float("nan"))
+    save_file(tensors, path, about)
+    write_sums(path.parent, {**read_sums(path.parent), path.name: digest_of(path)})
     said, _ = said_by(copied, "train.steps=7")
     assert any("is not finite: trying the previous checkpoint" in line for line in said), said
     assert f"continuing from {checkpoint(copied, 4)}" in said
@@ -127,7 +128,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(copied: Path, monkeypatch: pyt
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("penstock.train.storage.sums.digest_of", refuse)
+    monkeypatch.setattr("penstock.checkpoint.folder.digest_of", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
         run(copied, "train.resume=true", "train.steps=9")
 
@@ -144,12 +145,13 @@ class Bomb:
 
 
 def test_a_crafted_checkpoint_runs_nothing(copied: Path) -> None:
-    """The trial's case: a pickle in place of the metadata executed a command on every rank."""
+    """Pickles in the place of all files, under sums that fit, and as torch's own checkpoints have one."""
     witness = copied / "witness"
     crafted = checkpoint(copied, 6)
-    (crafted / "SHA256SUMS").unlink()
-    (crafted / ".metadata").write_bytes(pickle.dumps(Bomb(f"touch {witness}")))
-    (crafted / "data.json").write_text("{}")
+    for path in (*crafted.iterdir(), crafted / ".metadata"):
+        if path.name != "SHA256SUMS":
+            path.write_bytes(pickle.dumps(Bomb(f"touch {witness}")))
+    write_sums(crafted, {name: digest_of(crafted / name) for name in read_sums(crafted)})
     said, _ = said_by(copied, "train.steps=7")
     assert not witness.exists()
     assert f"continuing from {checkpoint(copied, 4)}" in said
@@ -224,27 +226,6 @@ def test_every_earlier_configuration_is_kept(copied: Path) -> None:
     assert (copied / "run" / kept[0]).read_text() == first and (
         copied / "run" / kept[1]
     ).read_text() == second
-
-
-def as_before(run_: Trainer, folder: Path, step: int, *, poison: bool = False) -> None:
-    """A checkpoint in the format of earlier versions."""
-    state = {name: held.tensor for name, held in run_.checkpoints._state().items()}
-    state["train.step"] = torch.tensor(step)
-    if poison:
-        name = next(name for name in state if name.startswith("model."))
-        state[name] = torch.full_like(state[name], float("nan"))
-    torch_save(state, checkpoint_id=checkpoint(folder, step), no_dist=True)
-    (checkpoint(folder, step) / "data.json").write_text(json.dumps(run_.checkpoints.identity))
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_a_word(copied: Path) -> None:
-    shutil.rmtree(checkpoint(copied, 6))
-    as_before(trainer(copied), copied, 6)
-    with pytest.raises(ConfigError, match=r"model\.num_heads = 4: \S+ was trained with 2"):
-        run(copied, "train.resume=true", "train.steps=9", "model.num_heads=4")  # config.toml says so
-    said, _ = said_by(copied, "train.steps=8")
-    assert any("earlier version: it has no checksums" in line for line in said)
-    assert saved_steps(copied) == [4, 6, 8][-2:]
 
 
 def test_nothing_to_resume_is_refused_before_any_rank_is_started(

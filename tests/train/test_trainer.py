@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from penstock.autopilot import Autopilot
+from penstock.checkpoint.folder import complete_checkpoints
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
 from penstock.device import Event, using
 from penstock.report import RunSummary
 from penstock.topology.join import ALONE, join, leave
 from penstock.train.batches import Batch
-from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.metrics import StepMetrics, read_metrics
 from penstock.train.output import OutputError, OutputFolder
-from penstock.train.storage.finished import complete_checkpoints
 from penstock.train.trainer import Trainer
 from penstock.workloads import read_recording
 from penstock.writing import LineFile

@@ -20,10 +20,8 @@ from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
 from penstock.adapt.described import CONFIG, GENERATION, in_one_line, setting_of
 from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.words import Words, words_of
+from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is_complete
 from penstock.config import ConfigError
-from penstock.train.storage.finished import all_checkpoints, is_complete
-from penstock.train.storage.record import RECORD, Record
-from penstock.train.storage.sums import SUMS
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""
@@ -94,7 +92,7 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     trained with. Raises ValueError for any other path, and where tokens are not bytes and their tokenizer is
     not found.
     """
-    from penstock.adapt.own import from_checkpoint
+    from penstock.adapt.trained import from_checkpoint
 
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
@@ -132,12 +130,10 @@ def _data_of(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def read_whole(folder: Path) -> Any:
-    """Read the model in a folder of transformers, Penstock's own kind included.
+    """Read the model in a folder of transformers.
 
     Raises ValueError if a tensor is missing, or is not the model's.
     """
-    import penstock.adapt.own  # noqa: F401  # makes its kind known
-
     opened = ModelFolder.open(folder)
     return opened.read(type(opened.model), opened.tensors, opened.dtype)
 

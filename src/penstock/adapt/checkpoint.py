@@ -1,7 +1,7 @@
 """Checkpoints of scheduled models: a folder that transformers reads, and the optimiser's state.
 
-Everything is saved whole and under the names that the model had before it was spread, so a run may go on with
-another number of ranks.
+Everything has the name that it had before the model was spread, so a run may go on with another number of
+ranks. The optimiser's state is in shards of all ranks; a tensor of it is named `optimizer.{parameter}.{key}`.
 """
 
 from __future__ import annotations
@@ -10,41 +10,42 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.adapters import ALONG_ROWS, ExpertAxis
+from penstock.adapt.adapters import ExpertAxis, InTurn
 from penstock.adapt.described import CONFIG, FORMER, FORMER_CHECKPOINT, refuse_cut_off
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
-from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, refuse_sharing, saved_together
-from penstock.adapt.weights import StoredTensor, some_of
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
+from penstock.adapt.weights import some_of
+from penstock.checkpoint.folder import DamagedError
+from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, Stored, misfits, together
 from penstock.config import UNSET, ConfigError, read_json
-from penstock.mesh import Group as Ranks
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
-from penstock.train.checkpoint import together
-from penstock.train.storage.shards import Outgoing, write_shard
-from penstock.train.storage.stored import Entry, writing_order
-from penstock.writing import UNFINISHED, exchange, make_durable, new_folder, remove_tree, write_whole
+from penstock.sharding import Sharding, sharding_of
+from penstock.train.run_state import OPTIMIZER
+from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
-STATE, GROUPS = "optimizer.safetensors", "optimizer.json"
+STATE, GROUPS = "optimizer", "optimizer.json"
+OF_STATE = re.compile(rf"{STATE}(-\d+)+\.safetensors|optimizer\.json")
+"""Names of the files of an optimiser's state."""
+
 WITHOUT = "without_state"
 """Key in a group for the names of parameters that were never updated."""
 
 ADAPTERS = "adapter_config.json"
 OF_ADAPTERS = re.compile(
-    r"(adapter_model|optimizer)\.safetensors(\.index\.json)?|(optimizer|adapter_config)\.json"
+    rf"{OF_STATE.pattern}|adapter_model\.safetensors(\.index\.json)?|adapter_config\.json"
 )
 """Names of the files of a checkpoint of adapters."""
 
@@ -103,7 +104,7 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
     states = _States.of(model, engine_of(model), optimizer)
     saved = _read_groups(path / GROUPS)
     _check_names(path, states.groups, saved)
-    states.take(path / STATE, saved)
+    states.take(path, saved)
 
 
 def _read_groups(file: Path) -> list[Group]:
@@ -116,31 +117,11 @@ def _read_groups(file: Path) -> list[Group]:
 
 
 def _is_group(group: object) -> bool:
-    """Return whether this is a table that lists the names of parameters."""
+    """Return whether this is a table that lists the names of parameters, and of those without state."""
     if not isinstance(group, dict):
         return False
-    lists = (group.get("parameters"), group.get(WITHOUT, []))
+    lists = (group.get("parameters"), group.get(WITHOUT))
     return all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
-
-
-def is_trained(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint with the state of an optimiser, by `save_checkpoint`."""
-    return (folder / GROUPS).is_file()
-
-
-def export(folder: Path, target: Path) -> None:
-    """Copy a checkpoint without the optimiser's state; `target` appears when it is complete."""
-    with new_folder(target) as work:
-        shutil.copytree(folder, work, ignore=_left_out)
-
-
-def _left_out(folder: str, names: Sequence[str]) -> set[str]:
-    """Return the names that no copy of a checkpoint has. Raises ValueError for links, which lead anywhere."""
-    found = {name for name in names if name in (STATE, GROUPS) or name.startswith(".")}
-    for name in set(names) - found:
-        if Path(folder, name).is_symlink():
-            raise ValueError(f"{Path(folder, name)} is a link: put a copy of what it leads to into its place")
-    return found
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -163,7 +144,6 @@ class _States:
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
-        refuse_sharing(engine, "the checkpoint of an optimizer's state")
         if isinstance(optimizer, ShardedAdamW):
             raise ValueError(
                 "the state of a ShardedAdamW is in shares: save optimizer.state_dict() by itself"
@@ -212,71 +192,62 @@ class _States:
                     )
 
     def save(self, folder: Path) -> None:
-        """Write the state on rank 0; all ranks call this. Raises CheckpointError on all ranks."""
-        outgoing = sorted(self._all(), key=lambda each: writing_order(each.name, each.entry.dtype))
+        """Write the state, every rank its own; all ranks call this. Raises CheckpointError on all ranks."""
         control = self.engine.stack.machinery.control
-        together(control, f"saving {folder / STATE}", lambda: self._write(folder, outgoing))
+        purpose = f"saving the optimizer's state in {folder}"
+        together(control, purpose, lambda: _remove_state(folder), rank=0)
+        state = {
+            f"{OPTIMIZER}{self.names[parameter]}.{key}": self._part(parameter, torch.as_tensor(value))
+            for parameter, values in self.optimizer.state.items()
+            for key, value in values.items()
+        }
+        digests = Saving(state, folder, Dealing(control), control, purpose, lambda _: STATE).digests()
 
-    def _write(self, folder: Path, outgoing: Sequence[Outgoing]) -> None:
-        """Write the state on rank 0, which takes what the other ranks send even where writing fails."""
-        left = iter(outgoing)
-        try:
-            if self.engine.layout.rank == 0:
-                write_shard(
-                    folder / STATE, [replace(each, load=lambda: next(left).load()) for each in outgoing]
-                )
-                text = json.dumps(self.written, indent=1, default=_number)
-                write_whole(folder / GROUPS, text, durable=True)
-        finally:
-            for each in left:
-                each.load()
+        def finish() -> None:
+            if unseen := [name for name in digests if not (folder / name).exists()]:
+                raise OSError(f"rank 0 does not see {unseen[0]}, which another rank has written")
+            text = json.dumps(self.written, indent=1, default=_number)
+            write_whole(folder / GROUPS, text, durable=True)
 
-    def _all(self) -> list[Outgoing]:
-        """Return every tensor of the state, whole."""
-        return [
-            self._outgoing(f"{self.names[parameter]}:{key}", self.names[parameter], torch.as_tensor(value))
-            for parameter, state in self.optimizer.state.items()
-            for key, value in state.items()
-        ]
+        together(control, purpose, finish, rank=0)
 
-    def _outgoing(self, logical: str, name: str, tensor: Tensor) -> Outgoing:
-        axis, shape = self.axes.get(name), tuple(tensor.shape)
-        if axis is None or not shape or self.engine.layout.ep_size == 1:
-            return Outgoing(name=logical, entry=Entry(shape=shape, dtype=tensor.dtype), load=lambda: tensor)
-        shape = axis.whole_shape(shape, self.engine.layout.ep_size)
-        return Outgoing(
-            name=logical,
-            entry=Entry(shape=shape, dtype=tensor.dtype),
-            load=lambda: self._joined(tensor, logical, axis),
-        )
+    def _part(self, parameter: Tensor, tensor: Tensor) -> Part:
+        """Return this rank's part of a tensor of the state; experts that lie in turn get their own axis."""
+        axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
+        if not tensor.dim():
+            return Part.of(tensor)
+        if axis is None:
+            return Part.of(tensor, sharding_of(parameter))
+        dim = 0
+        if isinstance(axis, InTurn):
+            tensor, dim = tensor.unflatten(1, (axis.rank, -1)), 2
+        shape = [size * (layout.ep_size if at == dim else 1) for at, size in enumerate(tensor.shape)]
+        return Part.of(tensor, Sharding.along(dim, shape, (), layout.ep_rank, layout.ep_size))
 
-    def _joined(self, tensor: Tensor, logical: str, axis: ExpertAxis) -> Tensor:
-        """Return the joined parts of all ranks on rank 0; on other ranks the value has no meaning."""
-        layout, control = self.engine.layout, self.engine.stack.machinery.control
-        members = layout.mesh.members(0, Ranks.EXPERT)
-        if layout.rank not in members:
-            return tensor
-        parts = control.collect(tensor.detach().cpu(), members, 0, f"saving {logical}")
-        return axis.join(parts) if parts else tensor
-
-    def take(self, file: Path, saved: list[Group]) -> None:
-        """Fill the optimiser's state from a file, and its groups' settings from `saved`."""
+    def take(self, folder: Path, saved: list[Group]) -> None:
+        """Fill the optimiser's state from a folder, and its groups' settings from `saved`."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
+        state: State = {}
         try:
-            with safe_open(file, framework="pt") as opened:
-                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+            stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
+            places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in stored.whole}
+            _check_complete(folder, {name for name, _, _ in places.values()}, saved)
+            for logical, (shape, dtype) in stored.whole.items():
+                name, _, key = places[logical]
+                parameter = parameters[numbers[name]]
+                tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
+                states.setdefault(numbers[name], {})[key] = tensor
+                state[logical] = self._part(parameter, tensor)
+            if (found := misfits(state, stored.whole, state)) is not None:
+                raise DamagedError(found)
+            stored.load(state)
+        except DamagedError as error:
             raise ValueError(
-                f"{file} cannot be read as safetensors: {error}. Copy it again, or go on from "
-                "another checkpoint"
+                f"{folder} has no state of this optimizer: {error}. Copy it again, or go on from another "
+                "checkpoint"
             ) from error
-        _check_complete(file, {logical.rpartition(":")[0] for logical in shapes}, saved)
-        for logical, shape in shapes.items():
-            name, _, key = logical.rpartition(":")
-            stored = StoredTensor(file, logical)
-            states.setdefault(numbers[name], {})[key] = self._own(stored, parameters[numbers[name]], shape)
         groups, first = [], 0
         for group in saved:
             settings = {key: value for key, value in group.items() if key not in ("parameters", WITHOUT)}
@@ -285,15 +256,13 @@ class _States:
             first = last
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def _own(self, stored: StoredTensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-        """Read this rank's part of a stored tensor."""
-        axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
-        if axis is None or not shape:
-            return stored[...]
-        if axis != ALONG_ROWS:
-            return axis.part(stored[...], layout.ep_rank, layout.ep_size).clone()
-        first = layout.ep_rank * len(parameter)
-        return replace(stored, rows=slice(first, first + len(parameter)))[...]
+
+def _remove_state(folder: Path) -> None:
+    """Remove what is left of an optimiser's state; first the file without which there is none."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name != GROUPS):
+        if OF_STATE.fullmatch(path.name):
+            remove_tree(path)
+    make_durable(folder)
 
 
 def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> None:
@@ -305,17 +274,13 @@ def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> N
         raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
 
 
-def _check_complete(file: Path, found: Set[str], saved: Sequence[Group]) -> None:
-    """Raise ValueError unless a file has the state of the parameters that the groups name, and of no others.
-
-    Files of earlier versions do not name the parameters without state.
-    """
-    names = set(chain(*(group["parameters"] for group in saved)))
-    bare = set(chain(*(group[WITHOUT if WITHOUT in group else "parameters"] for group in saved)))
+def _check_complete(folder: Path, found: Set[str], saved: Sequence[Group]) -> None:
+    """Raise ValueError unless a folder has the state of the parameters that the groups name, and no other."""
+    names, bare = (set(chain(*(group[key] for group in saved))) for key in ("parameters", WITHOUT))
     missing, unexpected = sorted(names - bare - found), sorted(found - names)
     if missing or unexpected:
         raise ValueError(
-            f"{file} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
+            f"{folder} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
             f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,8 @@ from penstock.adapt.adapters import ALONG_ROWS
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_names
 from penstock.adapt.weights import EXPERT, INDEX, LAYER, ONE
+from penstock.checkpoint.storage import CODES, Outgoing, together, write_shard, writing_order
 from penstock.mesh import Group
-from penstock.train.checkpoint import together
-from penstock.train.storage.shards import CODES, Outgoing, write_shard
-from penstock.train.storage.stored import Entry, writing_order
 from penstock.writing import write_whole
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -34,6 +32,13 @@ Shard = list["_Piece"]
 
 LENGTH_BYTES = 8
 """Bytes at the start of a safetensors file that give the length of its header."""
+
+
+class _Entry(NamedTuple):
+    """Shape and type of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(eq=False, frozen=True)
@@ -61,7 +66,7 @@ class _Piece:
     """A tensor of a file. entry: for the whole tensor, even where `part` has this rank's rows alone."""
 
     name: str
-    entry: Entry
+    entry: _Entry
     part: _Part
 
     @property
@@ -220,13 +225,13 @@ def _shards(pieces: Iterable[_Piece], most_bytes: int) -> list[Shard]:
     return shards
 
 
-def _entry(tensor: Tensor, ranks: int = 1) -> Entry:
+def _entry(tensor: Tensor, ranks: int = 1) -> _Entry:
     shape = tuple(tensor.shape)
-    return Entry(shape=shape if ranks == 1 else ALONG_ROWS.whole_shape(shape, ranks), dtype=tensor.dtype)
+    return _Entry(shape=shape if ranks == 1 else ALONG_ROWS.whole_shape(shape, ranks), dtype=tensor.dtype)
 
 
 def _outgoing(piece: _Piece, load: Callable[[], Tensor]) -> Outgoing:
-    return Outgoing(name=piece.name, entry=piece.entry, load=load)
+    return Outgoing(name=piece.name, shape=piece.entry.shape, dtype=piece.entry.dtype, load=load)
 
 
 def _place(piece: _Piece) -> tuple[int, str]:

@@ -23,13 +23,13 @@ from penstock.adapt.engine import Engine, StepInputs
 from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.adapt.generating import generate_together, refuse_threads
+from penstock.checkpoint.storage import together
 from penstock.config import ConfigError
 from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.sharding import sharding_of
 from penstock.topology import Control
-from penstock.train.checkpoint import together
 
 KNOWN = (
     "input_ids",

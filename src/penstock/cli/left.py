@@ -29,7 +29,7 @@ class Left:
 
     def by_a_stop(self) -> str:
         """Return the same for after a stop, which may find that the last step has been saved."""
-        from penstock.train.storage.finished import step_of
+        from penstock.checkpoint.folder import step_of
 
         newest = self._newest()
         if newest is not None and step_of(newest) >= self._steps:
@@ -41,7 +41,7 @@ class Left:
         return own[-1] if own else None
 
     def _found(self) -> list[Path]:
-        from penstock.train.storage.finished import complete_checkpoints
+        from penstock.checkpoint.folder import complete_checkpoints
 
         with suppress(OSError):  # this error must not hide why the run has ended
             return complete_checkpoints(self._folder)

@@ -7,6 +7,7 @@ import json
 import traceback
 
 from penstock.autopilot import Autopilot
+from penstock.checkpoint.storage import CheckpointError
 from penstock.cli.codes import FAILED
 from penstock.cli.failing import NOT_BEGUN, tell
 from penstock.cli.left import Left
@@ -21,7 +22,6 @@ from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.blame import give_up
-from penstock.train.checkpoint import CheckpointError
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
 from penstock.train.output import OutputError

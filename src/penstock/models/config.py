@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config.bounds import FilePath
 
 MOST_LAYERS = 1024
 Layers = Annotated[int, Within(1, MOST_LAYERS, "every layer adds dozens of tasks to a step's plan")]
@@ -22,6 +23,8 @@ class ModelConfig:
     """A decoder with the architecture of Qwen3-MoE.
 
     preset: name of a published model that replaces the sizes of [model] and [moe]; none = as given here.
+    config: the config.json of a Qwen3-MoE of transformers, or its folder, which replaces them likewise; the
+    weights in a folder are where training begins. none = as given here.
     num_layers: blocks. hidden_size: width of the residual stream. num_heads: of queries.
     num_key_value_heads: each serves as many heads of queries; must divide num_heads; none = num_heads.
     head_dim: width of a head, even; none = hidden_size / num_heads.
@@ -34,6 +37,7 @@ class ModelConfig:
     """
 
     preset: str | None = None
+    config: FilePath | None = None
     num_layers: Layers = 4
     hidden_size: Width = 128
     num_heads: Width = 4
@@ -50,6 +54,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        if self.preset is not None and self.config is not None:
+            why = f"the sizes are those of preset {self.preset}"
+            raise ConfigError("config", str(self.config), why, "Give one of the two.")
         self._check_heads()
         for layer in self.moe_layers or ():
             if layer >= self.num_layers:

@@ -9,7 +9,7 @@ vocabulary, T = B * L tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -26,7 +26,7 @@ from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum
-from penstock.sharding import Shard, Sharding, shardings_of
+from penstock.sharding import Shard, shardings_of
 
 INITIAL_STD = 0.02
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Identity)
@@ -59,32 +59,36 @@ class Rotary(nn.Module):
         self.size, self.places, self.theta = config.head_size, config.seq_len, config.rope_theta
         self._kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, heads: Sequence[Tensor], documents_BL: Tensor | None) -> list[Tensor]:
-        """Turn queries and keys, [B, A or G, L, K] each. documents_BL: see `Attention`."""
-        length, (cos_LK, sin_LK) = heads[0].shape[2], self._angles(heads[0])
+    def forward(self, heads_BHLK: Tensor, documents_BL: Tensor | None) -> Tensor:
+        """Turn the pairs of numbers in every head, which lie half a head apart.
+
+        Args:
+            heads_BHLK: Queries and keys: all heads at once, as each operation costs a launch on a GPU.
+            documents_BL: See `Attention`.
+        """
+        length, (cos_LK, sin_LK) = heads_BHLK.shape[2], self._angles(heads_BHLK)
         cos, sin = cos_LK[:length], sin_LK[:length]
         if documents_BL is not None:
             places_BL = torch.arange(length, device=documents_BL.device) - documents_BL
             cos, sin = (each[places_BL].unsqueeze(1) for each in (cos_LK, sin_LK))
-        return [each * cos + _turned(each) * sin for each in heads]
+        return torch.addcmul(heads_BHLK * cos, heads_BHLK.roll(self.size // 2, -1), sin)
 
     def _angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of all places of a sample, for heads like `x`."""
+        """Return the cosines and sines of all places of a sample, for heads like `x`.
+
+        Sines of the first half are negative: (a, b) becomes (a cos - b sin, b cos + a sin).
+        """
         kept = self._kept
         if kept is None or (kept[0].device, kept[0].dtype) != (x.device, x.dtype):
             with torch.inference_mode(False), torch.no_grad():  # training reads them as well
                 evens_H = torch.arange(0, self.size, 2, dtype=torch.float32, device=x.device)
                 rates_H = 1.0 / self.theta ** (evens_H / self.size)
                 places_L = torch.arange(self.places, dtype=torch.float32, device=x.device)
-                angles_LK = (places_L.unsqueeze(1) * rates_H).repeat(1, 2)
-                kept = self._kept = angles_LK.cos().to(x.dtype), angles_LK.sin().to(x.dtype)
+                angles_LH = places_L.unsqueeze(1) * rates_H
+                cos_LH, sin_LH = angles_LH.cos(), angles_LH.sin()
+                cos_LK, sin_LK = torch.cat((cos_LH, cos_LH), 1), torch.cat((-sin_LH, sin_LH), 1)
+                kept = self._kept = cos_LK.to(x.dtype), sin_LK.to(x.dtype)
         return kept
-
-
-def _turned(x: Tensor) -> Tensor:
-    """Return heads by a quarter turn of every pair of numbers, which lie half a head apart."""
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((-right, left), dim=-1)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -122,7 +126,8 @@ class Attention(nn.Module):
         q_BALK = self.q_norm(self._heads(self.q_proj(x_BLM))).transpose(1, 2)
         k_BGLK = self.k_norm(self._heads(self.k_proj(x_BLM))).transpose(1, 2)
         v_BGLK = self._heads(self.v_proj(x_BLM)).transpose(1, 2)
-        q_BALK, k_BGLK = self.rotary((q_BALK, k_BGLK), documents_BL)
+        heads_BHLK = self.rotary(torch.cat((q_BALK, k_BGLK), dim=1), documents_BL)
+        q_BALK, k_BGLK = heads_BHLK.split((q_BALK.shape[1], k_BGLK.shape[1]), dim=1)
         mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
         mixed_BALK = F.scaled_dot_product_attention(
             q_BALK,
@@ -280,7 +285,7 @@ class MoEDecoder(nn.Module):
         super().__init__()
         if make_moe is None:
             make_moe = partial(_layer_of, config.hidden_size, moe, ep_size, ep_rank, node_size, expert_shard)
-        self.config, self.shard = config, shard
+        self.config, self.moe, self.shard = config, moe, shard
         self.model = Trunk(config, make_moe, shard)
         self.embedding_dropout = CounterDropout(config.dropout, place=0)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size // shard.size, bias=False)
@@ -301,18 +306,36 @@ class MoEDecoder(nn.Module):
                 continue  # norms keep PyTorch's initial ones and zeros, and a noisy gate starts without noise
             into_residual = name.endswith(("self_attn.o_proj.weight", "w_down", "mlp.down_proj.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
-            if ".experts." in name:
-                self._fill_experts(name, parameter, seed, std, shardings.get(name))
-            else:
-                fill_normal(parameter, name, seed, std, shardings.get(name))
+            for logical, weight in self.logical(name, parameter):
+                fill_normal(weight, logical, seed, std, shardings.get(name))
 
-    def _fill_experts(
-        self, name: str, parameter: Tensor, seed: int, std: float, sharding: Sharding | None
-    ) -> None:
-        moe = self.parts[int(name.split(".")[2])].moe
+    def logical(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield what belongs to a parameter by the names that one process has for it.
+
+        Args:
+            name: Of the parameter, or one that ends in it.
+            tensor: The parameter, or a tensor of its shape; of experts, those of this rank.
+
+        Yields:
+            The tensor under its own name; for experts a view of each one, whose name ends in its number.
+        """
+        if ".experts." not in name:
+            yield name, tensor
+            return
+        layer = int(name.partition("model.layers.")[2].partition(".")[0])
+        moe = self.parts[layer].moe
         assert moe is not None, name
-        for logical, weight in moe.by_number(name, parameter):
-            fill_normal(weight, logical, seed, std, sharding)
+        yield from moe.by_number(name, tensor)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Return the logits [B, L, V] of a whole model, on one process and without a schedule."""
+        keys = SampleKeys(0, torch.arange(len(tokens_BL), device=tokens_BL.device))
+        h_BLM = self.embed(tokens_BL, keys)
+        for block in self.parts:
+            residual_BLM, x_TM = block.attend(h_BLM, keys)
+            out_TM = block.dense(x_TM) if block.moe is None else block.moe(x_TM.view_as(residual_BLM))
+            h_BLM = block.add(residual_BLM, out_TM, keys)
+        return self.logits(h_BLM).view(*tokens_BL.shape, -1)
 
     def embed(self, tokens_BL: Tensor, keys: SampleKeys) -> Tensor:
         length = tokens_BL.shape[1]

@@ -15,6 +15,7 @@ from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
+from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
@@ -161,6 +162,13 @@ def model_of(
         shard=TensorShard(layout.mp_rank, layout.mp_size),
         expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
     )
+
+
+def model_config(config: RunConfig, tokenizer: str | None) -> dict[str, object] | None:
+    """Return what transformers reads as `config.json` of the run's model; None where it has no such model."""
+    if lack_of(config.moe) is not None:
+        return None
+    return config_json(config.model, config.moe, tokenizer_digest=tokenizer)
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:

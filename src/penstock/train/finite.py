@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 
-def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with a NaN or an infinity; None if all numbers are finite.
 
     It takes one pass over memory and allocates nothing. Integer tensors are always finite.
     """
-    named = {name: each for name, each in tensors.items() if each.is_floating_point() and each.numel()}
-    if not named:
+    found = [(name, each) for name, each in tensors if each.is_floating_point() and each.numel()]
+    if not found:
         return None
+    names, numbers = zip(*found, strict=True)
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
-    largest = torch._foreach_norm(list(named.values()), math.inf)
+    largest = torch._foreach_norm(list(numbers), math.inf)
     finite = torch.stack([each.double().cpu() for each in largest]).isfinite().tolist()
-    return next((name for name, whole in zip(named, finite, strict=True) if not whole), None)
+    return next((name for name, whole in zip(names, finite, strict=True) if not whole), None)

@@ -5,22 +5,16 @@ All of this is decided before anything is measured or written, and by all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from penstock.config import ConfigError, load, to_dict
+from penstock.checkpoint.folder import Record, all_checkpoints, step_of
+from penstock.checkpoint.storage import DamagedCheckpointError
+from penstock.config import ConfigError
 from penstock.topology import Control
-from penstock.train.checkpoint import (
-    Checkpoints,
-    DamagedCheckpointError,
-    verify,
-)
+from penstock.train.checkpoint import Checkpoints, verify
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.resume_settings import changes, check_model
 from penstock.train.resumption import Resumption, Say
-from penstock.train.storage.finished import all_checkpoints, step_of
-from penstock.train.storage.record import Record
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
@@ -115,27 +109,11 @@ def _check(config: RunConfig, control: Control, record: Record, path: Path, say:
     if (done := step_of(path)) >= steps:
         why = f"{path} has already done {done} steps"
         raise ConfigError("train.steps", steps, why, f"Use more than {done}.")
-    settings = _settings(record, control, path, say)
-    if settings is None:
+    if record.settings is None:
         return
-    check_model(config, settings, path)
-    found = changes(config, settings)
-    if record.processes not in (None, control.world_size):
+    check_model(config, record.settings, path)
+    found = changes(config, record.settings)
+    if record.processes != control.world_size:
         found.append(f"processes {record.processes} -> {control.world_size}")
     if found:
         say(f"changed since {path.name}: {'; '.join(found)}")
-
-
-def _settings(record: Record, control: Control, path: Path, say: Say) -> Mapping[str, Any] | None:
-    """Return the settings of the checkpoint; an old one has none, but the run's config.toml may have them."""
-    if record.settings is not None:
-        return record.settings
-    say(f"{path} was made by an earlier version: it has no checksums, so damage may go unnoticed")
-    beside = path.parent.parent / "config.toml"
-    found: Mapping[str, Any] | None = None
-    if control.rank == 0 and beside.exists():
-        try:
-            found = to_dict(load(RunConfig, beside))
-        except ConfigError as error:
-            say(f"warning: the settings of the earlier run cannot be compared: {error}")
-    return control.gather(found, "sharing the earlier run's settings")[0]

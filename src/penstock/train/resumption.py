@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.train.storage.record import Record
+from penstock.checkpoint.folder import Record
 
 Say = Callable[[str], None]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final, TypeVar
 
+from penstock.checkpoint.folder import GLOBAL_BATCH
 from penstock.config import ConfigError
 from penstock.config.bounds import bounded_fields
 from penstock.data import DataConfig
@@ -19,7 +20,6 @@ from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig
-from penstock.train.storage.record import GLOBAL_BATCH
 
 HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
 """Key of uneven fractions alone: earlier versions held out one block of some, whatever the fraction."""

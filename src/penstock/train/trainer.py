@@ -13,9 +13,11 @@ from typing import cast
 
 import torch
 
+from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
+from penstock.models import MoEDecoder
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
@@ -27,7 +29,7 @@ from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
-from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack, model_config, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
@@ -43,6 +45,7 @@ from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
+from penstock.train.pretrained import has_weights, read_weights
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
@@ -85,7 +88,10 @@ class Trainer:
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
         check_alike(config, control)
+        control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
         self._saved_config = config = config.resolved(info.world_size)
+        if config.model.config is not None:
+            check_alike(config, control)  # files of the same name may differ between machines
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
@@ -111,6 +117,7 @@ class Trainer:
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
+        self._begin_with(config.model.config)
         self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
@@ -124,6 +131,7 @@ class Trainer:
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
             tokenizer=self.source.tokenizer,
+            model_config=model_config(self._saved_config, self.source.tokenizer),
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
@@ -134,6 +142,13 @@ class Trainer:
         self.analysis: StepAnalysis | None = None
         self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
+
+    def _begin_with(self, path: Path | None) -> None:
+        """Read the weights in `model.config` for a run that does not continue another."""
+        if path is not None and self.resumption is None and has_weights(path):
+            model = self.stack.model
+            assert isinstance(model, MoEDecoder), "a run trains no other model"
+            self.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
@@ -260,7 +275,8 @@ class Trainer:
     ) -> None:
         """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
 
-        saves: whether a checkpoint is due, whatever the settings say.
+        saves: whether a checkpoint is due at once, whatever the settings say. Otherwise it is written beside
+        the steps that follow.
         """
         train = self.config.train
         if last or _due(metrics.step, train.eval_every):
@@ -277,8 +293,11 @@ class Trainer:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
             )
+        self.saved = self.checkpoints.poll() or self.saved
         if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
+            if last or saves:
+                self.saved = self.checkpoints.finish() or self.saved
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
         """Keep the loads that pictures show."""
@@ -288,7 +307,7 @@ class Trainer:
             writer.draw(step, loads_YE)
 
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
-        """Write a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
+        """Begin a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
         step, loss = metrics.step, metrics.eval_loss
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
@@ -299,10 +318,11 @@ class Trainer:
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
+        self.saved = self.checkpoints.finish() or self.saved
         if self.saved is not None and not self.saved.exists():
             self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
         try:
-            self.saved = self.checkpoints.save(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
+            self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
@@ -374,6 +394,7 @@ class Trainer:
             with written(self.output.path):
                 self.output.renew()
 
+        self.checkpoints.drop()  # its folder may be gone
         self.control.agreed(renew, "making output.dir again", by=0)
         self._save_settings(done)
         self._say_moved()
@@ -439,6 +460,10 @@ class Trainer:
         return restore(self._saved_config, self.control, self.checkpoints, self.resumption, self.progress.say)
 
     def _diverged(self, problem: str) -> str:
+        try:
+            self.checkpoints.finish()
+        except CheckpointError as error:
+            problem = f"{problem}; {error}"
         newest = self.checkpoints.newest()
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint has been written yet"
         return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"

@@ -195,9 +195,7 @@ def reference_step(num_experts: int, groups: int) -> Step:
     whole: Weights = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().double() * (LARGER if parameter.dim() >= 2 else 1.0)
-        moe_layer = None if ".experts." not in name else model.parts[int(name.split(".")[2])].moe
-        named = [(name, tensor)] if moe_layer is None else moe_layer.by_number(name, tensor)
-        whole |= {each: part.clone().requires_grad_() for each, part in named}
+        whole |= {each: part.clone().requires_grad_() for each, part in model.logical(name, tensor)}
     tokens, labels = batch_of(MODEL, BATCH * groups)
     loss = reference_loss(whole, MODEL, moe.top_k, tokens, labels)
     loss.backward()

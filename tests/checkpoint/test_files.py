@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.storage.files import DamagedError, open_regular, read_regular, read_table
+from penstock.checkpoint.folder import DamagedError, open_regular, read_regular, read_table
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.storage.files import DamagedError
-from penstock.train.storage.sums import SUMS, compare, digest_of, read_sums, write_sums
+from penstock.checkpoint.folder import SUMS, DamagedError, compare, digest_of, read_sums, write_sums
 
 FILES = {"a.json": b"{}", "shard-00001.safetensors": bytes(range(256)), "b": b""}
 

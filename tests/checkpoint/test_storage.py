@@ -12,24 +12,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.train.storage.files import DamagedError
-from penstock.train.storage.shards import DTYPES, Outgoing, Shards, write_shard
-from penstock.train.storage.stored import Entry
-from penstock.train.storage.sums import digest_of
+from penstock.checkpoint.folder import DamagedError, digest_of
+from penstock.checkpoint.storage import CODES, Outgoing, Part, Place, Stored, misfits, write_shard
 
 
-def outgoing(tensors: Mapping[str, Tensor]) -> list[Outgoing]:
+def outgoing(tensors: Mapping[str, Tensor], offsets: Place | None = None) -> list[Outgoing]:
     return [
-        Outgoing(name=name, entry=Entry(shape=tuple(t.shape), dtype=t.dtype), load=lambda t=t: t)  # type: ignore[misc]  # a default that binds
+        Outgoing(name=name, shape=tuple(t.shape), dtype=t.dtype, load=lambda t=t: t, offsets=offsets)  # type: ignore[misc]  # a default that binds
         for name, t in tensors.items()
     ]
 
 
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of all shards in a folder."""
+    stored = Stored(folder, [path.name for path in folder.iterdir()])
+    found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.whole.items()}
+    stored.load({name: Part.of(tensor) for name, tensor in found.items()})
+    return found
+
+
 def some_tensors() -> dict[str, Tensor]:
-    tensors = {str(dtype): torch.ones(3, dtype=dtype) for dtype in DTYPES.values()}
+    tensors = {str(dtype): torch.ones(3, dtype=dtype) for dtype in CODES}
     base = torch.arange(24.0).view(4, 6)
     return tensors | {
         "scalar": torch.tensor(7.0),
@@ -44,8 +50,7 @@ def some_tensors() -> dict[str, Tensor]:
 def test_what_is_written_is_read_by_the_library_and_here(tmp_path: Path) -> None:
     tensors, path = some_tensors(), tmp_path / "shard.safetensors"
     assert write_shard(path, outgoing(tensors)) == digest_of(path)
-    ours = dict(Shards(tmp_path, [path.name]).read(list(tensors)))
-    for found in (load_file(path), ours):
+    for found in (load_file(path), read(tmp_path)):
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype
@@ -62,11 +67,39 @@ def test_writing_needs_memory_for_one_tensor(tmp_path: Path) -> None:
     assert peak < 256 * 256 * 4
 
 
-def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_boxes_in_several_files_are_one_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    write_shard(tmp_path / "0.safetensors", outgoing({"w": whole[:2]}, (0, 0)))
+    write_shard(tmp_path / "1.safetensors", outgoing({"w": whole[2:, :1]}, (2, 0)))
+    with pytest.raises(DamagedError, match=r"the parts of w \[3, 4\] have 9 numbers"):
+        read(tmp_path)
+    write_shard(tmp_path / "2.safetensors", outgoing({"w": whole[2:, 1:]}, (2, 1)))
+    assert torch.equal(read(tmp_path)["w"], whole)
+    inner = whole.new_zeros(3, 2)
+    stored = Stored(tmp_path, [path.name for path in tmp_path.iterdir()])
+    stored.load({"w": Part(whole.shape, whole.dtype, {(0, 1): inner})})
+    assert torch.equal(inner, whole[:, 1:3])
+
+
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         write_shard(tmp_path / name, outgoing({"same": torch.ones(2)}))
-    with pytest.raises(DamagedError, match=r"same is in b\.safetensors and in a\.safetensors"):
-        Shards(tmp_path, ["a.safetensors", "b.safetensors"])
+    with pytest.raises(DamagedError, match=r"the parts of same \[2\] have 4 numbers"):
+        read(tmp_path)
+
+
+def test_a_tensor_of_two_types_is_refused(tmp_path: Path) -> None:
+    for at, dtype in enumerate((torch.float32, torch.int32)):
+        write_shard(tmp_path / f"{at}.safetensors", outgoing({"w": torch.ones(2, dtype=dtype)}, (2 * at,)))
+    with pytest.raises(DamagedError, match="w has numbers of two types"):
+        read(tmp_path)
+
+
+def test_a_shard_that_belongs_to_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        write_shard(tmp_path / name, outgoing({name: torch.ones(2)}))
+    with pytest.raises(DamagedError, match=r"b\.safetensors does not belong to it"):
+        Stored(tmp_path, ["a.safetensors"])
 
 
 def hostile(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -103,13 +136,29 @@ HOSTILE = {
 def test_hostile_files_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(HOSTILE[name])
     with pytest.raises(DamagedError, match=r"a\.safetensors"):
-        Shards(tmp_path, ["a.safetensors"])
+        read(tmp_path)
+
+
+PLACED = '{"w": {"saved_offsets": %s}}'
+OFFSETS = [
+    *("{", "[]", "{}", '{"w": 3}', "[" * 100_000),
+    *(PLACED % at for at in ("[0]", "[-1, 0]", "[1, 0]", '["a", 0]', "[1e9, 0]", f"[{10**20}, 0]")),
+]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_hostile_offsets_are_refused(tmp_path: Path, offsets: str) -> None:
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "a.safetensors", {"DCP_SHARDING_INFO": offsets})
+    with pytest.raises(DamagedError):
+        read(tmp_path)
 
 
 def test_a_type_that_no_state_has_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(hostile(one(dtype="U32"), bytes(8)))
-    with pytest.raises(DamagedError, match="unknown type"):
-        Shards(tmp_path, ["a.safetensors"])
+    whole = Stored(tmp_path, ["a.safetensors"]).whole
+    assert misfits({"a": Part.of(torch.ones(2))}, whole, ["a"]) == (
+        "a has numbers of type torch.uint32 there and torch.float32 here"
+    )
 
 
 @given(st.binary(max_size=200))
@@ -117,9 +166,6 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
     folder = tmp_path_factory.mktemp("any")
     (folder / "a.safetensors").write_bytes(data)
     try:
-        shards = Shards(folder, ["a.safetensors"])
+        read(folder)
     except DamagedError:
         return
-    assert {name: tuple(t.shape) for name, t in shards.read(list(shards.entries))} == {
-        name: entry.shape for name, entry in shards.entries.items()
-    }

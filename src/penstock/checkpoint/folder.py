@@ -1,0 +1,273 @@
+"""The folder of a checkpoint: its name, its record and its checksums, read without trust and without torch.
+
+A name in a folder may hide a link, a pipe, another folder or excessive data.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.config import ConfigError
+from penstock.writing import UNFINISHED, make_durable, remove_tree, write_whole
+
+PREFIX: Final = "step-"
+DAMAGED: Final = "damaged-"
+RECORD: Final = "checkpoint.json"
+SUMS: Final = "SHA256SUMS"
+FORMAT: Final = 3
+GLOBAL_BATCH: Final = "data.batch_per_device x (processes / mp_size)"
+MOST_RECORD_BYTES: Final = 1 << 27
+MOST_SUMS_BYTES: Final = 1 << 24
+LINE: Final = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]{0,199})\n", re.ASCII)
+"""A digest and a name inside the folder: no name of this form leads out of it."""
+
+DAMAGE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO})
+"""Error numbers of files that are missing, permanently unreadable, or no files. Others, such as that of a
+missing permission, say nothing about the checkpoint."""
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not as it was written: which file, and what is wrong with it."""
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading; raise DamagedError unless it is a regular file. Links are not followed."""
+    try:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in DAMAGE:
+            raise DamagedError(f"{path.name} cannot be opened: {error.strerror}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedError(f"{path.name} is not a regular file")
+    return open(handle, "rb")  # noqa: PTH123  # a descriptor, not a path
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file of at most `most_bytes`; raise DamagedError for a longer file."""
+    with open_regular(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise DamagedError(f"{path.name} has more than {most_bytes:,} bytes")
+    return data
+
+
+def read_table(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file; raise DamagedError for anything else, however deeply nested."""
+    try:
+        table = json.loads(read_regular(path, most_bytes))
+    except DamagedError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path.name} is not JSON that can be read: {error}") from error
+    if not isinstance(table, dict):
+        raise DamagedError(f"{path.name} holds no JSON object")
+    return table
+
+
+# ---- checksums ---------------------------------------------------------------------------------------------
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file, as hexadecimal digits; it takes about a second per GiB."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of the files in `folder`, sorted by name."""
+    text = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    write_whole(folder / SUMS, text, durable=True)
+
+
+def read_sums(folder: Path) -> dict[str, str]:
+    """Return digests by name. Raises DamagedError if a single character is not as `write_sums` writes it."""
+    text = read_regular(folder / SUMS, MOST_SUMS_BYTES).decode("ascii", errors="replace")
+    found = list(LINE.finditer(text))
+    if not found or "".join(match[0] for match in found) != text:
+        raise DamagedError(f"{SUMS} is not a list of digests and names")
+    digests = {match[2]: match[1] for match in found}
+    if len(digests) < len(found):
+        raise DamagedError(f"{SUMS} names a file twice")
+    return digests
+
+
+def compare(folder: Path, digests: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise DamagedError for the first of `names` whose content is not what was written."""
+    for name in names:
+        if digest_of(folder / name) != digests[name]:
+            raise DamagedError(f"{name} has changed since it was written: its checksum is wrong")
+
+
+# ---- the record --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a checkpoint says about its state.
+
+    identity: settings on which the position in the data depends, by configuration key. settings: the
+    configuration, section by section. plan_settled: whether the plan saved with the checkpoint had been
+    tried, ordered and tuned to the end. files: names of all other files but the checksums. tokenizer: sha256
+    of the text's, or `bytes`; None where none is known. steps: what the next step needs that is no tensor.
+    """
+
+    step: int
+    processes: int
+    identity: Mapping[str, object]
+    settings: Mapping[str, Any] | None
+    plan_settled: bool
+    files: Sequence[str] = ()
+    tokenizer: str | None = None
+    steps: Mapping[str, Any] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write the record into a checkpoint's folder, a line for each of its entries."""
+        table = {"format": FORMAT, **asdict(self)}
+        lines = (f' "{key}": {json.dumps(value, allow_nan=False)}' for key, value in table.items())
+        write_whole(folder / RECORD, "{\n" + ",\n".join(lines) + "\n}\n", durable=True)
+
+    @staticmethod
+    def read(folder: Path) -> Record:
+        """Read a record. Raises DamagedError for anything else, ConfigError for one of another format."""
+        table = read_table(folder / RECORD, MOST_RECORD_BYTES)
+        version = table.pop("format", None)
+        if version != FORMAT:
+            why = f"{folder} is of format {str(version)[:20]}, and this version of Penstock reads {FORMAT}"
+            raise ConfigError("train.resume", True, why, "Continue with the version that wrote it.")
+        kinds: dict[str, tuple[type, ...]] = {
+            "step": (int,),
+            "processes": (int,),
+            "identity": (dict,),
+            "settings": (dict, type(None)),
+            "plan_settled": (bool,),
+            "files": (list,),
+            "tokenizer": (str, type(None)),
+            "steps": (dict, type(None)),
+        }
+        if table.keys() != kinds.keys() or not all(isinstance(table[key], kinds[key]) for key in kinds):
+            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
+        numbers = [table["step"], table["processes"]]
+        if any(isinstance(n, bool) or n < 0 for n in numbers) or not all(
+            isinstance(name, str) for name in table["files"]
+        ):
+            raise DamagedError(f"{RECORD} is not what a checkpoint says about itself")
+        return Record(**table)
+
+    def check_identity(self, path: Path, identity: Mapping[str, object]) -> None:
+        """Raise ConfigError for the first key that differs; before the first step, keys may differ."""
+        if self.step == 0:
+            return
+        for key in {**identity, **self.identity}:
+            value = identity.get(key)
+            if self.identity.get(key) != value:
+                was = str(self.identity.get(key))[:80]
+                why = f"{path} was made with {was}, and samples would be repeated or left out"
+                raise ConfigError(
+                    key, value, why, "Use the same value, or start a new run in another output.dir."
+                )
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return all finished checkpoints in `folder`, oldest first, without looking at their contents.
+
+    A save that was killed may leave two of one step; the one with the longer name is usually the newer one.
+
+    Raises OSError for a folder that exists and cannot be read, since it may hold checkpoints.
+    """
+    return list(filter(is_complete, all_checkpoints(folder)))
+
+
+def is_complete(path: Path) -> bool:
+    """Tell whether a checkpoint was finished, by the file that is written last."""
+    return (path / SUMS).exists()
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Return whatever has the name of a checkpoint, finished or not, as `complete_checkpoints` does."""
+    try:
+        there = list(folder.iterdir())  # Path.glob finds nothing where it may not look
+    except FileNotFoundError:
+        return []
+    found = [path for path in there if re.fullmatch(rf"{PREFIX}\d{{8,18}}", path.name)]
+    return sorted(found, key=lambda path: (step_of(path), len(path.name)))
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(path.name.removeprefix(PREFIX))
+
+
+def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str], keep: int) -> None:
+    """Describe what was written in `work`, give it its final name, and remove all but the newest `keep`.
+
+    digests: of the files whose writers have computed them.
+    """
+    names = sorted(path.name for path in work.iterdir())
+    if unseen := sorted(digests.keys() - set(names)):
+        raise OSError(f"rank 0 does not see {unseen[0]}, which another rank has written: use a shared folder")
+    Record(**{**vars(record), "files": names}).write(work)
+    others = {name: digest_of(work / name) for name in (*names, RECORD) if name not in digests}
+    write_sums(work, {**digests, **others})
+    make_durable(work)
+    _name(work, final)
+    found = complete_checkpoints(final.parent)
+    for old in found:
+        superseded = old in found[:-keep] or step_of(old) == record.step
+        if superseded and old != final:  # the only one that is known to be whole
+            _hide(old)
+    for broken in final.parent.glob(f"{UNFINISHED}*"):
+        remove_tree(broken)
+
+
+def _name(work: Path, final: Path) -> None:
+    """Give a complete checkpoint its name; whatever happens, it or one that it replaces has such a name.
+
+    One of the same step is replaced by way of a name with more zeros, which counts as well: no step is
+    without any name, on every file system.
+    """
+    folder = final.parent
+    if os.path.lexists(final):
+        longer = final
+        while os.path.lexists(longer):
+            longer = longer.with_name(f"{PREFIX}0{longer.name.removeprefix(PREFIX)}")
+        work.rename(longer)
+        make_durable(folder)
+        _hide(final)
+        work = longer
+    work.rename(final)
+    make_durable(folder)
+
+
+def _hide(path: Path) -> None:
+    """Take a checkpoint's name away before it is removed, so that no half of it is taken for a whole."""
+    hidden = path.with_name(f"{UNFINISHED}{path.name}")
+    remove_tree(hidden)
+    path.rename(hidden)
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is neither the newest nor counted."""
+    number, target = 1, path.with_name(f"{DAMAGED}{path.name}")
+    while os.path.lexists(target):
+        target = path.with_name(f"{DAMAGED}{path.name}.{number}")
+        number += 1
+    path.rename(target)

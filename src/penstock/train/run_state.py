@@ -1,0 +1,327 @@
+"""What a checkpoint of a run holds: its tensors, by logical name, and what else the next step needs.
+
+An expert is saved under its number in the whole model, with its optimiser state. Everything here is a view:
+loading writes through it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.folder import DamagedError
+from penstock.checkpoint.storage import Part, State
+from penstock.device import device_of
+from penstock.mesh import Group
+from penstock.models.qwen3_moe import in_files
+from penstock.moe import MoELayer
+from penstock.moe.routes import Counts
+from penstock.placement import Hosting
+from penstock.placing.told import hosting_of, plain_of
+from penstock.runtime import PipelinedStack, ShardedAdamW
+from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
+from penstock.runtime.moving import Plans
+from penstock.sharding import Sharding, shardings_of
+
+STEP: Final = "train.step"
+OPTIMIZER: Final = "optimizer."
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+GENERATOR: Final = "generator.rank"
+FOLLOWING: Final = "following.group"
+BESIDE_MODEL: Final = (OPTIMIZER, GENERATOR, FOLLOWING, "train.")
+"""Prefixes of the names of all tensors that are not the model's."""
+
+OPTIONAL: Final = (GENERATOR, FOLLOWING)
+"""Prefixes of names that a checkpoint may lack, or that a run may not need: those of other ranks."""
+
+MOST_BYTES: Final = 1 << 26
+MOST_ROWS: Final = 1 << 40
+
+NONSENSE: Final = (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError)
+
+Known = Mapping[Passes, Sequence[Counts]]
+"""How many rows the last steps of each kind have wanted, the oldest first."""
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------
+
+
+def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
+    """Return all tensors of a run but its step. All ranks call it: a sharded optimiser gathers parameters."""
+    rank, device = stack.machinery.control.rank, stack.machinery.device
+    if isinstance(optimizer, ShardedAdamW):
+        optimizer.flush()
+        stack.settle()
+    state = {generator_name(rank): Part.of(torch.get_rng_state())}
+    there = device_of(device).random_state(device)
+    if there is not None:
+        state[generator_name(rank, on_device=True)] = Part.of(there)
+    state |= learnt(stack)
+    model, shardings, experts = stack.model, shardings_of(stack.model), Experts(stack.model)
+    state |= {name: Part.of(part, sharding) for name, part, sharding in model_tensors(model)}
+    for name, parameter in model.named_parameters():
+        sharding = shardings.get(name)
+        if isinstance(optimizer, ShardedAdamW):
+            state |= _shares(optimizer, name, parameter, sharding, experts)
+        elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
+            state[f"{OPTIMIZER}{name}.step"] = Part.of(moments["step"])
+            for moment in MOMENTS:
+                for each, part in experts.split(name, moments[moment], f".{moment}"):
+                    state[f"{OPTIMIZER}{each}"] = Part.of(part, sharding)
+    return state
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding | None]]:
+    """Yield views of what a checkpoint has of a model: by the names that files of transformers have, with
+    what part of the whole this rank has."""
+    kept, shardings, experts = model.state_dict().keys(), shardings_of(model), Experts(model)
+    buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth keeping
+    for name, tensor in chain(buffers, model.named_parameters()):
+        sharding = shardings.get(name)
+        for each, part in experts.split(name, tensor.detach()):
+            there, transposed = in_files(each)
+            if transposed:
+                yield there, part.t(), None if sharding is None else sharding.transposed
+            else:
+                yield there, part, sharding
+
+
+def join_model(state: State, stack: PipelinedStack, purpose: str) -> None:
+    """Make tensors of the model whole that ranks share, each on one of these: transformers reads no parts.
+
+    All ranks call it. A rank needs memory on the host for the tensors that become whole on it, and sends or
+    receives each part once.
+
+    Args:
+        state: Of `state_of`; of shared tensors it then has those that this rank is to write.
+        stack: The stack.
+        purpose: What is said of a failure.
+    """
+    mesh, control = stack.machinery.layout.mesh, stack.machinery.control
+    shared = (each for each in model_tensors(stack.model) if each[2] is not None)
+    for number, (name, part, sharding) in enumerate(shared):
+        assert sharding is not None, "it is shared"
+        members = mesh.members(control.rank, sharding.axes)
+        parts = control.collect(part.cpu(), members, members[number % len(members)], purpose)
+        if parts:
+            state[name] = Part.of(sharding.join(parts))
+        else:
+            del state[name]
+
+
+def of_model(name: str) -> bool:
+    """Return whether the tensor of a checkpoint belongs to the model, by its name."""
+    return not name.startswith(BESIDE_MODEL)
+
+
+class Experts:
+    """The experts of a model: what ranks hold together is split into tensors of single experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {
+            f"{prefix}.experts.": module
+            for prefix, module in model.named_modules()
+            if isinstance(module, MoELayer)
+        }
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[tuple[str, Tensor]]:
+        """Return the tensor of a parameter under its own name or, for experts, a view for each by number.
+
+        suffix: of the name, for a state of the parameter.
+        """
+        for prefix, layer in self._layers.items():
+            if name.startswith(prefix):
+                return layer.by_number(f"{name}{suffix}", tensor)
+        return [(f"{name}{suffix}", tensor)]
+
+
+def _shares(
+    optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, sharding: Sharding | None, experts: Experts
+) -> State:
+    """Return this rank's share of a parameter's state; nothing for a frozen one."""
+    found = optimizer.updates.share_of(parameter)
+    if found is None:
+        return {}
+    share = found[1]
+    state = {f"{OPTIMIZER}{name}.step": Part.of(optimizer.updates.steps[parameter])}
+    for key, numbers in share.states.items():
+        for each, part in experts.split(name, parameter.data, f".{key}"):
+            assert part.is_contiguous(), "experts are stacked"
+            begin = int(part.storage_offset() - parameter.data.storage_offset())
+            runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
+            for piece, run in share.runs_of(parameter):
+                first, last = max(run.first, begin), min(run.first + run.length, begin + part.numel())
+                if first < last:
+                    values = share.state(key, piece, run)[first - run.first : last - run.first]
+                    runs.append((first - begin, values))
+            state[f"{OPTIMIZER}{each}"] = Part.of_runs(runs, part, sharding)
+    return state
+
+
+def learnt(stack: PipelinedStack) -> State:
+    """Return what ranks have learnt about samples that move: which experts follow which, by layer.
+
+    Ranks that exchange counts have learnt the same, so it is saved once per group. Where there are other
+    groups, or none was kept, what is missing is learnt again.
+    """
+    relocation, layout = stack.relocation, stack.machinery.layout
+    if relocation is None or relocation.how.prediction != "conditional":
+        return {}
+    group = layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)
+    sizes = {n: moe.placement.num_experts for n, moe in enumerate(stack.moe_layers) if moe is not None}
+    tables = {n: relocation.habits.table(n, experts).seen for n, experts in sizes.items()}
+    return {f"{FOLLOWING}{group}.L{n}": Part.of(torch.from_numpy(seen)) for n, seen in tables.items()}
+
+
+def generator_name(rank: int, *, on_device: bool = False) -> str:
+    """Return the name of a rank's random generator: the host's, or that of its GPU."""
+    return f"{GENERATOR}{rank}.device" if on_device else f"{GENERATOR}{rank}"
+
+
+def needed(state: State, saved: Container[str]) -> State:
+    """Return a state without what a run can do without and the checkpoint lacks."""
+    return {name: part for name, part in state.items() if name in saved or not name.startswith(OPTIONAL)}
+
+
+def set_generators(state: State, stack: PipelinedStack) -> None:
+    """Give this rank's generators the states that were loaded. Raises DamagedError if they are none."""
+    rank, device = stack.machinery.control.rank, stack.machinery.device
+    host, on_device = generator_name(rank), generator_name(rank, on_device=True)
+    try:
+        if host in state:
+            torch.set_rng_state(_whole(state[host]))
+        if on_device in state:
+            device_of(device).set_random_state(_whole(state[on_device]), device)
+    except (RuntimeError, TypeError) as error:
+        raise DamagedError(f"its {GENERATOR}{rank} is no state of a generator") from error
+
+
+def _whole(part: Part) -> Tensor:
+    (tensor,) = part.boxes.values()
+    return tensor
+
+
+# ---- what is no tensor -------------------------------------------------------------------------------------
+
+
+def steps_of(stack: PipelinedStack) -> dict[str, Any]:
+    """Return, as JSON values, which experts ranks host and how rows are bounded. All ranks call it.
+
+    Without them nothing but one step is lost, and the last bits: how many rows are padding decides how
+    products round.
+    """
+    found = {"guests": _hosted(stack), "bounds": _bounds(stack)}
+    texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in found.items()}
+    return {key: json.loads(text) for key, text in texts.items() if len(text) < MOST_BYTES}
+
+
+def take_steps(stack: PipelinedStack, hosted: Plans | None, known: Known | None) -> tuple[bool, bool]:
+    """Host and bound as `read_steps` says, each if all ranks have read the same; return which. All call it.
+
+    A rank that has read something else would wait for others in another exchange.
+    """
+    told = (hosted is not None, _digest(known))
+    everyone = stack.machinery.control.gather(told, "agreeing what the next step knows")
+    hosts = all(each for each, _ in everyone)
+    bounds = known is not None and len({each for _, each in everyone}) == 1
+    if hosts and hosted is not None:
+        stack.host.follow(hosted)
+    if bounds and known is not None and isinstance(stack.bounds, RowBounds):
+        stack.bounds.histories.clear()
+        for kind, rows in known.items():
+            for wanted_X in rows:
+                stack.bounds.history(kind).add(wanted_X)
+    return hosts, bounds
+
+
+def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[Plans | None, Known | None]:
+    """Return what `steps_of` has returned for this rank; None for what is missing or does not fit the run.
+
+    Raises DamagedError for anything else.
+    """
+    try:
+        return _read_hosted(stack, (steps or {}).get("guests")), _read_bounds(
+            stack, (steps or {}).get("bounds")
+        )
+    except NONSENSE as error:
+        raise DamagedError(f"what it says of guests and of rows is nonsense: {error}") from error
+
+
+def _hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
+    """Return what every expert group hosts next; [] if a fresh start does the same."""
+    plans, layout = stack.host.plans, stack.machinery.layout
+    as_at_first = all(hosting.is_empty for hosting in plans.made) and not plans.age_steps
+    layers = [
+        {"owners": hosting.placement.digest, **plain_of(hosting), "hosted": hosted}
+        for hosting, hosted in zip(plans.made, plans.hosted, strict=True)
+    ]
+    mine = {"age_steps": plans.age_steps, "layers": layers}
+    everyone = stack.machinery.control.gather((as_at_first, mine), "gathering what ranks host")
+    if all(at_first for at_first, _ in everyone):
+        return []
+    return [everyone[ranks[0]][1] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
+
+
+def _read_hosted(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
+    """Return what this rank's group hosted; None where groups, layers, owners or slots have changed."""
+    now, layout = stack.host.plans.made, stack.machinery.layout
+    if not now or not groups or len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
+        return None
+    table = groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)]
+    layers = table["layers"]
+    if len(layers) != len(now):
+        return None
+    made: list[Hosting] = []
+    for layer, hosting in zip(layers, now, strict=True):
+        slots = {len(held) for held in layer["guests"]}
+        if layer["owners"] != hosting.placement.digest or slots != {hosting.guest_slots}:
+            return None
+        made.append(hosting_of(layer, hosting.placement))
+    return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))
+
+
+def _bounds(stack: PipelinedStack) -> list[Mapping[str, Any]]:
+    """Return what steps have wanted of rows; all ranks have the same."""
+    if not isinstance(stack.bounds, RowBounds):
+        return []
+    histories = stack.bounds.histories.items()
+    return [
+        {**kind._asdict(), "wanted": [wanted_X.tolist() for wanted_X in history.wanted_X]}
+        for kind, history in histories
+    ]
+
+
+def _read_bounds(stack: PipelinedStack, passes: list[Any] | None) -> Known | None:
+    """Return what steps have wanted; None where rows are not bounded, or experts are others."""
+    if not isinstance(stack.bounds, RowBounds) or passes is None:
+        return None
+    positions = sum(order.num_experts for order in stack.bounds.orders)
+    found = {_kind(each): [_counts(row) for row in each["wanted"][-STEPS_KEPT:]] for each in passes}
+    return found if all(len(row) == positions for rows in found.values() for row in rows) else None
+
+
+def _kind(table: Mapping[str, Any]) -> Passes:
+    kind = Passes(table["microbatches"], table["training"])
+    if type(kind.microbatches) is not int or type(kind.training) is not bool:
+        raise TypeError(f"no steps are of {kind}")
+    return kind
+
+
+def _counts(row: Sequence[Any]) -> Counts:
+    if not all(type(each) is int and 0 <= each < MOST_ROWS for each in row):
+        raise TypeError("there are numbers of rows that no step has")
+    return np.array(row, dtype=np.int64)
+
+
+def _digest(known: Known | None) -> str:
+    found = hashlib.sha256()
+    for kind, rows in (known or {}).items():
+        found.update(repr(kind).encode() + b"".join(row.tobytes() for row in rows))
+    return f"{known is None} {found.hexdigest()}"
