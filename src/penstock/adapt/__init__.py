@@ -3,12 +3,13 @@
 from penstock.adapt.build import parallelize
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
 from penstock.adapt.families import FAMILIES
-from penstock.adapt.family import Family
+from penstock.adapt.family import AttentionCut, Family
 from penstock.adapt.loading import load_pretrained
 from penstock.adapt.scheduled import stack_of
 
 __all__ = [
     "FAMILIES",
+    "AttentionCut",
     "Family",
     "load_optimizer",
     "load_pretrained",
