@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import penstock
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.runtime.transport.sockets import Sockets
-from tests.support.adapted import Batch, grads_of, small
+from tests.support.adapted import DIVISIBLE, Batch, grads_of, small, with_adapters
 from tests.support.ranks import Pools
 
 
@@ -20,9 +22,7 @@ from tests.support.ranks import Pools
     ("plan", "words"),
     [
         (Decision(samples="netmoe"), r'plan\.samples = "netmoe": masks and positions'),
-        (Decision(experts="shadowing"), r'plan\.experts = "shadowing": experts are the model'),
-        (Decision(dispatch="node_once"), r'plan\.dispatch = "node_once": rows .* directly'),
-        (Decision(compression="int8"), r'plan\.compression = "int8": rows .* as they are'),
+        (Decision(dispatch="node_once"), r'plan\.dispatch = "node_once": .* over several nodes'),
         (Decision(schedule="nonsense"), r'schedule = "nonsense"'),
         ("nonsense", r'name = "nonsense"'),
     ],
@@ -30,6 +30,81 @@ from tests.support.ranks import Pools
 def test_decisions_that_steps_do_not_know_are_refused(plan: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         penstock.parallelize(small("mixtral"), plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp_size", "changes", "words"),
+    [
+        ("jamba", 2, {}, "some of its layers mix tokens .* a model of jamba"),
+        ("llama4_text", 2, {}, "how heads lie in its attention is not described, .* llama4_text"),
+        (
+            "qwen3_moe",
+            4,
+            {"vocab_size": 64},
+            r"must divide num_key_value_heads \(2\) of a model of qwen3_moe",
+        ),
+        ("olmoe", 2, {}, r"must divide vocab_size \(61\) of a model of olmoe"),
+        ("deepseek_v3", 2, {**DIVISIBLE, "intermediate_size": 23}, r"must divide intermediate_size \(23\)"),
+    ],
+)
+def test_attention_that_ranks_cannot_share_is_refused_by_family(
+    family: str, tp_size: int, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^tp_size = {tp_size}: .*{words}"):
+        penstock.parallelize(small(family, **changes), tp_size=tp_size)
+
+
+def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
+    changes: dict[str, Any] = DIVISIBLE
+    model = small("mixtral", **changes)
+    hook = model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"MixtralAttention\.v_proj has hooks"):
+        penstock.parallelize(model, tp_size=2)
+    hook.remove()
+    with pytest.raises(ConfigError, match=r"MixtralAttention\.q_proj has adapters"):
+        penstock.parallelize(with_adapters(model), tp_size=2)
+
+
+def share_and_misuse(rank: int, world: int) -> list[str]:
+    """What is said to ranks that share attention and do what they cannot; a copy is a model of its own."""
+    changes: dict[str, Any] = DIVISIBLE
+    model = penstock.parallelize(small("qwen3_moe", **changes), tp_size=world, plan="flowmoe")
+    batch, said = Batch(), []
+    given = batch.inputs(0, 2)
+    copied = copy.deepcopy(model)
+    copied(**given).loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert model(**given).loss.item() == copied(**given).loss.item()
+    prompt = given["input_ids"].clone()
+    prompt[1, rank] = 7 + rank
+    for run in (
+        lambda: model(**batch.inputs(rank, rank + 1)),
+        lambda: model(**given, logits_to_keep=1),
+        lambda: model.eval()(prompt),
+        lambda: step_with_another_head(model, given),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        said.append(str(caught.value))
+    return said
+
+
+def step_with_another_head(model: Any, given: dict[str, Tensor]) -> None:
+    model.lm_head.forward = lambda x: x
+    model.train()(**given)
+
+
+@pytest.mark.slow
+def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools) -> None:
+    wanted = (
+        "share attention .* were given different samples",
+        "^tp_size = 2: logits_to_keep in a training step",
+        r"share attention \(tp_size = 2\) were given different tokens",
+        "Linear.forward was replaced in this one module",
+    )
+    for said in ranks(2).run(share_and_misuse, 2):
+        for words, text in zip(wanted, said, strict=True):
+            assert re.search(words, text), text
 
 
 def refuse_late(rank: int, world: int) -> None:

@@ -15,7 +15,7 @@ import penstock
 from penstock.adapt.checkpoint import _begin
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
-from tests.support.adapted import Batch, small
+from tests.support.adapted import DIVISIBLE, Batch, small
 from tests.support.killed import left_by_kills
 from tests.support.patience import HANG_S
 from tests.support.ranks import Pools
@@ -47,23 +47,28 @@ def losses_of(
     return losses
 
 
-def begin(rank: int, world: int, family: str, folder: str) -> list[float]:
-    model = penstock.parallelize(small(family, initializer_range=0.1), ep_size=world, plan="flowmoe")
-    return losses_of(model, optimizer_of(model), rank, world, range(STEPS), folder)
+def begin(rank: int, world: int, family: str, folder: str, tp_size: int) -> list[float]:
+    sizes: dict[str, Any] = {} if tp_size == 1 else DIVISIBLE
+    whole = small(family, initializer_range=0.1, **sizes)
+    model = penstock.parallelize(whole, ep_size=world, tp_size=tp_size, plan="flowmoe")
+    place, groups = rank // tp_size, world // tp_size
+    return losses_of(model, optimizer_of(model), place, groups, range(STEPS), folder)
 
 
-def go_on(rank: int, world: int, folder: str) -> list[float]:
-    model = penstock.load_pretrained(folder, ep_size=world, plan="flowmoe")
+def go_on(rank: int, world: int, folder: str, tp_size: int) -> list[float]:
+    model = penstock.load_pretrained(folder, ep_size=world, tp_size=tp_size, plan="flowmoe")
     optimizer = optimizer_of(model)
     for group in optimizer.param_groups:
         group["lr"] = 1.0  # what was saved counts
     penstock.load_optimizer(model, optimizer, folder)
-    return losses_of(model, optimizer, rank, world, range(SAVED_AT, STEPS))
+    return losses_of(model, optimizer, rank // tp_size, world // tp_size, range(SAVED_AT, STEPS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("dbrx", marks=pytest.mark.soak)])
-def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp_size"), [("mixtral", 1), ("gpt_oss", 2), pytest.param("dbrx", 1, marks=pytest.mark.soak)]
+)
+def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family: str, tp_size: int) -> None:
     folder = tmp_path / "saved"
     killed = tmp_path / ".unfinished-former-saved"  # while it was removed, or before another had its name
     folder.mkdir()
@@ -71,13 +76,14 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family:
     (killed / "tokenizer.json").touch()
     (folder / "notes").touch()
     (folder / "model-00001-of-00009.safetensors").touch()
-    began = ranks(2).run(begin, 2, family, str(folder))
+    began = ranks(2).run(begin, 2, family, str(folder), tp_size)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (folder / "tokenizer.json").exists() and (folder / "notes").exists()
     assert not (folder / "model-00001-of-00009.safetensors").exists()
-    for world in (2, 1):
-        for found in ranks(2).run(go_on, 2, str(folder)) if world == 2 else [go_on(0, 1, str(folder))]:
+    for sharing in {1, tp_size}:
+        for found in ranks(2).run(go_on, 2, str(folder), sharing):
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
+    assert go_on(0, 1, str(folder), 1) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
 from penstock.partial_state import without_marks
-from tests.support.adapted import Batch, distance, grads_of, share_of, small
+from tests.support.adapted import DIVISIBLE, Batch, distance, grads_of, part_of, small
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool
 
@@ -25,36 +26,49 @@ FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
 """Families that store experts in ways of their own; of the last one a step is run, too."""
 
 
-def shares_read(rank: int, world: int, folder: str, families: list[str]) -> list[str]:
+def shares_read(rank: int, world: int, folder: str, families: list[str], tp_size: int) -> list[str]:
     """The tensors that are not this rank's share of those in the folder, bit by bit; of one a step, too."""
-    wrong = []
+    wrong: list[str] = []
     for family in families:
-        whole = small(family)
-        model = penstock.load_pretrained(f"{folder}/{family}", ep_size=world, plan="flowmoe")
+        whole = small(family, **sizes_of(tp_size))
+        model = penstock.load_pretrained(f"{folder}/{family}", ep_size=world, tp_size=tp_size, plan="flowmoe")
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         given = dict(whole.state_dict())
         held = without_marks(model.state_dict())
         for name, mine in held.items():
-            if not torch.equal(share_of(given[name], mine, rank), mine):
+            if not torch.equal(part_of(parameters.get(name, mine), given[name], rank), mine):
                 wrong.append(f"{family}: {name}")
         assert given.keys() == held.keys()
         assert type(model).__name__ == type(whole).__name__ and model.generation_config is not None
     batch = Batch(samples=world).inputs()
     whole(**batch).loss.backward()
-    model(**{name: each[rank : rank + 1] for name, each in batch.items()}).loss.backward()
+    mine = slice(rank, rank + 1) if tp_size == 1 else slice(None)
+    model(**{name: each[mine] for name, each in batch.items()}).loss.backward()
     expected = grads_of(whole)
     return wrong + [
         name
         for name, grad in grads_of(model).items()
-        if distance(grad, share_of(expected[name], grad, rank)) > 1e-5
+        if distance(grad, part_of(parameters[name], expected[name], rank)) > 1e-5
     ]
 
 
+def sizes_of(tp_size: int) -> dict[str, Any]:
+    return {} if tp_size == 1 else DIVISIBLE
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("families", [FORMS, pytest.param(sorted(FAMILIES), marks=pytest.mark.soak)])
-def test_every_rank_reads_its_share(ranks: Pools, tmp_path: Path, families: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("families", "tp_size"),
+    [
+        (FORMS, 1),
+        (["gpt_oss", "deepseek_v3", "mixtral"], 2),
+        pytest.param(sorted(FAMILIES), 1, marks=pytest.mark.soak),
+    ],
+)
+def test_every_rank_reads_its_share(ranks: Pools, tmp_path: Path, families: list[str], tp_size: int) -> None:
     for family in families:
-        small(family).save_pretrained(tmp_path / family, max_shard_size="40KB")
-    for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families):
+        small(family, **sizes_of(tp_size)).save_pretrained(tmp_path / family, max_shard_size="40KB")
+    for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families, tp_size):
         assert not wrong
 
 

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import dropout
 
 import penstock
 from penstock.adapt import FAMILIES
+from penstock.adapt.scheduled import engine_of, stack_of
+from penstock.decision import Decision
+from penstock.step.shape import Updating
 from tests.support.adapted import (
+    DIVISIBLE,
     MODELS,
     Batch,
     DrawnFromScores,
@@ -19,10 +24,11 @@ from tests.support.adapted import (
     distance,
     exactly,
     grads_of,
-    share_of,
+    part_of,
     small,
     without_labels,
 )
+from tests.support.hosted import Hosts, host_randomly
 from tests.support.pages import EXTENDING, blocks, run_block
 from tests.support.ranks import Pools
 
@@ -31,14 +37,25 @@ RANDOM = "phimoe"
 """Draws experts by chance in training, with numbers from one generator for all tokens of a layer; here with
 numbers that a token's scores say."""
 
+SHARED = [name for name, family in FAMILIES.items() if family.attention is not None]
+"""Families whose attention ranks can share."""
+
+FEW = ["qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"]
+
+MORE = ((1, 1), (4, 1), (4, 2), (4, 4))
+"""Ranks, and how many of them share attention."""
+
 OWN = "granitemoeshared"
 """The family that the documentation adds."""
 
 
-def clear_seed(family: str, given: Any) -> int:
+def clear_seed(family: str, given: Any, **changes: Any) -> int:
     """A seed of weights with which rounding to float32 cannot decide which experts a token chooses."""
     for seed in range(9):
-        rough, model = choices(small(family, seed=seed), given), small(family, seed=seed, dtype=torch.float64)
+        rough, model = (
+            choices(small(family, seed=seed, **changes), given),
+            small(family, seed=seed, dtype=torch.float64, **changes),
+        )
         with exactly(torch.float64):
             fine = choices(model, given)
         if all(map(torch.equal, rough, fine)):
@@ -50,27 +67,47 @@ def agreement(
     rank: int,
     world: int,
     family: str,
-    plan: str,
+    plan: str | Decision,
     dtype: torch.dtype,
     *,
     again: bool = False,
     bound_factor: float | None = None,
+    tp_size: int = 1,
+    ranks_per_node: int | None = None,
+    sharded: bool = False,
+    ep_size: int | None = None,
 ) -> dict[str, float]:
-    """Relative distances of losses, all gradients, their norm and logits, on this rank.
+    """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
+    on this rank.
 
-    again: layers are computed again in backward. bound_factor: of rows, from passes before.
+    again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
+    that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
+    None = all ranks.
     """
     batch = Batch(padded=True)
     everything = batch.inputs()
-    sizes = [batch.samples - world + 1, *[1] * (world - 1)]  # ranks have different numbers of samples
-    first = sum(sizes[:rank])
-    mine = batch.inputs(first, first + sizes[rank])
-    seed = clear_seed(family, without_labels(everything))
+    groups, place = world // tp_size, rank // tp_size
+    sizes = [batch.samples - groups + 1, *[1] * (groups - 1)]  # ranks have different numbers of samples
+    first = sum(sizes[:place])
+    mine = batch.inputs(first, first + sizes[place])
+    changes = DIVISIBLE if tp_size > 1 else {}
+    seed = clear_seed(family, without_labels(everything), **changes)
     found: dict[str, float] = {}
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
-        wanted, model = (small(family, seed=seed, dtype=dtype) for _ in range(2))
+        wanted, model = (small(family, seed=seed, dtype=dtype, **changes) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
-        penstock.parallelize(model, ep_size=world, plan=plan, bound_factor=bound_factor)
+        penstock.parallelize(
+            model,
+            ep_size=ep_size or world,
+            tp_size=tp_size,
+            plan=plan,
+            ranks_per_node=ranks_per_node,
+            bound_factor=bound_factor,
+            updating=Updating(clips=True) if sharded else None,
+        )
+        optimizer = sharded_adamw(model) if sharded else None
+        if isinstance(plan, Decision) and plan.guests:
+            host_randomly(engine_of(model).stack, Hosts(slots=plan.guests), step=0)
         if bound_factor is not None:  # training and evaluation have bounds of their own
             for trains in (True, False):
                 with torch.set_grad_enabled(trains):
@@ -80,28 +117,54 @@ def agreement(
         theirs, ours = wanted(**everything, **options), model(**mine, **options)
         theirs.loss.backward()
         ours.loss.backward()
-        grads, all_grads = grads_of(model), grads_of(wanted)
-        assert grads.keys() == all_grads.keys()
+        grads, all_grads = {} if sharded else grads_of(model), grads_of(wanted)
+        assert sharded or grads.keys() == all_grads.keys()
+        trained = {name: p for name, p in model.named_parameters() if name in all_grads}
         for name in ("loss", "aux_loss") if options else ("loss",):
             found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
-        found |= {name: distance(each, share_of(all_grads[name], each, rank)) for name, each in grads.items()}
-        norm = penstock.clip_grad_norm_(model, 0.5)
+        for name, p in trained.items() if not sharded else ():
+            found[name] = distance(grads[name], part_of(p, all_grads[name], rank % (ep_size or world)))
+        norm = penstock.clip_grad_norm_(model, 0.5) if optimizer is None else stepped(optimizer)
         found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
+        for each in (wanted, model) if optimizer is None else (wanted,):
+            torch.optim.AdamW(each.parameters(), lr=1e-4).step()
+        whole = dict(wanted.named_parameters())
+        found |= {
+            f"{name} after AdamW": distance(
+                p.detach(), part_of(p, whole[name].detach(), rank % (ep_size or world))
+            )
+            for name, p in trained.items()
+        }
         with torch.no_grad():
-            logits_BLV = wanted.eval()(**without_labels(everything)).logits[first : first + sizes[rank]]
+            logits_BLV = wanted.eval()(**without_labels(everything)).logits[first : first + sizes[place]]
             seen_BL = mine["attention_mask"].bool()
             ours_BLV = model.eval()(**without_labels(mine)).logits
         found["logits"] = distance(ours_BLV[seen_BL], logits_BLV[seen_BL])
     return found
 
 
-def all_agreements(rank: int, world: int, families: list[str], plan: str) -> dict[str, float]:
+def sharded_adamw(model: Any) -> penstock.ShardedAdamW:
+    """As torch's AdamW with its usual settings, after clipping."""
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.01}]
+    return penstock.ShardedAdamW(stack_of(model), groups, lr=1e-4, max_norm=0.5)
+
+
+def stepped(optimizer: penstock.ShardedAdamW) -> Tensor:
+    """The norm of the gradients by which parameters were updated; steps are counted in float32."""
+    with torch._C.DisableTorchFunction():
+        optimizer.step()
+    return optimizer.norm
+
+
+def all_agreements(
+    rank: int, world: int, families: list[str], plan: str, tp_size: int = 1
+) -> dict[str, float]:
     """The largest distance for every family and type, as a share of what is allowed."""
     return {
         f"{family} {dtype}: {max(found, key=found.__getitem__)}": max(found.values()) / LIMITS[dtype]
         for family in families
         for dtype in LIMITS
-        for found in [agreement(rank, world, family, plan, dtype)]
+        for found in [agreement(rank, world, family, plan, dtype, tp_size=tp_size)]
     }
 
 
@@ -190,6 +253,50 @@ def test_a_family_without_a_balance_loss_gets_none() -> None:
     assert found.aux_loss is None
 
 
+def sharded_agreements(rank: int, world: int, families: list[str], tp_size: int) -> dict[str, float]:
+    """The largest distance for every family where ranks update shares of parameters."""
+    return {
+        family: max(
+            agreement(rank, world, family, "penstock", torch.float64, tp_size=tp_size, sharded=True).values()
+        )
+        for family in families
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("families", "tp_size"),
+    [
+        (FEW, 1),
+        (FEW, 2),
+        pytest.param(sorted(FAMILIES), 1, marks=pytest.mark.soak),
+        pytest.param(SHARED, 2, marks=pytest.mark.soak),
+    ],
+)
+def test_a_sharded_optimizer_updates_families(ranks: Pools, families: list[str], tp_size: int) -> None:
+    for found in ranks(2).run(sharded_agreements, 2, families, tp_size, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+def layout_agreements(rank: int, world: int) -> dict[str, float]:
+    """The largest distance for layouts in which experts have replicas."""
+    layouts = (("qwen3_moe", 2, False), ("gpt_oss", 2, True), ("deepseek_v3", 4, False), ("olmoe", 1, True))
+    return {
+        family: max(
+            agreement(
+                rank, world, family, "penstock", torch.float64, tp_size=tp_size, ep_size=2, sharded=sharded
+            ).values()
+        )
+        for family, tp_size, sharded in layouts
+    }
+
+
+@pytest.mark.slow
+def test_replicas_of_experts_beside_shared_attention(ranks: Pools) -> None:
+    for found in ranks(4).run(layout_agreements, 4, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
 def bounded_agreements(rank: int, world: int, families: list[str]) -> dict[str, float]:
     """The largest distance for every family where rows are bounded."""
     return {
@@ -205,10 +312,71 @@ def test_rows_that_are_bounded(ranks: Pools) -> None:
         assert max(found.values()) < LIMITS[torch.float64], found
 
 
+def agreements_of(rank: int, world: int, pairs: list[tuple[str, Decision]], tp_size: int) -> dict[str, float]:
+    """The largest distance for every family and decision; half of the ranks are in each of two nodes."""
+    return {
+        f"{family}, {plan.words}": max(
+            agreement(
+                rank, world, family, plan, torch.float64, tp_size=tp_size, ranks_per_node=world // 2
+            ).values()
+        )
+        for family, plan in pairs
+    }
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 4))])
-def test_a_step_is_that_of_transformers(ranks: Pools, world: int) -> None:
-    families = sorted(FAMILIES)
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: int) -> None:
+    pairs = [
+        ("qwen3_moe", Decision(schedule="flowmoe", microbatches=2, dispatch="node_once")),
+        ("deepseek_v3", Decision(schedule="penstock", chunks=2, dispatch="node_once", recompute="blocks")),
+        ("gpt_oss", Decision(schedule="flowmoe", microbatches=2, dispatch="hierarchical_2d")),
+        ("olmoe", Decision(schedule="penstock", dispatch="hierarchical_1d", experts="planned")),
+        ("qwen2_moe", Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2)),
+        ("gpt_oss", Decision(schedule="penstock", chunks=2, experts="shadowing")),
+    ]
+    if tp_size > 1:
+        pairs += [
+            ("deepseek_v3", Decision(schedule="penstock", chunks=2, expert_form="s2")),
+            ("gpt_oss", Decision(schedule="penstock", expert_form="baseline")),
+        ]
+    for found in ranks(4).run(agreements_of, 4, pairs, tp_size, timeout_s=300):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Decision(schedule="flowmoe", microbatches=2, dispatch="node_once"),
+        Decision(schedule="penstock", chunks=2, dispatch="hierarchical_2d", recompute="blocks"),
+        Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2),
+    ],
+)
+def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
+    pairs = [
+        (name, plan) for name, family in sorted(FAMILIES.items()) if family.form.moves or not plan.guests
+    ]
+    for found in ranks(4).run(agreements_of, 4, pairs, 1, timeout_s=600):
+        assert max(found.values()) < LIMITS[torch.float64], found
+
+
+@pytest.mark.slow
+def test_rows_that_travel_compressed_are_rounded_and_no_more(ranks: Pools) -> None:
+    for form in ("bfloat16", "int8"):
+        plan = Decision(schedule="flowmoe", compression=form)
+        for found in ranks(2).run(agreement, 2, "qwen3_moe", plan, torch.float32):
+            assert 1e-4 < max(found.values()) < 0.1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "tp_size"),
+    [(2, 1), (2, 2), *(pytest.param(*sizes, marks=pytest.mark.soak) for sizes in MORE)],
+)
+def test_a_step_is_that_of_transformers(ranks: Pools, world: int, tp_size: int) -> None:
+    families = sorted(FAMILIES if tp_size == 1 else SHARED)
     plan = "penstock" if world == 2 else "flowmoe"
-    for found in ranks(world).run(all_agreements, world, families, plan, timeout_s=600):
+    for found in ranks(world).run(all_agreements, world, families, plan, tp_size, timeout_s=600):
         assert max(found.values()) < 1, {name: value for name, value in found.items() if value >= 1}

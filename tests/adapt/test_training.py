@@ -15,7 +15,17 @@ from penstock.adapt import FAMILIES
 from penstock.adapt.experts import keep_shares
 from penstock.adapt.scheduled import engine_of
 from penstock.config import ConfigError
-from tests.support.adapted import Batch, distance, grads_of, share_of, small, with_adapters, without_labels
+from penstock.sharding import sharding_of
+from tests.support.adapted import (
+    DIVISIBLE,
+    Batch,
+    distance,
+    grads_of,
+    share_of,
+    small,
+    with_adapters,
+    without_labels,
+)
 from tests.support.ranks import Pools
 
 FEW = ("mixtral", "deepseek_v3", "gpt_oss")
@@ -55,47 +65,55 @@ def test_twenty_steps_follow_transformers(family: str) -> None:
     assert sum(expected[-BATCHES:]) < sum(expected[:BATCHES])
 
 
-def fine_tune(rank: int, world: int, folder: str, families: Sequence[str]) -> dict[str, Any]:
+def fine_tune(rank: int, world: int, folder: str, families: Sequence[str], tp_size: int) -> dict[str, Any]:
     """Train, save and generate on this rank."""
-    batch, each = Batch(samples=4), 4 // world
-    mine = batch.inputs(rank * each, (rank + 1) * each)
+    batch, groups, place = Batch(samples=4), world // tp_size, rank // tp_size
+    each = 4 // groups
+    mine = batch.inputs(place * each, (place + 1) * each)
+    changes: dict[str, Any] = {} if tp_size == 1 else DIVISIBLE
     found: dict[str, Any] = {}
     for family in families:
-        model = small(family, initializer_range=0.1, tie_word_embeddings=family == "mixtral")
+        model = small(family, initializer_range=0.1, tie_word_embeddings=family == "mixtral", **changes)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.0.self_attn" not in name)  # frozen
-        penstock.parallelize(model, ep_size=2, plan="flowmoe")
+        penstock.parallelize(model, ep_size=2, tp_size=tp_size, plan="flowmoe")
+        count = model.num_parameters()
         assert train(model, [mine] * 3, penstock.clip_grad_norm_)[2] > 0
         model.save_pretrained(f"{folder}/{family}")
-        prompt = without_labels(batch.inputs(rank, rank + 1))["input_ids"][:, : 4 + rank]
-        tokens = model.eval().generate(prompt, max_new_tokens=3 + 2 * rank, do_sample=False)
-        found[family] = {name: p.detach() for name, p in model.named_parameters()}, prompt, tokens
+        prompt = without_labels(batch.inputs(place, place + 1))["input_ids"][:, : 4 + place]
+        tokens = model.eval().generate(prompt, max_new_tokens=3 + 2 * place, do_sample=False)
+        held = {name: (p.detach(), sharding_of(p)) for name, p in model.named_parameters()}
+        found[family] = held, prompt, tokens, count
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "families"),
+    ("world", "families", "tp_size"),
     [
-        (2, FEW),
-        pytest.param(2, ALL, marks=pytest.mark.soak),
-        pytest.param(4, FEW, marks=pytest.mark.soak),
+        (2, FEW, 1),
+        (2, FEW, 2),
+        pytest.param(2, ALL, 1, marks=pytest.mark.soak),
+        pytest.param(4, FEW, 1, marks=pytest.mark.soak),
+        pytest.param(4, FEW, 2, marks=pytest.mark.soak),
     ],
 )
 def test_what_ranks_save_together_transformers_reads(
-    ranks: Pools, tmp_path: Path, world: int, families: Sequence[str]
+    ranks: Pools, tmp_path: Path, world: int, families: Sequence[str], tp_size: int
 ) -> None:
-    results = ranks(world).run(fine_tune, world, str(tmp_path), families, timeout_s=300)
+    results = ranks(world).run(fine_tune, world, str(tmp_path), families, tp_size, timeout_s=300)
     for family in families:
         kind = type(small(family))
         read, told = kind.from_pretrained(tmp_path / family, output_loading_info=True)
         assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
         whole = dict(read.named_parameters())
         for rank, found in enumerate(results):
-            held, prompt, tokens = found[family]
-            assert held.keys() == whole.keys()
-            for name, mine in held.items():
-                assert torch.equal(share_of(whole[name], mine, rank % 2), mine), name
+            held, prompt, tokens, count = found[family]
+            assert held.keys() == whole.keys() and count == read.num_parameters()
+            for name, (mine, sharding) in held.items():
+                theirs = whole[name]
+                part = share_of(theirs, mine, rank % 2) if sharding is None else sharding.part(theirs)
+                assert torch.equal(part, mine), name
             length = tokens.shape[1] - prompt.shape[1]
             assert read.eval().generate(prompt, max_new_tokens=length, do_sample=False).equal(tokens)
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from penstock.sharding import sharding_of
+
 COMMON: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -145,6 +147,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """By family: the beginning of the names of its classes, and a configuration."""
 
 
+DIVISIBLE = {"vocab_size": 64, "num_key_value_heads": 4}
+"""Sizes that four ranks can share."""
+
+
 def small(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A model of a family with random weights, the same for a seed, of which biases are not zero."""
     import transformers
@@ -259,6 +265,12 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def share_of(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
     """What a rank has of a gradient: all, or that of its experts."""
     return whole if whole.shape == mine.shape else whole[rank * len(mine) : (rank + 1) * len(mine)]
+
+
+def part_of(parameter: Tensor, whole: Tensor, rank: int) -> Tensor:
+    """What a rank has of the gradient of a parameter, of which it may have its heads or its experts."""
+    sharding = sharding_of(parameter)
+    return share_of(whole, parameter, rank) if sharding is None else sharding.part(whole)
 
 
 def without_labels(given: Mapping[str, Tensor]) -> dict[str, Tensor]:

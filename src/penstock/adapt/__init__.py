@@ -3,7 +3,17 @@
 from penstock.adapt.build import parallelize
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
 from penstock.adapt.families import FAMILIES
-from penstock.adapt.family import Family
+from penstock.adapt.family import AttentionCut, Family
 from penstock.adapt.loading import load_pretrained
+from penstock.adapt.scheduled import stack_of
 
-__all__ = ["FAMILIES", "Family", "load_optimizer", "load_pretrained", "parallelize", "save_checkpoint"]
+__all__ = [
+    "FAMILIES",
+    "AttentionCut",
+    "Family",
+    "load_optimizer",
+    "load_pretrained",
+    "parallelize",
+    "save_checkpoint",
+    "stack_of",
+]

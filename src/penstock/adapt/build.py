@@ -22,18 +22,23 @@ from penstock.adapt.guess import check, coefficient_of, guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.outside import watch_outside
 from penstock.adapt.passes import Passes
-from penstock.adapt.planning import planner_of
+from penstock.adapt.planning import choice_of, moving_of, planner_of
 from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
+from penstock.adapt.shared import SharedCutLayer, SharedDenseLayer
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
-from penstock.config import ConfigError
+from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.decision import Decision
+from penstock.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
+from penstock.models.decoder import TensorShard
 from penstock.moe import MoELayer
-from penstock.moe.build import build_order
+from penstock.moe.build import build_hooks, build_order
+from penstock.moe.orders.sort import SortOrder
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.step.shape import Updating
 from penstock.topology import (
     Control,
     Layout,
@@ -43,6 +48,8 @@ from penstock.topology import (
 from penstock.topology.groups import TransportName
 from penstock.topology.join import joined
 from penstock.train.assemble import build_machinery
+
+ALONE = Layout(world_size=1, ep_size=1, rank=0)
 
 
 def parallelize(
@@ -56,6 +63,7 @@ def parallelize(
     timeout_s: float = 60.0,
     transport: TransportName = "direct",
     bound_factor: float | None = None,
+    updating: Updating | None = None,
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
@@ -67,50 +75,71 @@ def parallelize(
     ranks, and its `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and
     refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
-    all. plan: "auto" measures the cluster at the first step and searches; else the name of a schedule, or a
-    decision. ep_plan: which modules hold experts, as transformers writes it; None = as the family or the
-    model's configuration says. ranks_per_node, timeout_s, transport: see ParallelConfig; bound_factor: see
-    MoEConfig. Processes that torchrun or Slurm has started are joined, unless they are joined already. Raises
-    ValueError for a model that cannot be scheduled, ConfigError for sizes and plans that do not fit; the
-    model is then unchanged.
+    all. tp_size: how many ranks share attention, dense layers and vocabulary, and are given the same samples;
+    of some families (docs/hugging-face.md). plan: "auto" measures the cluster at the first step and searches;
+    else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
+    None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
+    ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`
+    of the model's stack (`penstock.adapt.stack_of`); None: any optimiser updates parameters. Processes that
+    torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
+    that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
-    if tp_size != 1:
-        why = "attention stays the model's own, and how ranks could share it is not known"
-        raise ConfigError("tp_size", tp_size, why, "Use 1, and spread experts with ep_size.")
     if is_wrapped_by_peft(model):
         parallelize(
             model.get_base_model(),
             ep_size=ep_size,
             plan=plan,
+            tp_size=tp_size,
             ep_plan=ep_plan,
             ranks_per_node=ranks_per_node,
             timeout_s=timeout_s,
             transport=transport,
             bound_factor=bound_factor,
+            updating=updating,
         )
         return saved_together(model).train()
     if "_penstock" in model.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
-    found = replace(_found(model, ep_plan), bound_factor=bound_factor)
+    found = replace(_found(model, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
+    if tp_size > 1:
+        check_can_share(found, tp_size)
     parallel = ParallelConfig(
-        ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
+        ep_size=ep_size,
+        mp_size=tp_size,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+        transport=transport,
     )
     with machinery_for(parallel, found.num_experts, next(model.parameters()).device) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
         shares = Shares(found.experts, held, found.num_experts)
+        tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
+        undone = (shares,) if tensor is None else (shares, tensor)
         try:
-            scheduled(found, machinery, parallel, plan)
+            scheduled(found, machinery, parallel, plan, tensor, updating)
         except BaseException:
-            shares.undo()
+            for each in undone:
+                each.undo()
             raise
-    shares.settle()
+    for each in undone:
+        each.settle()
     return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
-def scheduled(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Any:
-    """Let a schedule run the training steps of a model that has its share of experts; returns the model."""
-    model, engine = found.model, _engine(found, machinery, parallel, plan)
+def scheduled(
+    found: Found,
+    machinery: Machinery,
+    parallel: ParallelConfig,
+    plan: str | Decision,
+    tensor: TensorShares | None = None,
+    updating: Updating | None = None,
+) -> Any:
+    """Let a schedule run the training steps of a model that has its share of experts; returns the model.
+
+    tensor: its part of attention, where ranks share that. updating: see `parallelize`.
+    """
+    model, engine = found.model, _engine(found, machinery, parallel, plan, tensor, updating)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
@@ -168,17 +197,29 @@ def machinery_for(parallel: ParallelConfig, num_experts: int, device: torch.devi
         raise
 
 
-def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: str | Decision) -> Engine:
-    layout, calls = machinery.layout, Calls()
+def _engine(
+    found: Found,
+    machinery: Machinery,
+    parallel: ParallelConfig,
+    plan: str | Decision,
+    tensor: TensorShares | None,
+    updating: Updating | None,
+) -> Engine:
+    layout, calls = machinery.layout, Calls(None if tensor is None else tensor.ranks.inside)
     planner = planner_of(plan, found.sizes, layout, parallel)
     cuts = _cuts(found)
     try:
-        layers = _layers(found, cuts, calls, layout.ep_size, layout.ep_rank)
-        decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward)
-        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first)
+        if find_dispatch(found.choice.dispatch).needs_table:
+            layout.require_nodes("plan.dispatch", found.choice.dispatch)
+        layers = _layers(found, cuts, calls, layout, tensor)
+        decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
+        stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
+        stack.host.moving = moving_of(found.choice, found.sizes, stack)
         if layout.ep_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+        if tensor is not None:
+            tensor.ranks.open(machinery)
     except BaseException:
         _undo(cuts)
         raise
@@ -189,7 +230,7 @@ def _engine(found: Found, machinery: Machinery, parallel: ParallelConfig, plan: 
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
-            cut.spread = Spread(machinery, moe, passes, width)
+            cut.spread = Spread(machinery, _plain(moe), passes, width)
             mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
@@ -214,29 +255,54 @@ def _layers(
     found: Found,
     cuts: Mapping[int, Cut],
     calls: Calls,
-    ep_size: int = 1,
-    ep_rank: int = 0,
+    layout: Layout = ALONE,
+    tensor: TensorShares | None = None,
 ) -> Layers:
     """Return the layers as the engine runs them; of the experts this rank has its share."""
     layers: list[CutLayer | WholeLayer] = []
+    ep_size, ep_rank = layout.ep_size, layout.ep_rank
     placement = ExpertPlacement.even(found.num_experts, ep_size)
+    config, node_size = found.moe, layout.ep_node_size
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
-        cut = cuts.get(number)
+        cut, shared = cuts.get(number), None if tensor is None else tensor.layers[number]
         if cut is None:
-            layers.append(WholeLayer(layer, number, calls))
+            layers.append(
+                WholeLayer(layer, number, calls)
+                if shared is None
+                else SharedDenseLayer(layer, number, calls, found.family, shared)
+            )
             continue
         cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
-            order=build_order(found.moe, ep_size),
+            order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),
             expert=cut.rows,
+            dispatch=config.dispatch,
+            hooks=build_hooks(found.family.form.entering(core_of(cut.experts)), config),
             shared=None if found.shared_of(block) is None else SharedPart(block, found.family),
             ep_size=ep_size,
             ep_rank=ep_rank,
             placement=placement,
         )
-        layers.append(CutLayer(layer, number, moe, cut, calls, found.family))
+        moe.hooks.to(dtype=next(found.model.parameters()).dtype)
+        layers.append(
+            CutLayer(layer, number, moe, cut, calls, found.family)
+            if shared is None
+            else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
+        )
     return layers
+
+
+def _plain(moe: MoELayer) -> MoELayer:
+    """Return a layer with the same experts, whose rows travel as they are, and directly."""
+    return MoELayer(
+        gate=moe.gate,
+        order=SortOrder(moe.num_experts),
+        expert=moe.experts,
+        ep_size=moe.ep_size,
+        ep_rank=moe.ep_rank,
+        placement=moe.placement,
+    )
 
 
 class SharedPart(nn.Module):

@@ -30,8 +30,9 @@ from penstock.adapt.weights import some_of
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, Stored, misfits, together
 from penstock.config import UNSET, ConfigError, read_json
+from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
-from penstock.sharding import Sharding
+from penstock.sharding import Sharding, sharding_of
 from penstock.train.run_state import OPTIMIZER
 from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
@@ -143,6 +144,10 @@ class _States:
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
+        if isinstance(optimizer, ShardedAdamW):
+            raise ValueError(
+                "the state of a ShardedAdamW is in shares: save optimizer.state_dict() by itself"
+            )
         names = {parameter: name for name, parameter in model.named_parameters()}
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:
@@ -209,8 +214,10 @@ class _States:
     def _part(self, parameter: Tensor, tensor: Tensor) -> Part:
         """Return this rank's part of a tensor of the state; experts that lie in turn get their own axis."""
         axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
-        if axis is None or not tensor.dim():
+        if not tensor.dim():
             return Part.of(tensor)
+        if axis is None:
+            return Part.of(tensor, sharding_of(parameter))
         dim = 0
         if isinstance(axis, InTurn):
             tensor, dim = tensor.unflatten(1, (axis.rank, -1)), 2

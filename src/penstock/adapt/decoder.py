@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +21,9 @@ from penstock.adapt.family import Family
 from penstock.adapt.outside import Inside
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.cross_entropy import cross_entropy_sum
+
+if TYPE_CHECKING:
+    from penstock.adapt.tensor import TensorShares
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class _Recorder(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Called:
+class Called:
     """Arguments of every layer for one microbatch.
 
     attended_T: bool, the tokens that the attention mask shows; None: all. balances: as `Inputs` has it.
@@ -91,10 +94,10 @@ class Calls:
     inside: whether a step runs a layer now.
     """
 
-    def __init__(self) -> None:
-        self._by_first: WeakValueDictionary[int, _Called] = WeakValueDictionary()
-        self._step: list[_Called] = []
-        self.inside = Inside()
+    def __init__(self, inside: Inside | None = None) -> None:
+        self._by_first: WeakValueDictionary[int, Called] = WeakValueDictionary()
+        self._step: list[Called] = []
+        self.inside = inside or Inside()
 
     def begin(self) -> None:
         """Begin a step."""
@@ -110,16 +113,35 @@ class Calls:
         """Store the arguments of the layers for the microbatch with these samples."""
         mask_BL = given.of(keys).get("attention_mask")
         attended_T = None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
-        called = _Called(layers, attended_T, given.balances)
+        called = Called(layers, attended_T, given.balances)
         self._step.append(called)
         self._by_first[int(keys.sample_ids_B[0])] = called
 
-    def of(self, keys: SampleKeys) -> _Called:
+    def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
         return self._by_first[int(keys.sample_ids_B[0])]
 
 
-class CutLayer:
+class _Apart:
+    """A layer whose attention no ranks share."""
+
+    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
+        raise AssertionError(f"no ranks share attention here: {list(h_BLM.shape)}, {keys}")
+
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        shapes = list(h_BLM.shape), list(attended_BLM.shape)
+        raise AssertionError(f"no ranks share attention here: {shapes}, {keys}")
+
+    def partial_parameters(self) -> list[nn.Parameter]:
+        """Return whole parameters that compute before shards of weights, see `ModelParts`."""
+        return []
+
+    def token_parameters(self) -> list[nn.Parameter]:
+        """Return whole parameters that compute on tokens one by one after attention."""
+        return []
+
+
+class CutLayer(_Apart):
     """A layer with experts: `attend` runs it up to their call, `add` applies their outputs."""
 
     row_norm = None
@@ -130,17 +152,27 @@ class CutLayer:
         self.code = {each: code_of(each) for each in in_parts(layer, cut.block, family)}
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        assert self.moe is not None
         if not len(h_BLM):
-            x_TM = h_BLM.flatten(0, 1)
-            none_Tk = x_TM.new_empty(0, self.cut.top_k)
-            self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
-            return h_BLM, x_TM
+            return self.nothing(h_BLM)
         called = self._calls.of(keys)
+        return self.until_experts(h_BLM, called, called.attended_T)
+
+    def nothing(self, h_BLM: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `attend` does where there are no tokens, on which the layer itself cannot run."""
+        assert self.moe is not None
+        x_TM = h_BLM.flatten(0, 1)
+        none_Tk = x_TM.new_empty(0, self.cut.top_k)
+        self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
+        return h_BLM, x_TM
+
+    def until_experts(
+        self, h_BLM: Tensor, called: Called, attended_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer up to its experts. attended_T: those of its tokens that the attention mask shows."""
         with self.cut.open():
-            residual_BLM = _run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
+            residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
         caught = self.cut.take()
-        self.cut.put(replace(caught, attended_T=called.attended_T, balances=called.balances))
+        self.cut.put(replace(caught, attended_T=attended_T, balances=called.balances))
         return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
@@ -159,14 +191,8 @@ class CutLayer:
     def dense(self, x_TM: Tensor) -> Tensor:
         raise AssertionError(f"layer {self.index} has experts for {list(x_TM.shape)}")
 
-    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        _refuse_shards(h_BLM, keys)
 
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
-        _refuse_shards(h_BLM, attended_BLM)
-
-
-class WholeLayer:
+class WholeLayer(_Apart):
     """A layer without experts, which is one task as a whole."""
 
     moe: MoELayer | None = None
@@ -179,7 +205,7 @@ class WholeLayer:
         out_BLM = h_BLM
         if len(h_BLM):
             call = self._calls.of(keys).layers[self.index]
-            out_BLM = _run(self.layer, h_BLM, call, self._calls.inside)
+            out_BLM = run(self.layer, h_BLM, call, self._calls.inside)
         return out_BLM, out_BLM.flatten(0, 1)
 
     def dense(self, x_TM: Tensor) -> Tensor:
@@ -189,22 +215,13 @@ class WholeLayer:
         del out_TM, keys  # the layer has added it already
         return residual_BLM
 
-    def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
-        _refuse_shards(h_BLM, keys)
 
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
-        _refuse_shards(h_BLM, attended_BLM)
-
-
-def _run(layer: Any, h_BLM: Tensor, call: LayerCall, inside: Inside) -> Tensor:
+def run(layer: Any, h_BLM: Tensor, call: LayerCall, inside: Inside) -> Tensor:
+    """Run a layer as the decoder has called it; return hidden states."""
     with inside.step():
         out: Any = layer(h_BLM, *call.arguments, **call.named)
     out_BLM: Tensor = out[0] if isinstance(out, tuple) else out
     return out_BLM
-
-
-def _refuse_shards(*given: object) -> NoReturn:
-    raise AssertionError(f"no ranks share attention here: {len(given)} values")
 
 
 Layers = Sequence[CutLayer | WholeLayer]
@@ -218,8 +235,15 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, family: Family, layers: Layers, calls: Calls, plain: Callable[..., Any]
+        self,
+        model: Any,
+        family: Family,
+        layers: Layers,
+        calls: Calls,
+        plain: Callable[..., Any],
+        shares: TensorShares | None = None,
     ) -> None:
+        self._shares = shares
         self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
         self.kind, self.code = type(model), code_of(self.base)
         self._inputs = Inputs()
@@ -269,6 +293,10 @@ class Decoder:
     def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
         """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""
         return self._calls.of(keys).layers
+
+    def changed(self) -> Iterator[nn.Module]:
+        """Yield modules that ranks share, and that run other code now than what they share them by."""
+        return iter(()) if self._shares is None else self._shares.changed()
 
     @property
     def inside(self) -> Inside:
@@ -322,12 +350,13 @@ class Decoder:
         return [] if moe is None else list(moe.experts.parameters())
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
-        del layer
-        return []
+        found = self.parts[layer].partial_parameters()
+        if layer == len(self.parts) - 1:
+            found += self.base.get_submodule(self.family.norm).parameters()
+        return found
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:
-        del layer
-        return []
+        return self.parts[layer].token_parameters()
 
     @contextmanager
     def _recording(self, calls: list[LayerCall], entered: list[Tensor]) -> Iterator[Any]:

@@ -35,12 +35,17 @@ class ModelExperts(StackedExperts):
         return self.form.compute(core, rows_RM, _Times(core, wrappers(self.source), sizes, product))
 
     def guests(self, slots: int) -> Experts:
-        if any(len(parameter) != self.num_local_experts for parameter in self.parameters()):
+        if not self.form.moves or wrappers(self.source):
             raise ValueError(
-                f"{type(self.source).__name__} has several rows of a parameter for every expert, which are "
-                "not moved: move no experts (placement.experts=none)"
+                f"{type(core_of(self.source)).__name__} has several rows of a parameter for every expert, or "
+                "adapters, which are not moved: move no experts (plan.experts = none)"
             )
-        return super().guests(slots)
+        cut = self.source.__dict__.pop("forward", None)  # a copy would have a copy of all that it refers to
+        try:
+            return super().guests(slots)
+        finally:
+            if cut is not None:
+                self.source.forward = cut
 
 
 @dataclass(frozen=True)

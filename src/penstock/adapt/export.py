@@ -18,6 +18,7 @@ from penstock.adapt.engine import Engine
 from penstock.adapt.weights import some_of
 from penstock.mesh import Group
 from penstock.partial_state import check_marks, without_marks
+from penstock.sharding import sharding_of
 
 
 def whole_state(
@@ -40,7 +41,23 @@ def whole_state(
                 parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
                 whole[id(parameter)] = torch.cat(parts) if parts else state[name]
             state[name] = whole[id(parameter)]
+    _join_shared(model, engine, state)
     return state if control.rank == 0 else None
+
+
+def _join_shared(model: nn.Module, engine: Engine, state: dict[str, Tensor]) -> None:
+    """Join at rank 0 the parameters of which ranks that share attention have each a part."""
+    layout, control = engine.layout, engine.stack.machinery.control
+    members = layout.mesh.members(0, Group.TENSOR)
+    whole: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        sharding = sharding_of(parameter)
+        if sharding is None or sharding.axes != Group.TENSOR or layout.rank not in members:
+            continue
+        if id(parameter) not in whole:  # embeddings may be tied
+            parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
+            whole[id(parameter)] = sharding.join(parts) if parts else state[name]
+        state[name] = whole[id(parameter)]
 
 
 def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:

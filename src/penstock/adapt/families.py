@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.adapt.family import Family
+from penstock.adapt.family import AttentionCut, Family
 from penstock.adapt.forms import FlatForm, WeighedForm
 
 
@@ -51,26 +52,39 @@ def _dropped(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
 JITTER = "experts would get other numbers than those that the layer goes on with"
 WEIGHED = "what a token's experts get is multiplied by their scores, and a token is sent once"
 
+USUAL = AttentionCut()
+"""Attention of queries, keys and values, whose norms, where there are any, are those of single heads."""
+
+LATENT = AttentionCut(rows=("q_proj", "q_b_proj", "kv_b_proj"))
+"""Attention of DeepSeek: latent vectors are whole on every rank, and heads are made from them."""
+
+NORMED = AttentionCut(rows=("v_proj",), narrowed=("q_norm", "k_norm"))
+"""Attention of OLMoE, with norms of queries and keys over all heads together."""
+
+LINEAR = "some of its layers mix tokens without heads that could be cut"
+
 FAMILIES = {
     family.name: family
     for family in (
-        Family(name="mixtral", only=(("router_jitter_noise", 0.0, JITTER),)),
-        Family(name="qwen3_moe"),
-        Family(name="qwen2_moe", shared_module="shared_expert", shared=_gated_shared_expert),
-        Family(name="qwen3_next", shared_module="shared_expert", shared=_gated_shared_expert),
-        Family(name="qwen3_5_moe_text", shared_module="shared_expert", shared=_gated_shared_expert),
-        Family(name="olmoe"),
-        Family(name="flex_olmo", finish=_normed),
-        Family(name="deepseek_v2", shared_module="shared_experts", shared=_shared_experts),
-        Family(name="deepseek_v3", shared_module="shared_experts", shared=_shared_experts),
-        Family(name="glm4_moe", shared_module="shared_experts", shared=_shared_experts),
-        Family(name="dots1", shared_module="shared_experts", shared=_shared_experts),
-        Family(name="ernie4_5_moe", shared_module="shared_experts", shared=_shared_experts),
-        Family(name="gpt_oss", router="router"),
-        Family(name="phimoe", router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
-        Family(name="granitemoe", block="block_sparse_moe", router="router", finish=_scaled),
-        Family(name="minimax", finish=_weighed, only=(("router_jitter_noise", 0.0, JITTER),)),
-        Family(name="jamba", norm="final_layernorm", block="feed_forward", router="router"),
+        Family(name="mixtral", attention=USUAL, only=(("router_jitter_noise", 0.0, JITTER),)),
+        Family(name="qwen3_moe", attention=USUAL),
+        Family(name="qwen2_moe", attention=USUAL, shared_module="shared_expert", shared=_gated_shared_expert),
+        Family(name="qwen3_next", uncut=LINEAR, shared_module="shared_expert", shared=_gated_shared_expert),
+        Family(
+            name="qwen3_5_moe_text", uncut=LINEAR, shared_module="shared_expert", shared=_gated_shared_expert
+        ),
+        Family(name="olmoe", attention=NORMED),
+        Family(name="flex_olmo", attention=replace(NORMED, norm=None), finish=_normed),
+        Family(name="deepseek_v2", attention=LATENT, shared_module="shared_experts", shared=_shared_experts),
+        Family(name="deepseek_v3", attention=LATENT, shared_module="shared_experts", shared=_shared_experts),
+        Family(name="glm4_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
+        Family(name="dots1", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
+        Family(name="ernie4_5_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
+        Family(name="gpt_oss", attention=AttentionCut(heads=("sinks",)), router="router"),
+        Family(name="phimoe", attention=USUAL, router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
+        Family(name="granitemoe", attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled),
+        Family(name="minimax", uncut=LINEAR, finish=_weighed, only=(("router_jitter_noise", 0.0, JITTER),)),
+        Family(name="jamba", uncut=LINEAR, norm="final_layernorm", block="feed_forward", router="router"),
         Family(
             name="dbrx",
             base="transformer",
@@ -88,7 +102,7 @@ FAMILIES = {
             form=WeighedForm(),
             only=(("num_experts_per_tok", 1, WEIGHED),),
         ),
-        Family(name="hunyuan_v1_moe", shared_module="shared_mlp", shared=_shared_mlp),
+        Family(name="hunyuan_v1_moe", attention=USUAL, shared_module="shared_mlp", shared=_shared_mlp),
     )
 }
 """Families by `model_type`."""

@@ -29,6 +29,28 @@ def add(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionCut:
+    """How ranks share the attention of a family: each has some heads (tensor parallelism).
+
+    norm, module: paths of the norm before attention (None: there is none) and of attention in a layer, which
+    calls it with normed hidden states, by that name, and with what it is called with itself. rows, columns:
+    linear layers that are cut by what they return, and by what they get: these return parts of a sum.
+    `rows` that a model lacks are passed over. heads: parameters that have a number for each head. narrowed:
+    norms over all heads together: they stay whole, with the projections before them, and every rank
+    computes them for all heads and goes on with its own. counts: settings that are numbers of heads.
+    Everything else is whole on every rank.
+    """
+
+    norm: str | None = "input_layernorm"
+    module: str = "self_attn"
+    rows: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    columns: tuple[str, ...] = ("o_proj",)
+    heads: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """Models of one architecture in transformers.
 
@@ -38,7 +60,8 @@ class Family:
     block, and what it adds; None: there are none, or they run with attention. finish: what a layer does with
     the output of its block. coefficient: the model's name for the weight of its router loss; None: its
     weighting is not known. form: how experts are called and multiply. only: settings of the configuration,
-    the only values with which the model can be scheduled, and the reason.
+    the only values with which the model can be scheduled, and the reason. attention: how ranks share it;
+    None: they cannot, and `uncut` says why.
     """
 
     name: str
@@ -54,6 +77,8 @@ class Family:
     coefficient: str | None = "router_aux_loss_coef"
     form: ExpertForm = STACKED
     only: tuple[tuple[str, object, str], ...] = ()
+    attention: AttentionCut | None = None
+    uncut: str = "how heads lie in its attention is not described"
 
     def decoder(self, model: nn.Module) -> Any:
         """Return the part of the model with the layers."""

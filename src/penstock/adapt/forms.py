@@ -48,10 +48,12 @@ class ExpertForm:
     """Form of most families: weights stacked in one module, called with tokens, choices and weights.
 
     Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
-    what experts get is recomputed from the router's call, instead of taken from the experts' call.
+    what experts get is recomputed from the router's call, instead of taken from the experts' call. moves:
+    whether every parameter has one row for each expert, so that an expert can be brought to another rank.
     """
 
     rebuilds = False
+    moves = True
 
     def check(self, experts: nn.Module, where: str) -> None:
         """Raise ValueError unless it is known how the experts multiply."""
@@ -122,6 +124,8 @@ class ExpertForm:
 
 class FlatForm(ExpertForm):
     """DBRX's form: three matrices of all experts one below the other, [E * H, M], in an inner module."""
+
+    moves = False
 
     def check(self, experts: nn.Module, where: str) -> None:
         if not all(hasattr(getattr(experts, "mlp", None), name) for name in ("w1", "v1", "w2")):

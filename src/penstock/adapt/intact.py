@@ -37,6 +37,8 @@ def check_intact(decoder: Decoder, *, balances: bool) -> None:
     if decoder.kind.forward is not decoder.plain:
         raise ValueError(_exchanged(decoder.kind))
     _check_global_hooks()
+    for module in decoder.changed():
+        raise ValueError(patched(module, "parallelize the model without it"))
     layers = decoder.layers
     if len(layers) != len(decoder.parts):
         raise ValueError(
@@ -111,7 +113,7 @@ def _check_inputs(part: CutLayer, decoder: Decoder) -> None:
         hooks: list[Any] = list(module._forward_pre_hooks.values())
         if module in routers:
             hooks += [hook for hook in module._forward_hooks.values() if not cut.owns(hook)]
-        if any(map(_is_foreign, hooks)):
+        if any(map(is_foreign, hooks)):
             raise ValueError(
                 f"a hook on {type(module).__name__} of layer {part.index} may change what its experts get, "
                 "and a training step takes that from elsewhere in this family. Remove the hook, or put it "
@@ -122,7 +124,7 @@ def _check_inputs(part: CutLayer, decoder: Decoder) -> None:
 def _check_logits(part: CutLayer) -> None:
     """Raise ValueError for a hook that may change logits: some are seen by the router loss, others not."""
     cut = part.cut
-    if any(_is_foreign(hook) for hook in cut.router._forward_hooks.values() if not cut.owns(hook)):
+    if any(is_foreign(hook) for hook in cut.router._forward_hooks.values() if not cut.owns(hook)):
         raise ValueError(
             f"output_router_logits = True: a hook on {type(cut.router).__name__} of layer {part.index} may "
             "change its logits, and whether the router loss counts them before or after it depends on the "
@@ -135,7 +137,7 @@ def _check_global_hooks() -> None:
     after = (_modules._global_forward_hooks, _modules._global_backward_hooks)
     before = (_modules._global_backward_pre_hooks, _modules._global_forward_pre_hooks)
     for hook in (hook for hooks in (*after, *before) for hook in hooks.values()):
-        if _is_foreign(hook, (*READERS, *COUNTERS)):
+        if is_foreign(hook, (*READERS, *COUNTERS)):
             raise ValueError(
                 f"a hook on all modules ({getattr(hook, '__qualname__', type(hook).__name__)}) would not see "
                 "what layers with experts get and return in a training step, which runs them without their "
@@ -161,10 +163,10 @@ def _exchanged(kind: type) -> str:
 def _acting(module: nn.Module) -> Iterator[bool]:
     """Yield for every hook that gets outputs or their gradients whether it is not transformers' own."""
     for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
-        yield from map(_is_foreign, hooks.values())
+        yield from map(is_foreign, hooks.values())
 
 
-def _is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
+def is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
     """Return whether a hook is of none of these packages."""
     return not str(getattr(hook, "__module__", "")).startswith(own)
 

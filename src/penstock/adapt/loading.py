@@ -19,11 +19,15 @@ from penstock.adapt.family import Family
 from penstock.adapt.guess import guess
 from penstock.adapt.look import Found, look
 from penstock.adapt.model_folder import ModelFolder
+from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of
+from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.adapt.weights import StoredTensor, share_of_experts
 from penstock.decision import Decision
+from penstock.models.decoder import TensorShard
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
+from penstock.step.shape import Updating
 from penstock.topology import ParallelConfig
 from penstock.topology.groups import TransportName
 
@@ -36,33 +40,46 @@ def load_pretrained(
     *,
     ep_size: int | None = None,
     plan: str | Decision = "auto",
+    tp_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
     transport: TransportName = "direct",
     bound_factor: float | None = None,
+    updating: Updating | None = None,
 ) -> Any:
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
-    hold and for one layer's experts. All ranks call this together. folder: configuration and safetensors, as
-    save_pretrained writes them. dtype: of the weights; None = as the configuration says. Other parameters:
-    see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is missing, of another
-    shape, or not the model's, ConfigError for sizes that do not fit.
+    hold and for one layer's experts; what ranks with a `tp_size` share each reads whole first. All ranks call
+    this together. folder: configuration and safetensors, as save_pretrained writes them. dtype: of the
+    weights; None = as the configuration says. Other parameters: see `parallelize`. Raises ValueError for a
+    family that is not known, or if a tensor is missing, of another shape, or not the model's, ConfigError for
+    sizes that do not fit.
     """
     opened = ModelFolder.open(Path(folder))
-    found = replace(_skeleton(opened), bound_factor=bound_factor)
+    found = replace(_skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
+    if tp_size > 1:
+        check_can_share(found, tp_size)
     parallel = ParallelConfig(
-        ep_size=ep_size, ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport
+        ep_size=ep_size,
+        mp_size=tp_size,
+        ranks_per_node=ranks_per_node,
+        timeout_s=timeout_s,
+        transport=transport,
     )
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout = machinery.layout
         held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
         tensors = _share_of(found, opened, held)
         model = _filled(found, opened, tensors, held, dtype or opened.config.dtype or torch.float32)
-        model = model.to(device)
-        return scheduled(found.of(model), machinery, parallel, plan).train()
+        found = found.of(model.to(device))
+        tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
+        scheduled(found, machinery, parallel, plan, tensor, updating)
+        if tensor is not None:
+            tensor.settle()
+        return found.model.train()
 
 
 def reload(model: Any, folder: str | Path) -> None:

@@ -12,13 +12,17 @@ from penstock.adapt.experts import check_experts
 from penstock.adapt.family import Family
 from penstock.adapt.intact import is_patched, patched
 from penstock.adapt.planning import ModelSizes
+from penstock.decision import Decision
 from penstock.moe import MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A model in its parts. blocks: the MoE block of every layer, None in a dense one. bound_factor: see
-    MoEConfig."""
+    """A model in its parts.
+
+    blocks: the MoE block of every layer, None in a dense one. bound_factor: see MoEConfig. choice: how rows
+    travel.
+    """
 
     model: Any
     family: Family
@@ -27,6 +31,7 @@ class Found:
     num_experts: int
     top_k: int
     bound_factor: float | None = None
+    choice: Decision = Decision()  # noqa: RUF009  # frozen
 
     def of(self, model: Any) -> Found:
         """Return the parts of another model of this structure."""
@@ -70,7 +75,8 @@ class Found:
             moe_ffn_hidden_size=self.family.form.width(core_of(self.experts[0])),
             norm_topk_prob=False,
             bound_factor=self.bound_factor,
-            dispatch="flat",
+            dispatch=self.choice.dispatch,
+            compression=None if self.choice.compression == "none" else self.choice.compression,
             aux_loss_coeff=0.0,
             z_loss_coeff=0.0,
         )

@@ -18,10 +18,12 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan import Problem
 from penstock.runtime import PipelinedStack
+from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan, plan_step
 from penstock.step import StepShape
 from penstock.step.shape import Recompute
 from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
 from penstock.words import folded
 
@@ -39,12 +41,7 @@ FIRST_LENGTH = 128
 """Tokens per sample for which a plan is made before the first step."""
 
 USUAL = Decision()
-UNKNOWN = (
-    ("samples", "masks and positions, which are the model's own, do not move with samples"),
-    ("experts", "experts are the model's own modules, whose shares stay on their ranks"),
-    ("dispatch", "rows of a model that is taken as it is travel to the ranks of their experts directly"),
-    ("compression", "rows of a model that is taken as it is travel as they are"),
-)
+UNKNOWN = (("samples", "masks and positions, which are the model's own, do not move with samples"),)
 """Settings of a decision that a model of transformers does not allow, and the reasons."""
 
 
@@ -86,8 +83,13 @@ class ModelSizes:
             element_bytes=self.element_bytes,
             all_reduce_bytes=gradients.replicated,
             expert_all_reduce_bytes=gradients.experts,
+            partial_all_reduce_bytes=gradients.partial,
+            partial_by_form=gradients.partial_by_form,
+            mp_size=layout.mp_size,
+            esp_size=layout.esp_size,
             dense_ffn_hidden_size=self.dense_width,
-            dispatch="flat",
+            wire_row_bytes=self.moe.row_bytes(self.hidden_size, self.element_bytes),
+            dispatch=self.moe.dispatch,
             node_size=layout.ep_node_size,
             devices_per_node=layout.node_size,
             shared_ffn_hidden_size=self.shared_width,
@@ -219,18 +221,25 @@ class SearchedPlan:
 
 
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
-    """Return the planner that `plan` asks for: "auto", a schedule's name, a decision.
+    """Return the planner that `plan` asks for: "auto", a schedule's name, a decision."""
+    given = GivenPlan(choice_of(plan, layout.world_size), sizes, layout)
+    return SearchedPlan(given, parallel, _say) if plan == AUTO and layout.world_size > 1 else given
+
+
+def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:
+    """Return how guests are planned, by assumed costs; None where experts stay."""
+    work = sizes.workload(stack.machinery.layout, stack.gradients.sizes_bytes, 1, FIRST_LENGTH)
+    placement = PlacementConfig(experts=choice.experts, guest_slots=choice.guest_slots, split=choice.split)
+    return expert_moving(placement, choice, StepCost(stack.base_shape, work, ClusterConfig()))
+
+
+def choice_of(plan: str | Decision, ranks: int = 1) -> Decision:
+    """Return the decision that `plan` names; of "auto" the one until the cluster is measured.
 
     Raises ConfigError for an unknown name, and for decisions that steps of such models do not allow.
     """
-    if plan == AUTO and layout.world_size == 1:
-        return GivenPlan(_decision_of("sequential"), sizes, layout)
     if plan == AUTO:
-        return SearchedPlan(GivenPlan(_decision_of("flowmoe"), sizes, layout), parallel, _say)
-    return GivenPlan(_decision_of(plan), sizes, layout)
-
-
-def _decision_of(plan: str | Decision) -> Decision:
+        plan = "sequential" if ranks == 1 else "flowmoe"
     if isinstance(plan, Decision):
         plan.check()
         for name, why in UNKNOWN:

@@ -24,8 +24,11 @@ from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.adapt.generating import generate_together, refuse_threads
 from penstock.checkpoint.storage import together
+from penstock.config import ConfigError
 from penstock.partial_state import ShareError, refuse_pickle
+from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.misuse import refuse_data_parallel
+from penstock.sharding import sharding_of
 from penstock.topology import Control
 
 KNOWN = (
@@ -78,6 +81,17 @@ def engine_of(model: Any) -> Engine:
             "returned, and nothing around it"
         )
     return engine
+
+
+def stack_of(model: Any) -> PipelinedStack:
+    """Return the stack that runs the steps of a scheduled model, for a `ShardedAdamW`."""
+    return engine_of(model).stack
+
+
+def refuse_sharing(engine: Engine, what: str) -> None:
+    """Raise ConfigError where ranks share attention, and `what` knows nothing of that."""
+    if (size := engine.layout.mp_size) > 1:
+        raise ConfigError("tp_size", size, f"{what} knows nothing of ranks that share attention", "Use 1.")
 
 
 def _forward(plain: Any) -> Callable[..., Any]:
@@ -151,6 +165,8 @@ def _step(model: Any, named: dict[str, Any]) -> Any:
     _check_kinds(named)
     engine = engine_of(model)
     given = _inputs_of(model, named, engine.decoder)
+    if given.keep_logits:
+        refuse_sharing(engine, "logits_to_keep in a training step")
     loss, aux = engine.step(given, training=True)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
     out = MoeCausalLMOutputWithPast(
@@ -253,9 +269,10 @@ def _num_parameters(plain: Any) -> Callable[..., int]:
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         engine = engine_of(self)
         spread = expert_axes(self, engine).keys()
-        counted = ((n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable)
+        counted = [(n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable]
         held = sum(parameter.numel() for name, parameter in counted if name in spread)
         elsewhere = held * (engine.layout.ep_size - 1)
+        elsewhere += sum(p.numel() * (engine.layout.mp_size - 1) for _, p in counted if sharding_of(p))
         total: int = plain.num_parameters(self, only_trainable, exclude_embeddings) + elsewhere
         return total
 

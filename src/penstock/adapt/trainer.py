@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from penstock.adapt.checkpoint import load_optimizer, save_optimizer
 from penstock.adapt.loading import reload
-from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, refuse_sharing
 from penstock.runtime import clip_grad_norm_
 from penstock.runtime.checks.optimizers import check_optimizer
 from penstock.writing import replacing
@@ -48,6 +48,7 @@ class ScheduledTrainer(Trainer):
 
     def _refusals(self) -> Iterator[tuple[bool, str]]:
         """Yield conditions under which nothing is trained, and what is said of them."""
+        refuse_sharing(engine_of(self.model), "ScheduledTrainer")
         seen, ranks, given = (
             self.accelerator.num_processes,
             engine_of(self.model).layout.world_size,

@@ -225,7 +225,7 @@ class Block(nn.Module):
         return norm if usual and adds and alone and not hooked else None
 
     def attend(self, h_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        return self.settle(h_BLM, self.mix(h_BLM, keys))
+        return self.settle(h_BLM, self.mix(h_BLM, keys), keys)
 
     def mix(self, h_BLM: Tensor, keys: SampleKeys) -> Tensor:
         documents = () if keys.documents_BL is None else (keys.documents_BL,)  # a wrapper may take none
@@ -233,7 +233,8 @@ class Block(nn.Module):
         mixed_BLM: Tensor = self.attention_dropout(attended_BLM, keys)
         return mixed_BLM
 
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        del keys
         residual_BLM = h_BLM + attended_BLM
         return residual_BLM, self.post_attention_layernorm(residual_BLM).flatten(0, 1)
 

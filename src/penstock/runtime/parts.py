@@ -35,8 +35,11 @@ class BlockParts(Protocol):
         """Return what attention adds to the residual stream, [B, L, M]; a shard adds its heads' part."""
         ...
 
-    def settle(self, h_BLM: Tensor, attended_BLM: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the second half of `attend`: return the sum of both, and its norm as tokens [T, M]."""
+    def settle(self, h_BLM: Tensor, attended_BLM: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        """Run the second half of `attend`: return the sum of both, and its norm as tokens [T, M].
+
+        Where ranks share a sample's tokens they are this rank's, from `keys.first_token` on.
+        """
         ...
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:

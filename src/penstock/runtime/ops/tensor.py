@@ -158,8 +158,8 @@ def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
-        residual_BLM, x_TM = layer.block.settle(h_BLM, attended_BLM)
         known = passengers_of(context, task, inputs)
+        residual_BLM, x_TM = layer.block.settle(h_BLM, attended_BLM, known.keys)
         return route(context, task, known, segment, residual_BLM, x_TM)
 
 
@@ -174,11 +174,11 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_NORM, F)
 def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
-    block = context.layers[task.layer].block
+    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
-        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM)
+        residual_BLM, x_TM = block.settle(h_BLM, attended_BLM, keys)
         residual_BLM, x_BLM = segment.leave(residual_BLM, x_TM.view_as(residual_BLM))
     return {"residual": residual_BLM, "tokens": x_BLM, "saved": segment}
 

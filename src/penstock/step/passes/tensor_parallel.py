@@ -105,7 +105,7 @@ class _Rewriting:
     def _dense(self, task: Task, attended: Task) -> Iterator[Task]:
         read = {"hidden": task.inputs["hidden"], "attended": (attended.name,)}
         split = self._how.split
-        yield (norm := self._computing(task, Op.DENSE_NORM, split=split, **read))
+        yield (norm := _knowing(task, self._computing(task, Op.DENSE_NORM, split=split, **read)))
         yield (before := self._before(task, tensor.DENSE, tokens=(norm.name,)))
         yield (wide := self._computing(task, Op.DENSE, tokens=(before.name,)))
         yield (after := self._after(wide, tensor.DENSE, "out", split=split))

@@ -1,0 +1,59 @@
+"""What serves which family of models: the table in docs/features.md, from the register of families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+
+from penstock.adapt.family import Family
+from penstock.adapt.planning import UNKNOWN
+
+YES, NO = "yes", "no"
+Serves = Callable[[Family], str | None]
+"""Maps a family to the reason why a feature does not serve it; None: it does."""
+
+
+def _always(family: Family) -> None:
+    del family
+
+
+def _tensor(family: Family) -> str | None:
+    return family.uncut if family.attention is None else None
+
+
+def _moves(family: Family) -> str | None:
+    return None if family.form.moves else "parameters have several rows for each expert"
+
+
+FEATURES: Mapping[str, Serves] = {
+    "experts spread over ranks (`ep_size`)": _always,
+    "attention shared by ranks (`tp_size`)": _tensor,
+    'every schedule, `plan="auto"`': _always,
+    "every dispatch, compressed rows": _always,
+    "experts that move (`plan.experts`)": _moves,
+    "`plan.recompute`": _always,
+    "`ShardedAdamW`": _always,
+    "loading a share, saving": _always,
+}
+"""Features by what the table calls them."""
+
+
+def table(families: Mapping[str, Family]) -> str:
+    """Return the table of features and families in Markdown, with the reasons below it."""
+    rows = [_row(("", *FEATURES)), _row(["---"] * (len(FEATURES) + 1))]
+    reasons: dict[str, int] = {}
+    for name, family in sorted(families.items()):
+        cells = [_cell(serves(family), reasons) for serves in FEATURES.values()]
+        rows.append(_row((f"`{name}`", *cells)))
+    numbered = (f"{number}. {why}" for why, number in reasons.items())
+    nobody = [f"- `plan.{name}` other than `none`: {why}" for name, why in UNKNOWN]
+    nobody += ["- shards of every expert (`esp_size`): experts stay as wide as their modules are"]
+    return "\n".join(chain(rows, [""], numbered, ["", "No family has", ""], nobody))
+
+
+def _cell(why: str | None, reasons: dict[str, int]) -> str:
+    return YES if why is None else f"{NO} ({reasons.setdefault(why, len(reasons) + 1)})"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

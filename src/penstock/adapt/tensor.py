@@ -1,0 +1,348 @@
+"""Tensor parallelism of models of transformers: ranks share heads, dense widths and vocabulary.
+
+A rank keeps its part of the weights, in the modules that had the whole ones. Every module runs its own code
+on its part: heads are counted by the width of projections. What a rank computes of a sum is added up between
+the tasks of a step, and outside of steps where it is computed.
+Shapes: B samples, L tokens per sample, M hidden size, V vocabulary of this rank, T tokens, P ranks that share
+attention.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.adapt.family import AttentionCut
+from penstock.adapt.intact import is_foreign
+from penstock.adapt.look import Found
+from penstock.adapt.outside import Inside
+from penstock.config import ConfigError
+from penstock.graph import Lane
+from penstock.mesh import Group
+from penstock.models.decoder import TensorShard
+from penstock.runtime import Machinery
+from penstock.runtime.checks.samples import check_vocabulary
+from penstock.runtime.transport import Transport
+from penstock.sharding import Sharding
+
+KEY = "tp_size"
+DENSE_ROWS = ("gate_proj", "up_proj")
+DENSE_COLUMN = "down_proj"
+
+
+class TensorRanks:
+    """The ranks that share attention, where a model runs outside of steps. They run the same passes.
+
+    transport: of their exchanges; None until it is known.
+    """
+
+    def __init__(self, shard: TensorShard, inside: Inside) -> None:
+        self.shard, self.inside = shard, inside
+        self.transport: Transport | None = None
+
+    def open(self, machinery: Machinery) -> None:
+        """Connect these ranks; all ranks call it."""
+        machinery.transports.open([(Lane.INTRA, Group.TENSOR)])
+        self.transport = machinery.transports.of(Lane.INTRA, Group.TENSOR)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return the same ranks, for a copy of the model."""
+        twin = memo[id(self)] = copy.copy(self)
+        return twin
+
+    def added(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts; this rank's part where a step adds them up itself."""
+        if self.inside.depth:
+            return part
+        total = part.detach().clone(memory_format=torch.contiguous_format)
+        self._outside(part).all_reduce(total, Group.TENSOR)
+        return total
+
+    def joined(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts along the last dimension; this rank's where a step joins them itself."""
+        if self.inside.depth:
+            return part
+        columns = part.detach().flatten(0, -2).t().contiguous()
+        every = self._outside(part).all_gather(columns, [len(columns)] * self.shard.size, Group.TENSOR)
+        whole: Tensor = every.t().unflatten(0, part.shape[:-1])
+        return whole
+
+    def compare(self, tokens_BL: Tensor) -> None:
+        """Raise ValueError, on all of these ranks, if they were given different tokens outside of a step."""
+        if self.inside.depth:
+            return
+        places = torch.arange(1, tokens_BL.numel() + 1, device=tokens_BL.device)
+        sums = (tokens_BL.flatten() * places).sum().view(1, 1)
+        mark = torch.cat([sums, sums.new_tensor([[len(tokens_BL), tokens_BL.shape[-1]]])], dim=1)
+        every = self._outside(mark).all_gather(mark, [1] * self.shard.size, Group.TENSOR)
+        if not bool((every == every[:1]).all()):
+            raise ValueError(
+                f"ranks that share attention (tp_size = {self.shard.size}) were given different tokens: give "
+                "all ranks of a group the same samples and prompts, and where they sample, the same seed"
+            )
+
+    def _outside(self, part: Tensor) -> Transport:
+        if torch.is_grad_enabled() and part.requires_grad:
+            raise ValueError(
+                f"attention of a model with tp_size = {self.shard.size} was called with gradients enabled, "
+                "outside of a training step: use torch.no_grad(), or give the model labels=... in training "
+                "mode"
+            )
+        assert self.transport is not None, "ranks are connected before a model runs"
+        return self.transport
+
+
+class StandIn:
+    """Replaces the `forward` of one module, which keeps its class."""
+
+    def __init__(self, module: nn.Module, ranks: TensorRanks) -> None:
+        self.module, self.ranks = module, ranks
+        module.forward = self  # `nn.Module.__call__` looks into the module first
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        raise NotImplementedError
+
+    def plain(self, *given: Any, **named: Any) -> Any:
+        """Run the code of the module's class."""
+        return type(self.module).forward(self.module, *given, **named)
+
+    def undo(self) -> None:
+        """Let the module run its own code again."""
+        del self.module.forward
+
+
+class Summed(StandIn):
+    """A linear layer of which this rank has columns: it returns a part of a sum. One rank adds the bias."""
+
+    def __call__(self, input: Tensor) -> Tensor:  # torch's name
+        module: Any = self.module
+        out = F.linear(input, module.weight)
+        if module.bias is not None:
+            out = out + module.bias * float(self.ranks.shard.rank == 0)
+        return self.ranks.added(out)
+
+
+class Narrowed(StandIn):
+    """A norm over all heads, which every rank computes; its own heads go on from there."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.plain(x)
+        return self.ranks.shard.cut(whole.dim() - 1, whole.shape).part(whole).contiguous()
+
+
+class Embedded(StandIn):
+    """An embedding of which this rank has a part of the vocabulary: other tokens get zeros."""
+
+    def __init__(self, module: Any, ranks: TensorRanks) -> None:
+        super().__init__(module, ranks)
+        self.vocabulary, padding = module.weight.shape[0], module.padding_idx
+        self.rows = ranks.shard.cut(0, module.weight.shape).part_shape[0]
+        self.first = ranks.shard.rank * self.rows
+        here = padding is not None and self.first <= padding < self.first + self.rows
+        self.padding = padding - self.first if here else None
+
+    def __call__(self, input: Tensor) -> Tensor:  # torch's name
+        check_vocabulary("token", input, self.vocabulary)
+        self.ranks.compare(input)
+        places = input - self.first
+        here = (places >= 0) & (places < self.rows)
+        module: Any = self.module
+        rows = F.embedding(places.clamp(0, self.rows - 1), module.weight, self.padding)
+        return self.ranks.added(rows * here.unsqueeze(-1))
+
+
+class Head(StandIn):
+    """An output head of which this rank has a part of the vocabulary."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ranks.joined(self.plain(x))
+
+
+class Attended(StandIn):
+    """Attention, which gives a layer what was computed before, where that is set."""
+
+    attended_BLM: Tensor | None = None
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if self.attended_BLM is None:
+            return self.plain(*given, **named)
+        return self.attended_BLM, None
+
+
+class Skipped(StandIn):
+    """A dense feed-forward part, which inside `skipping` notes what it is given and returns zeros."""
+
+    _entered: list[Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._entered is None:
+            out: Tensor = self.plain(x)
+            return out
+        self._entered.append(x)
+        return torch.zeros_like(x)
+
+    @contextmanager
+    def skipping(self) -> Iterator[list[Tensor]]:
+        """Yield what the part is given inside this context."""
+        entered: list[Tensor] = []
+        self._entered = entered
+        try:
+            yield entered
+        finally:
+            self._entered = None
+
+
+@dataclass(frozen=True)
+class SharedLayer:
+    """What ranks share of a layer. norm: before attention, None: there is none. dense: the feed-forward part
+    of a layer without experts."""
+
+    attention: Attended
+    norm: nn.Module | None
+    dense: Skipped | None
+
+
+@dataclass
+class TensorShares:
+    """This rank's parts of a model's attention, dense layers and vocabulary, and what runs on them.
+
+    They are views of whole parameters until it is certain that the other parts are given up.
+    """
+
+    ranks: TensorRanks
+    layers: list[SharedLayer] = field(default_factory=list)
+    _stands: list[StandIn] = field(default_factory=list)
+    _declared: list[nn.Module] = field(default_factory=list)
+    _whole: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(found: Found, shard: TensorShard) -> TensorShares:
+        """Cut a model's parameters. Raises ConfigError where they cannot be cut; the model is then whole."""
+        check_can_share(found, shard.size)
+        shares = TensorShares(TensorRanks(shard, Inside()))
+        try:
+            shares._cut(found)
+        except BaseException:
+            shares.undo()
+            raise
+        return shares
+
+    def settle(self) -> None:
+        """Give up the other parts: this rank's get memory of their own."""
+        while self._whole:
+            parameter = self._whole.popitem()[0]
+            parameter.data = parameter.data.clone()
+
+    def undo(self) -> None:
+        """Give the modules whole parameters and their own code again."""
+        for parameter, (whole, grad) in self._whole.items():
+            parameter.data, parameter.grad = whole, grad
+        for stand in self._stands:
+            stand.undo()
+        for module in self._declared:
+            del module.shardings
+        self._whole, self._stands, self._declared = {}, [], []
+
+    def changed(self) -> Iterator[nn.Module]:
+        """Yield the modules whose code is no longer what ranks share them by."""
+        for stand in self._stands:
+            if stand.module.__dict__.get("forward") is not stand:
+                yield stand.module
+
+    def _cut(self, found: Found) -> None:
+        family, model = found.family, found.model
+        cut = family.attention
+        assert cut is not None, "it was checked"
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._stands += [Embedded(embedding, self.ranks), Head(head, self.ranks)]
+        for module in (embedding, head):
+            self._parts(module, {name: 0 for name, _ in module.named_parameters()})
+        for layer, block in zip(found.layers, found.blocks, strict=True):
+            attention = layer.get_submodule(cut.module)
+            self._cut_attention(attention, cut)
+            dense = None
+            if block is None:
+                part = layer.get_submodule(family.block)
+                self._parts(part, _of_linear(part, DENSE_ROWS, (DENSE_COLUMN,)))
+                self._stands += [Summed(getattr(part, DENSE_COLUMN), self.ranks)]
+                self._stands += [dense := Skipped(part, self.ranks)]
+            self._stands += [stand := Attended(attention, self.ranks)]
+            norm = None if cut.norm is None else layer.get_submodule(cut.norm)
+            self.layers.append(SharedLayer(stand, norm, dense))
+
+    def _cut_attention(self, attention: Any, cut: AttentionCut) -> None:
+        self._parts(
+            attention, {**_of_linear(attention, cut.rows, cut.columns), **dict.fromkeys(cut.heads, 0)}
+        )
+        self._stands += [Summed(getattr(attention, name), self.ranks) for name in cut.columns]
+        self._stands += [Narrowed(getattr(attention, name), self.ranks) for name in cut.narrowed]
+
+    def _parts(self, module: nn.Module, dims: dict[str, int]) -> None:
+        """Keep of every parameter this rank's part along a dimension, and declare it."""
+        shard, shardings = self.ranks.shard, dict[str, Sharding]()
+        for name, dim in dims.items():
+            parameter = module.get_parameter(name)
+            whole = self._whole.get(parameter, (parameter.data, None))[0]  # tied ones are met twice
+            shardings[name] = sharding = shard.cut(dim, whole.shape)
+            if parameter not in self._whole:
+                self._whole[parameter] = whole, parameter.grad
+                parameter.grad = None  # it has another shape
+                parameter.data = sharding.part(whole)
+        module.shardings = shardings  # type: ignore[assignment]  # no module or parameter
+        self._declared.append(module)
+
+
+def _of_linear(module: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> dict[str, int]:
+    """Return along which dimension the parameters of linear layers are cut, those that there are."""
+    found: dict[str, int] = {}
+    for name in rows:
+        if isinstance(linear := getattr(module, name, None), nn.Linear):
+            found |= {f"{name}.{own}": 0 for own, _ in linear.named_parameters()}
+    return {**found, **{f"{name}.weight": 1 for name in columns}}
+
+
+def check_can_share(found: Found, size: int) -> None:
+    """Raise ConfigError unless `size` ranks can share a model's attention, dense layers and vocabulary."""
+    family, config = found.family, found.config
+    what = f"a model of {family.name}"
+    if (cut := family.attention) is None:
+        why = f"{family.uncut}, so ranks cannot share the attention of {what}"
+        raise ConfigError(KEY, size, why, "Use 1, and spread experts with ep_size.")
+    if changed := found.changed_code():
+        why = f"{what} runs other code than that of transformers ({', '.join(changed)})"
+        raise ConfigError(KEY, size, why, "Use 1, or leave these functions as transformers has them.")
+    sizes = {name: getattr(config, name) for name in cut.counts}
+    sizes["vocab_size"] = found.model.get_input_embeddings().weight.shape[0]
+    dense = [layer for layer, block in zip(found.layers, found.blocks, strict=True) if block is None]
+    for layer in dense:
+        sizes["intermediate_size"] = getattr(layer.get_submodule(family.block), DENSE_COLUMN).weight.shape[1]
+    for name, number in sizes.items():
+        if number % size:
+            raise ConfigError(KEY, size, f"must divide {name} ({number}) of {what}", "Use a divisor of it.")
+    for layer in found.layers:
+        _check_plain(layer.get_submodule(cut.module), size)
+    for layer in dense:
+        _check_plain(layer.get_submodule(family.block), size)
+    _check_plain(found.model.get_input_embeddings(), size)
+    _check_plain(found.model.get_output_embeddings(), size)
+
+
+def _check_plain(shared: nn.Module, size: int) -> None:
+    """Raise ConfigError for adapters, hooks and replaced code in what ranks share."""
+    for name, module in shared.named_modules():
+        hooks = (module._forward_hooks, module._backward_hooks, module._forward_pre_hooks)
+        for what, has in (
+            ("adapters", hasattr(module, "adapter_layer_names") or hasattr(module, "base_layer")),
+            ("hooks", any(is_foreign(hook) for each in hooks for hook in each.values())),
+            ("a forward of its own", "forward" in module.__dict__),
+        ):
+            if has:
+                path = f"{type(shared).__name__}{name and '.'}{name}"
+                raise ConfigError(KEY, size, f"{path} has {what}, which ranks cannot share", "Use 1.")
