@@ -21,7 +21,7 @@ from penstock.bench import BenchConfig
 from penstock.bench.table import markdown_table
 from penstock.decision import ScheduleConfig
 from penstock.emulate import EmulateConfig
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.runtime import PipelinedStack
 from penstock.topology import Layout
@@ -74,7 +74,7 @@ def measure_interpreter(layout: Layout, config: BenchConfig, rounds: int = ROUND
     tokens_BL = sample_tokens(layout.rank)
     ways = {"step": partial(step, stack, tokens_BL)}
     if layout.world_size == 1:
-        assert isinstance(stack.model, GPT)
+        assert isinstance(stack.model, MoEDecoder)
         ways["plain"] = partial(plain_step, stack.model, tokens_BL)
     tasks = len(stack.plan.graph.tasks)
 
@@ -110,7 +110,7 @@ def step(stack: PipelinedStack, tokens_BL: Tensor) -> None:
     stack(tokens_BL, tokens_BL).backward()
 
 
-def plain_step(model: GPT, tokens_BL: Tensor) -> None:
+def plain_step(model: MoEDecoder, tokens_BL: Tensor) -> None:
     """The same by plain autograd: microbatch by microbatch, gradients accumulate."""
     for m in range(MICROBATCHES):
         part_BL = tokens_BL[m : m + 1]

@@ -240,7 +240,7 @@ def balance_of(tokens: Tensor, group: str, pieces: int) -> float:
     )
     stack = build_stack(config, machinery(1, 1, 0))
     with torch.no_grad():
-        stack.model.get_parameter("blocks.0.feed_forward.gate.weight").mul_(25)
+        stack.model.get_parameter("model.layers.0.mlp.gate.weight").mul_(25)
     stack(tokens, tokens)
     assert stack.statistics is not None
     return float(stack.statistics.aux)

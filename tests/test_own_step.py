@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.cost import ClusterConfig
 from penstock.decision import Decision, ScheduleConfig
 from penstock.graph import Lane, ScheduleError
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig, SampleKeys
 from penstock.ops import OPS
 from penstock.plan.problem import Problem
@@ -114,7 +114,7 @@ def step(rank: int) -> tuple[float, dict[str, Tensor], bool, set[str]]:
 
 def reference() -> tuple[float, dict[str, Tensor]]:
     """The same in one process: every sample's hidden states are averaged with those of its counterpart."""
-    model = GPT(MODEL, MOE).to(torch.float64)
+    model = MoEDecoder(MODEL, MOE).to(torch.float64)
     model.initialise(SEED)
     text, keys = tokens(), SampleKeys(0, torch.arange(RANKS * BATCH))
     hidden_BLM = model.embed(text[:, :-1], keys)
@@ -130,14 +130,14 @@ def reference() -> tuple[float, dict[str, Tensor]]:
     return loss.item(), by_logical_name(model, found)
 
 
-def by_logical_name(model: GPT, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def by_logical_name(model: MoEDecoder, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts under their numbers in the whole model."""
     named: dict[str, Tensor] = {}
     for name, tensor in found.items():
         if ".experts." not in name:
             named[name] = tensor
             continue
-        moe = model.parts[int(name.split(".")[1])].moe
+        moe = model.parts[int(name.split(".")[2])].moe
         assert moe is not None
         named |= {f"{logical}.{number}": part for logical, number, part in moe.experts.split(name, tensor)}
     return named

@@ -11,7 +11,6 @@ import pytest
 from penstock.writing import (
     Draft,
     exchange,
-    new_folder,
     open_lock,
     remove_drafts,
     replacing,
@@ -115,26 +114,6 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
     for copy in copies:
         remove_drafts(copy)
         assert names_in(copy) == {"file"}
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_new_folder_appears_as_a_whole(tmp_path: Path, there: bool) -> None:
-    def write() -> None:
-        with new_folder(parent / "new") as work:
-            work.mkdir()
-            for name in ("first", "second"):
-                write_whole(work / name, name)
-
-    (parent := tmp_path / "parent").mkdir()
-    if there:
-        (parent / "new").mkdir()
-    whole = {"first", "second"}
-    for copy in left_by_kills(parent, write, tmp_path / "copies"):
-        assert not (copy / "new").exists() or names_in(copy / "new") in (set(), whole)
-    assert names_in(parent / "new") == whole and names_in(parent) == {"new"}
-    with pytest.raises(OSError, match="not empty"):
-        write()
-    assert names_in(parent / "new") == whole and names_in(parent) == {"new"}
 
 
 def test_only_drafts_are_removed(tmp_path: Path) -> None:

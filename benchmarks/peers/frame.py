@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.bench.config import BenchConfig
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.moe import MoELayer, SampleKeys
 from penstock.topology import Layout
 
@@ -40,10 +40,10 @@ class Frame(nn.Module):
     """
 
     def __init__(
-        self, model: GPT, config: BenchConfig, layout: Layout, make: Callable[[], PeerLayer]
+        self, model: MoEDecoder, config: BenchConfig, layout: Layout, make: Callable[[], PeerLayer]
     ) -> None:
         super().__init__()
-        self.decoder = GPT(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+        self.decoder = MoEDecoder(config.model, config.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
         self.decoder.load_state_dict(model.state_dict())
         batch = config.compare.batch_per_device
         ids = torch.arange(batch) + layout.rank * batch

@@ -14,7 +14,7 @@ from benchmarks.peers.transport import receives_first
 from penstock.bench.config import BenchConfig
 from penstock.bench.contender import TransportName
 from penstock.cost.workload import capacity_slots
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout
@@ -34,7 +34,7 @@ class Work:
 
     config: BenchConfig
     layout: Layout
-    model: GPT
+    model: MoEDecoder
     batch: Batch
     max_norm: float | None = None
 

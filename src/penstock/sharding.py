@@ -66,6 +66,15 @@ class Sharding:
         return (self.shape[0] // self.count, *self.shape[1:])
 
     @property
+    def transposed(self) -> Sharding:
+        """The same part of a transposed matrix, which is cut along the other of its dimensions."""
+        assert self.view == self.shape, "parts of a view are no parts of a transposed one"
+        whole = self.shape[::-1]
+        return Sharding(
+            axes=self.axes, shape=whole, view=whole, dim=1 - self.dim, index=self.index, count=self.count
+        )
+
+    @property
     def in_words(self) -> str:
         """Which part this is, in words."""
         return f"part {self.index} of {self.count} along {' x '.join(self.axes)}"

@@ -141,27 +141,6 @@ def write_setting(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield the path for a new folder, which is named `target` when the context is left without an error.
-
-    target: does not exist, or is an empty folder.
-    """
-    target = target.resolve()
-    work = target.with_name(f"{UNFINISHED}{target.name}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_tree(work)
-    try:
-        yield work
-        for each in (*work.rglob("*"), work):
-            make_durable(each)
-        work.replace(target)
-        make_durable(target.parent)
-    except BaseException:
-        remove_tree(work)
-        raise
-
-
 def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
     """Open the file of a lock; what it holds stays as it is.
 

@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 import penstock
 from penstock.adapt.limits import DEEPEST
-from penstock.adapt.own import PenstockConfig, PenstockForCausalLM
 from penstock.cli import main
 from penstock.cli.codes import BAD_USAGE
 from penstock.config import ConfigError
@@ -26,17 +25,16 @@ from tests.support.adapted import small
 from tests.support.runs import refused
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SIZES = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}
 
 Change = Callable[[Path], object]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of a model of transformers, and of Penstock's own."""
+    """Folders of models of two families, the second as `penstock train` saves it."""
     folder = tmp_path_factory.mktemp("saved")
     small("mixtral", vocab_size=256).save_pretrained(folder / "mixtral")
-    PenstockForCausalLM(PenstockConfig({"model": SIZES})).save_pretrained(folder / "own")
+    small("qwen3_moe", vocab_size=256).save_pretrained(folder / "own")
     return folder
 
 
@@ -151,17 +149,6 @@ KEYS: list[tuple[Change, str]] = [
 ]
 """What would hang, fetch code or raise an error of transformers, and the end of the key that is named."""
 
-OWN: list[tuple[Change, str]] = [
-    (saying(hidden_size=24), r"config\.json describes no model .*hidden_size = 24, and sections say 16"),
-    (saying(tokenizer_digest=3), r"config\.json describes no model .*tokenizer_digest = 3"),
-    (saying(sections=[]), r"config\.json describes no model .*sections = \[\]: write the settings"),
-    (saying(sections={"model": 3}), r"config\.json describes no model .*sections = .*: write the settings"),
-    (
-        saying(sections={"model": {"hidden_size": "x"}}),
-        r"config\.json describes no .*model\.hidden_size = .x",
-    ),
-]
-
 TOKENIZERS: list[tuple[Change, str]] = [
     (holding("tokenizer.json", "{}"), r"tokenizer\.json cannot be read as a tokenizer .* --tokenizer"),
     (holding("tokenizer.json", "{"), r"tokenizer\.json cannot be read as a tokenizer"),
@@ -192,11 +179,7 @@ def test_a_setting_is_refused_by_its_key(
         penstock.load_pretrained(folder)
     assert caught.value.key == str(folder / key)
     (tmp_path / "text").write_text("several words")
-    for command in (
-        ("generate", folder, "--prompt", "ab"),
-        ("evaluate", folder, tmp_path / "text"),
-        ("convert", folder, tmp_path / "new"),
-    ):
+    for command in (("generate", folder, "--prompt", "ab"), ("evaluate", folder, tmp_path / "text")):
         assert refused(capsys, *command).strip() == f"penstock: {caught.value}"
 
 
@@ -253,17 +236,6 @@ def test_no_value_of_a_setting_hangs_or_ends_in_a_traceback(
     said = capsys.readouterr().err.strip()
     assert code in (0, BAD_USAGE)
     assert code == 0 or (said.startswith("penstock: ") and "\n" not in said), said
-
-
-@pytest.mark.parametrize(("change", "words"), [*BOTH, *OWN])
-def test_a_model_of_penstock_is_refused(
-    saved: Path, tmp_path: Path, change: Change, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(saved / "own", tmp_path / "own")
-    change(folder)
-    said = refused(capsys, "convert", folder, tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    check_line(said, words)
 
 
 @pytest.mark.parametrize(("change", "words"), TOKENIZERS)

@@ -20,6 +20,9 @@ COUNTS: dict[str, str] = {
     "model.preset": "GPT2-Tiny-MoE",
     "model.num_layers": "8",
     "model.hidden_size": "256",
+    "model.num_heads": "8",
+    "model.num_key_value_heads": "2",
+    "model.head_dim": "8",
     "model.seq_len": "64",
     "model.vocab_size": "512",
     "model.moe_layers": "[0]",
@@ -95,7 +98,8 @@ REFUSED = {
 
 NO_MATTER = {
     # No time and no bytes of a step depend on these, as far as steps are priced.
-    "model.num_heads": "8",
+    "model.rope_theta": "1e6",
+    "model.rms_norm_eps": "1e-5",
     "model.dropout": "0.1",
     "moe.gate_proj_size": "64",
     "moe.norm_topk_prob": "true",
@@ -142,7 +146,10 @@ NO_MATTER = {
     "metrics.wandb_project": "x",
 }
 
-ELSEWHERE = {"schedule.more": "decisions of one's own: tests/plan/test_forced.py"}
+ELSEWHERE = {
+    "schedule.more": "decisions of one's own: tests/plan/test_forced.py",
+    "model.config": "a file with sizes: tests/models/test_qwen3_moe.py",
+}
 
 
 def settings(section: Any, before: str = "") -> Iterator[str]:

@@ -19,7 +19,7 @@ from benchmarks.interpreter import (
 )
 from benchmarks.layer.measure import Band
 from penstock.bench import BenchConfig
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
 
@@ -30,7 +30,7 @@ def test_both_ways_leave_the_same_gradients() -> None:
     """Else the comparison would be one of different work."""
     machinery = build_machinery(ALONE, torch.device("cpu"), ParallelConfig(), "float32")
     stack = build_stack(CONFIG, machinery, torch.float64)
-    assert isinstance(stack.model, GPT)
+    assert isinstance(stack.model, MoEDecoder)
     tokens_BL = sample_tokens(0)
     assert len(tokens_BL) == MICROBATCHES == stack.plan.shape.microbatches
     step(stack, tokens_BL)

@@ -1,39 +1,46 @@
-"""`penstock generate`, `evaluate` and `convert`: what a run of two ranks has learnt, on one process."""
+"""`penstock generate` and `evaluate`: what a run of two ranks has learnt, on one process."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace as MetaspaceDecoder
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Metaspace, Whitespace
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-import penstock
 from penstock.adapt.asking import Judgement, judge, open_model
-from penstock.adapt.own import PenstockConfig, PenstockForCausalLM, from_checkpoint, to_checkpoint
+from penstock.adapt.trained import from_checkpoint
 from penstock.checkpoint.folder import RECORD, SUMS, digest_of, write_sums
 from penstock.cli import main
-from penstock.config import ConfigError
+from penstock.config import ConfigError, to_dict
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.train.assemble import build_optimizer, build_stack
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.config import RunConfig
 from penstock.train.trainer import Trainer
-from tests.support.adapted import COMMON, small
+from tests.support.adapted import small
+from tests.support.parity import machinery
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import train_on
 
 STEPS = 8
-SETTINGS = [
-    *("model.moe_layers=[1]", "model.tie_word_embeddings=true"),
-    *("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", f"train.steps={STEPS}"),
-]
+LAYERS = ["model.moe_layers=[1]", "model.tie_word_embeddings=true"]
+AS_QWEN3_MOE = [*LAYERS, "model.num_key_value_heads=2", "model.head_dim=6", "moe.norm_topk_prob=false"]
+SETTINGS = {
+    "as Qwen3-MoE": AS_QWEN3_MOE,
+    "with a gate of its own": [*LAYERS, "moe.gate=sigmoid", "moe.expert_bias_rate=0.01"],
+}
 SAMPLE = "line 7: 49 is the"
 
 
@@ -56,12 +63,13 @@ def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_what_can_be_done_with_a_run(
-    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ranks: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     write_config(tmp_path)
-    began = ranks(2).run(train_on, 2, tmp_path, SETTINGS, judge_sample)[0].summary
-    folder, exported, back = tmp_path / "run", tmp_path / "exported", tmp_path / "back"
+    ranks(2).run(train_on, 2, tmp_path, [*settings, f"train.steps={STEPS}"], judge_sample)
+    folder = tmp_path / "run"
     (checkpoint,) = (folder / "checkpoints").iterdir()
 
     sample = tmp_path / "sample.txt"
@@ -80,27 +88,38 @@ def test_what_can_be_done_with_a_run(
     drawn = [said(capsys, "generate", folder, *asked, "--temperature", "2", "--seed", seed) for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
 
-    capsys.readouterr()
-    assert main(["convert", str(folder), str(exported)]) == 0
-    line = f"{checkpoint} as a Hugging Face model folder: {exported}\n"
-    assert capsys.readouterr() == (line, ""), "no progress of transformers, no warning of DeepSpeed"
-    assert str(checkpoint) in said(capsys, "convert", checkpoint.parent, tmp_path / "the same")
-    assert json.loads(said(capsys, "generate", exported, *asked, "--json"))["text"] == text[6:-1]
-    model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
-    assert not any(told.values())
-    copy.deepcopy(model).bfloat16().save_pretrained(tmp_path / "short")
-    said(capsys, "convert", tmp_path / "short", tmp_path / "long")
-    short = tmp_path / "long" / "checkpoints" / "step-00000000" / "shard-00001.safetensors"
-    assert {tensor.dtype for tensor in load_file(short).values()} == {torch.float32, torch.int64}
-    said(capsys, "convert", exported, back)
-    again = from_checkpoint(back / "checkpoints" / "step-00000000").state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
-    assert "is not empty" in refused(capsys, "convert", exported, back)
 
-    resumed = [f"output.dir={back}", "train.resume=true"]
-    went_on = ranks(2).run(train_on, 2, tmp_path, [*SETTINGS, *resumed], None)[0].summary
-    assert went_on.steps == STEPS and went_on.first_loss < began.first_loss
-    assert went_on.first_loss == pytest.approx(began.last_loss, rel=0.05)
+READ_ALONE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model, told = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert type(model).__name__ == "Qwen3MoeForCausalLM" and not any(told.values()), told
+torch.save(model(torch.arange(16)[None]).logits.detach(), sys.argv[2])
+tokens = model.generate(torch.arange(4)[None], max_new_tokens=4, do_sample=False)
+assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [[], ["parallel.mp_size=2", "parallel.esp_size=2"], ["optimizer.sharded=true"]], ids=" ".join
+)
+def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
+    """It computes the same there, without Penstock; and a run may begin with it, on another layout."""
+    write_config(tmp_path)
+    settings = [*AS_QWEN3_MOE, f"train.steps={STEPS}"]
+    began = ranks(2).run(train_on, 2, tmp_path, [*settings, *layout], None)[0].summary
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    logits = tmp_path / "logits.pt"
+    subprocess.run([sys.executable, "-c", READ_ALONE, str(checkpoint), str(logits)], check=True, timeout=120)
+    with torch.no_grad():
+        ours = from_checkpoint(checkpoint)(torch.arange(16)[None]).logits
+    torch.testing.assert_close(torch.load(logits), ours)
+    assert ours.std() > 0.01
+    fresh = [f"model.config={checkpoint}", f"output.dir={tmp_path / 'second'}", f"train.steps={STEPS}"]
+    second = ranks(2).run(train_on, 2, tmp_path, fresh, None)[0].summary
+    assert second.steps == STEPS and second.first_loss < began.first_loss
+    assert second.first_loss == pytest.approx(began.last_loss, rel=0.05)
 
 
 def words_file(folder: Path, last: str = "cube") -> Path:
@@ -129,7 +148,7 @@ def test_a_run_on_tokens_is_asked_in_its_tokens(
         data = [f"data.path={tmp_path / 'tokens'}"]
     settings = ["model.vocab_size=300", "train.steps=1", *data]
     assert ranks(2).run(train_on, 2, tmp_path, settings, None)[0].summary is not None
-    run, exported, back, sample = (tmp_path / name for name in ("run", "exported", "back", "sample"))
+    run, sample = tmp_path / "run", tmp_path / "sample"
     sample.write_text("the square of the line")
     found = said(capsys, "evaluate", run, sample, "--tokenizer", file)
     assert found.endswith(", 4 tokens\n")
@@ -145,33 +164,40 @@ def test_a_run_on_tokens_is_asked_in_its_tokens(
     other = words_file(tmp_path / "other", last="Sphere")
     assert main(["evaluate", str(run), str(sample), "--tokenizer", str(other)]) == 0
     assert "is not the file that the model was trained with" in capsys.readouterr().err
-    said(capsys, "convert", run, exported)
-    assert "name its tokenizer.json" in refused(capsys, "generate", exported, "--prompt", "a")
-    said(capsys, "convert", exported, back)
-    assert "name its tokenizer.json" in refused(capsys, "generate", back, "--prompt", "a")
 
 
-def test_a_model_with_room_for_more_than_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It draws what is asked for, and takes what Trainer gives a model."""
-    sizes = {"model": {"vocab_size": 300, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}}
-    model = PenstockForCausalLM(PenstockConfig(sizes))
-    model.save_pretrained(tmp_path / "own")
-    asked = ("generate", tmp_path / "own", "--prompt", "line", "--max-new-tokens", "8")
-    assert "or --tokenizer bytes" in refused(capsys, *asked)
+def checkpoint_of(folder: Path, tokenizer: str | None = None, **moe: object) -> Path:
+    """The checkpoint of a run that has done no step."""
+    sizes = {"vocab_size": 300, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}
+    config = RunConfig(model=ModelConfig(**sizes), moe=MoEConfig(**moe))  # type: ignore[arg-type]
+    stack = build_stack(config, machinery(1, 1, 0))
+    optimizer, settings = build_optimizer(stack, config.optimizer), to_dict(config)
+    run = Checkpoints(
+        folder / "checkpoints",
+        stack,
+        optimizer,
+        keep=1,
+        identity={},
+        settings=settings,
+        tokenizer=tokenizer,
+    )
+    return run.save(0)
+
+
+@pytest.mark.parametrize("gate", ["softmax", "cosine"])
+def test_a_model_with_room_for_more_than_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gate: str
+) -> None:
+    """It draws what is asked for, once it is known what its tokens are."""
+    asked = ("generate", checkpoint_of(tmp_path, gate=gate), "--prompt", "line", "--max-new-tokens", "8")
+    assert "--tokenizer bytes" in refused(capsys, *asked)
     known = said(capsys, *asked, "--tokenizer", "bytes")
-    model.config.tokenizer_digest = "bytes"
-    model.save_pretrained(tmp_path / "own")
+    asked = ("generate", checkpoint_of(tmp_path, "bytes", gate=gate), *asked[2:])
     assert said(capsys, *asked) == known
     likeliest, *drawn = (
         said(capsys, *asked, *more) for more in ((), *(("--top-k", "250", "--seed", seed) for seed in "112"))
     )
     assert likeliest.startswith("line") and drawn[0] == drawn[1] != drawn[2]
-    tokens_BL = torch.tensor([list(b"some words")])
-    mean = model(tokens_BL, labels=tokens_BL).loss
-    total = model(tokens_BL, labels=tokens_BL, num_items_in_batch=1).loss
-    assert total.item() == pytest.approx(9 * mean.item(), rel=1e-5)
-    with pytest.raises(ValueError, match="no position_ids"):
-        model(tokens_BL, position_ids=torch.arange(10)[None])
     assert Judgement(loss=1e4, tokens=1).perplexity == float("inf")
 
 
@@ -193,12 +219,6 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "neither a Hugging Face model folder" in said_of
     small("mixtral").save_pretrained(tmp_path / "mixtral")
     assert "has no tokenizer" in refused(capsys, "generate", tmp_path / "mixtral", "--prompt", "a")
-    said_of = refused(capsys, "convert", tmp_path / "mixtral", tmp_path / "new")
-    assert "MixtralForCausalLM" in said_of and "penstock.load_pretrained" in said_of
-    dense = LlamaForCausalLM(LlamaConfig(**COMMON))
-    dense.save_pretrained(tmp_path / "dense")
-    said_of = refused(capsys, "convert", tmp_path / "dense", tmp_path / "new")
-    assert "LlamaForCausalLM" in said_of and "penstock.load_pretrained" not in said_of
     for name, number in (("tokenizer.json", 1), ("large", 10**6)):
         model = tokenizers.models.WordLevel({"a": 0, "b": number}, unk_token="a")
         tokenizers.Tokenizer(model).save(str(tmp_path / name))
@@ -222,7 +242,6 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
         (["evaluate", tmp_path], "is a folder, not a file"),
         (["evaluate", empty], f"{empty} has less than two tokens"),
         (["evaluate", latin], f"{latin}: is not UTF-8 text (line 2). Save it as UTF-8."),
-        (["convert", text], f"{text} is a file: name a folder"),
     ):
         name, *options = map(str, more)
         assert words in refused(capsys, name, tmp_path / "bytes", *options)
@@ -231,8 +250,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def with_settings(folder: Path, section: str, name: str, value: object) -> Path:
     """A checkpoint of Penstock whose record has another value of a setting, or, with `...`, lacks it."""
-    sizes = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "seq_len": 16}
-    path = to_checkpoint(PenstockForCausalLM(PenstockConfig({"model": sizes})), folder)
+    path = checkpoint_of(folder, "bytes")
     record = json.loads((path / RECORD).read_text())
     table = record["settings"].setdefault(section, {})
     if value is ...:
@@ -309,31 +327,3 @@ def test_the_least_temperature_takes_the_likeliest(
     small("mixtral", vocab_size=256).save_pretrained(tmp_path)
     asked = ("generate", tmp_path, "--prompt", "several words", "--max-new-tokens", "5")
     assert said(capsys, *asked, "--temperature", "0.0001") == said(capsys, *asked)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_checkpoint_of_a_scheduled_model_becomes_a_folder_of_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without the optimiser's state; what lacks a tensor is refused, and so are adapters alone."""
-    saved, exported = tmp_path / "saved", tmp_path / "exported"
-    model = penstock.parallelize(small("mixtral"))
-    penstock.save_checkpoint(model, torch.optim.AdamW(model.parameters()), saved)
-    (saved / "tokenizer.json").write_text("{}")
-    said(capsys, "convert", saved, exported)
-    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
-    assert {path.name for path in exported.iterdir()} == names
-    read = AutoModelForCausalLM.from_pretrained(exported).state_dict()
-    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
-    (tmp_path / "mine").write_text("a secret")  # a folder from someone else may lead to it
-    (saved / "notes.txt").symlink_to(tmp_path / "mine")
-    assert "notes.txt is a link" in refused(capsys, "convert", saved, tmp_path / "other")
-    (saved / "notes.txt").unlink()
-    tensors = load_file(saved / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
-    assert "missing: lm_head.weight" in refused(capsys, "convert", saved, tmp_path / "other")
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-    assert "holds adapters of peft" in refused(capsys, "convert", tmp_path / "adapters", tmp_path / "other")
-    assert not (tmp_path / "other").exists()

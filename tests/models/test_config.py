@@ -20,12 +20,20 @@ from penstock.models import ModelConfig
         ({"num_heads": 0}, "num_heads", "Nearest valid: 1."),
         ({"seq_len": 0}, "seq_len", "Nearest valid: 1."),
         ({"vocab_size": 0}, "vocab_size", "Nearest valid: 1."),
-        ({"hidden_size": 128, "num_heads": 5}, "num_heads", "Nearest valid: 4."),
-        ({"hidden_size": 12, "num_heads": 20}, "num_heads", "Nearest valid: 12."),
+        ({"hidden_size": 128, "num_heads": 5}, "num_heads", "Nearest valid: 4;"),
+        ({"hidden_size": 12, "num_heads": 20}, "num_heads", "Nearest valid: 6;"),
         ({"dropout": 1.0}, "dropout", "0"),
         ({"dropout": -0.1}, "dropout", "0"),
         ({"dropout": float("nan")}, "dropout", "0"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size", "Nearest valid: 1."),
+        (
+            {"num_heads": 6, "num_key_value_heads": 4, "head_dim": 8},
+            "num_key_value_heads",
+            "Nearest valid: 3",
+        ),
+        ({"head_dim": 7}, "head_dim", "Nearest valid: 8."),
+        ({"rope_theta": 0.0}, "rope_theta", "Nearest valid: 1"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps", "0"),
         ({"moe_layers": ()}, "moe_layers", "Give some."),
         ({"num_layers": 3, "moe_layers": (0, 3)}, "moe_layers", "Nearest: 2."),
         ({"num_layers": 3, "moe_layers": (-1,)}, "moe_layers[0]", "Nearest valid: 0."),
@@ -40,15 +48,21 @@ def test_refuses_with_a_way_out(settings: dict[str, Any], key: str, hint: str) -
 
 @given(st.integers(1, 64), st.integers(1, 80))
 def test_the_nearest_number_of_heads_is_valid_and_near(hidden_size: int, num_heads: int) -> None:
-    if hidden_size % num_heads == 0:
+    if hidden_size % (2 * num_heads) == 0:
         assert ModelConfig(hidden_size=hidden_size, num_heads=num_heads).num_heads == num_heads
         return
     with pytest.raises(ConfigError) as caught:
         ModelConfig(hidden_size=hidden_size, num_heads=num_heads)
-    nearest = int(caught.value.hint.removeprefix("Nearest valid: ").removesuffix("."))
+    assert (
+        ModelConfig(hidden_size=hidden_size, num_heads=num_heads, head_dim=6).attention_size == 6 * num_heads
+    )
+    if hidden_size % 2:
+        assert caught.value.hint == "Set head_dim."
+        return
+    nearest = int(caught.value.hint.removeprefix("Nearest valid: ").partition(";")[0])
     assert ModelConfig(hidden_size=hidden_size, num_heads=nearest).num_heads == nearest
     distance = abs(nearest - num_heads)
-    assert all(hidden_size % n for n in range(max(1, num_heads - distance + 1), num_heads + distance))
+    assert all(hidden_size % (2 * n) for n in range(max(1, num_heads - distance + 1), num_heads + distance))
 
 
 def test_all_layers_are_moe_unless_some_are_named() -> None:

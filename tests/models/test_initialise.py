@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig
 
@@ -16,8 +16,8 @@ MODEL = ModelConfig(num_layers=3, hidden_size=32, num_heads=2, seq_len=8, vocab_
 MOE = MoEConfig(num_experts=8, moe_ffn_hidden_size=24)
 
 
-def model(seed: int, ep_size: int = 1, ep_rank: int = 0) -> GPT:
-    made = GPT(MODEL, MOE, ep_size=ep_size, ep_rank=ep_rank)
+def model(seed: int, ep_size: int = 1, ep_rank: int = 0) -> MoEDecoder:
+    made = MoEDecoder(MODEL, MOE, ep_size=ep_size, ep_rank=ep_rank)
     made.initialise(seed)
     return made
 
@@ -37,7 +37,7 @@ def test_every_layout_draws_the_same_weights(ep_size: int) -> None:
 
 def test_no_two_experts_or_layers_are_alike() -> None:
     weights = dict(model(7).named_parameters())
-    drawn: list[Tensor] = [weights[f"blocks.{layer}.feed_forward.experts.w_up"] for layer in (0, 2)]
+    drawn: list[Tensor] = [weights[f"model.layers.{layer}.mlp.experts.w_up"] for layer in (0, 2)]
     experts = torch.cat(drawn).flatten(1)
     assert len(experts.unique(dim=0)) == 2 * MOE.num_experts
 
@@ -51,14 +51,12 @@ def test_the_seed_decides() -> None:
 
 
 def test_scales() -> None:
-    """0.02, less for projections into the residual stream; norms start as ones and zeros."""
+    """0.02, less for projections into the residual stream; norms start as ones."""
     for name, parameter in model(0).named_parameters():
         if name.endswith("norm.weight"):
             assert torch.equal(parameter, torch.ones_like(parameter))
-        elif name.endswith("norm.bias"):
-            assert torch.equal(parameter, torch.zeros_like(parameter))
         else:
-            small = name.endswith(("attention.out.weight", "w_down", "feed_forward.down.weight"))
+            small = name.endswith(("self_attn.o_proj.weight", "w_down", "mlp.down_proj.weight"))
             std = 0.02 / math.sqrt(6) if small else 0.02
             assert float(parameter.detach().std()) == pytest.approx(std, rel=0.15), name
             assert abs(float(parameter.detach().mean())) < 5 * std / math.sqrt(parameter.numel()), name

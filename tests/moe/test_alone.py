@@ -44,6 +44,10 @@ def settings_of(config: MoEConfig, samples: int, valid: Tensor | None) -> Settin
     return Settings(
         num_layers=1,
         num_heads=1,
+        key_value_heads=1,
+        head_size=2,
+        theta=1e4,
+        eps=1e-6,
         moe_layers=frozenset({0}),
         num_experts=config.num_experts,
         top_k=config.top_k,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.models.dropout import CounterDropout
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
@@ -21,7 +21,7 @@ from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("none", "experts", "blocks")
-FROZEN = ("attention.qkv.weight", "experts.w_up")
+FROZEN = ("self_attn.q_proj.weight", "experts.w_up")
 """Of the lower block, one that all ranks have and one of experts."""
 Action = Callable[[PipelinedStack], Any]
 
@@ -47,17 +47,17 @@ class Counting(nn.Linear):
         return out + torch.tensor(1.0 / 3.0).to(out)  # in the default type
 
 
-def model_of(stack: PipelinedStack) -> GPT:
-    assert isinstance(stack.model, GPT)
+def model_of(stack: PipelinedStack) -> MoEDecoder:
+    assert isinstance(stack.model, MoEDecoder)
     return stack.model
 
 
 def built(rank: int, step: Case) -> PipelinedStack:
     stack = stack_of(rank, step)
     for block in model_of(stack).parts:
-        block.attention.register_module("out", Counting(block.attention.out))
+        block.self_attn.register_module("out", Counting(block.self_attn.o_proj))
     for name, parameter in stack.model.named_parameters():
-        parameter.requires_grad_(not (name.startswith("blocks.0.") and name.endswith(FROZEN)))
+        parameter.requires_grad_(not (name.startswith("model.layers.0.") and name.endswith(FROZEN)))
     return stack
 
 
@@ -229,7 +229,7 @@ def refusals(rank: int, step: Case) -> dict[str, str]:
             loss.backward()
         except RuntimeError as error:
             found[name] = type(error).__name__
-            assert ("token_embedding.weight" in str(error)) is (action is not other_module)
+            assert ("model.embed_tokens.weight" in str(error)) is (action is not other_module)
             assert ACTIVITY.failure is not None, "ranks that wait for this one are told"
             assert all(p.grad is None for p in stack.parameters())
             stack(tokens, labels).backward()

@@ -18,7 +18,7 @@ from torch import Tensor
 import penstock
 from penstock.device import using
 from penstock.mesh import Group
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.runtime.errors import TaskError
 from penstock.runtime.transport import build_transport
 from penstock.topology import CommunicationError, Control, Layout, ParallelConfig
@@ -172,7 +172,7 @@ def step_of_four(rank: int, trouble: str) -> tuple[str, str]:
         mine, (tokens, labels) = case.mine(rank), batch_of(case)
         ids = torch.arange(len(tokens))[mine].to(device)
         if rank == LOST:
-            before(GPT, "head", partial(in_trouble, trouble), calls=1)
+            before(MoEDecoder, "head", partial(in_trouble, trouble), calls=1)
         try:
             stack(tokens[mine].to(device), labels[mine].to(device), ids).backward()
         except TaskError as error:

@@ -270,6 +270,10 @@ def operations_of_tasks(rank: int, case: Case) -> dict[str, float]:
     return {op: sum(counts) / len(counts) for op, counts in found.items()}
 
 
+NORMS = {Op.ATTENTION: 4, Op.HEADS: 3, Op.GATE: 1, Op.HEAD: 1, Op.LOGITS: 1}
+"""RMS norms in a task. A GPU computes each by one operation, and processors, as they do here, by nine."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "schedule", "form"), [((2, 1, 2, 1), "penstock", "gather"), ((4, 2, 2, 2), "parm_s1", "s1")]
@@ -278,5 +282,6 @@ def test_tasks_give_a_device_as_many_operations_as_plans_assume(
     cards: Pools, layout: Layout, schedule: str, form: Any
 ) -> None:
     case = replace(layout_case(layout, schedule, form), double=False)
-    for op, counted_ones in cards(layout[0]).run(operations_of_tasks, case)[0].items():
+    for op, each in cards(layout[0]).run(operations_of_tasks, case)[0].items():
+        counted_ones = each - 8 * NORMS.get(op, 0)
         assert 0.4 * OPS[op].launches - 2 <= counted_ones <= 1.6 * OPS[op].launches + 2, (op, counted_ones)

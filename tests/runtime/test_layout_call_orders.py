@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.gradients.clip import clip_grad_norm_
@@ -121,10 +121,10 @@ def replace_parts(loop: Loop) -> None:
     """A part that was replaced is a part of the same whole."""
     loop.step(1)
     loop.forget()
-    model = cast(GPT, loop.stack.model)
-    model.output.weight = nn.Parameter(model.output.weight.detach() * 1.5)
-    attention = model.parts[0].attention
-    attention.qkv.weight = nn.Parameter(attention.qkv.weight.detach() * 0.5)
+    model = cast(MoEDecoder, loop.stack.model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 1.5)
+    attention = model.parts[0].self_attn
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.detach() * 0.5)
     loop.step(2)
 
 

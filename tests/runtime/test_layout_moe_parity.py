@@ -112,23 +112,23 @@ def test_what_ranks_cannot_share_says_why(
 
 # ---- scales ------------------------------------------------------------------------------------------------
 
-EXPERT = tuple(f"blocks.0.feed_forward.experts.{name}.3" for name in ("w_gate", "w_up", "w_down"))
+EXPERT = tuple(f"model.layers.0.mlp.experts.{name}.3" for name in ("w_gate", "w_up", "w_down"))
 AT_THE_GATE = tuple(
-    f"blocks.0.{name}"
-    for name in ("feed_forward.gate.weight", "feed_forward_norm.weight", "feed_forward.shared.expert.w_up")
+    f"model.layers.0.{name}"
+    for name in ("mlp.gate.weight", "post_attention_layernorm.weight", "mlp.shared.expert.w_up")
 )
 AROUND = (
-    "token_embedding.weight",
-    "position_embedding.weight",
-    "blocks.0.attention_norm.weight",
-    "blocks.0.attention.qkv.weight",
-    "blocks.0.attention.out.weight",
-    "blocks.1.attention.out.weight",
-    "blocks.1.feed_forward_norm.bias",
-    "blocks.1.feed_forward.up.weight",
-    "blocks.1.feed_forward.down.weight",
-    "final_norm.weight",
-    "output.weight",
+    "model.embed_tokens.weight",
+    "model.layers.1.self_attn.q_norm.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.post_attention_layernorm.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
 )
 
 

@@ -162,20 +162,20 @@ def test_same_seed_same_bits(ranks: Pools) -> None:
 # ---- who holds what ----------------------------------------------------------------------------------------
 
 DENSE = (
-    "token_embedding.weight",
-    "output.weight",
-    "blocks.0.attention.qkv.weight",
-    "blocks.0.attention.out.weight",
-    "blocks.0.feed_forward.up.weight",
-    "blocks.0.feed_forward.down.weight",
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
 )
-EXPERTS = tuple(f"blocks.1.feed_forward.experts.{name}.7" for name in ("w_gate", "w_up", "w_down"))
+EXPERTS = tuple(f"model.layers.1.mlp.experts.{name}.7" for name in ("w_gate", "w_up", "w_down"))
 WHOLE = (
-    "position_embedding.weight",
-    "final_norm.weight",
-    "blocks.1.attention_norm.bias",
-    "blocks.1.feed_forward.gate.weight",
-    "blocks.1.feed_forward.shared.expert.w_up",
+    "model.layers.0.self_attn.k_norm.weight",
+    "model.norm.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.mlp.shared.expert.w_up",
 )
 
 

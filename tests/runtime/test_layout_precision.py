@@ -73,7 +73,7 @@ def test_compressed_rows_are_those_of_one_rank(ranks: Pools, compression: Compre
     cases = [case_of((4, 2, 4, 1), form, compression) for form in FORMS]
     shared = [merge(list(each)) for each in zip(*ranks(4).run(steps, cases), strict=True)]
     one, exact = run_step(0, case_of(ALONE, compression=compression)), run_step(0, case_of(ALONE))
-    name = "blocks.0.feed_forward.experts.w_up.0"
+    name = "model.layers.0.mlp.experts.w_up.0"
     assert (one.gradients[name] - exact.gradients[name]).norm() > 1e-4 * exact.gradients[name].norm()
     for form, result in zip(FORMS, shared, strict=True):
         assert result.loss == pytest.approx(one.loss, rel=1e-5), form

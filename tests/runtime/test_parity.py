@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn, world_size: int, schedule: str) -> Case:
     """Random shapes, routing and cuts; numbers that do not divide on purpose."""
     ep_size = draw(st.sampled_from([n for n in (1, 2, 4) if world_size % n == 0]))
     num_experts = ep_size * draw(st.integers(1, 3))
-    heads = draw(st.sampled_from([1, 2]))
+    heads = draw(st.sampled_from([1, 2, 4]))
     batch = draw(st.integers(1, 5))
     num_layers = draw(st.integers(1, 3))
     moe_layers = draw(st.none() | st.sets(st.integers(0, num_layers - 1), min_size=1).map(sorted).map(tuple))
@@ -44,8 +44,10 @@ def cases(draw: st.DrawFn, world_size: int, schedule: str) -> Case:
         ),
         model=ModelConfig(
             num_layers=num_layers,
-            hidden_size=heads * draw(st.integers(3, 9)),
+            hidden_size=draw(st.integers(3, 18)),
             num_heads=heads,
+            num_key_value_heads=draw(st.sampled_from([1, heads])),
+            head_dim=2 * draw(st.integers(1, 4)),
             seq_len=draw(st.integers(1, 9)),
             vocab_size=13,
             moe_layers=moe_layers,
@@ -110,9 +112,9 @@ def test_float32_within_rounding(
 def test_an_expert_without_tokens_has_a_zero_gradient(ranks: Pools, schedule: str) -> None:
     case = replace(plain(4, schedule, num_experts=8), idle_expert=3, double=True)
     result = check_parity(ranks, case)
-    gradient = result.gradients["blocks.0.feed_forward.experts.w_up.3"]
+    gradient = result.gradients["model.layers.0.mlp.experts.w_up.3"]
     assert gradient.abs().sum() == 0
-    assert result.gradients["blocks.0.feed_forward.experts.w_up.2"].abs().sum() > 0
+    assert result.gradients["model.layers.0.mlp.experts.w_up.2"].abs().sum() > 0
 
 
 @pytest.mark.every_value
@@ -124,7 +126,7 @@ def test_one_rank_gets_every_token(ranks: Pools, schedule: str, capacity_factor:
     case = replace(plain(4, schedule, **moe), busy_experts=(4, 5), double=True)
     result = check_parity(ranks, case)
     for expert in range(8):
-        used = result.gradients[f"blocks.1.feed_forward.experts.w_up.{expert}"].abs().sum() > 0
+        used = result.gradients[f"model.layers.1.mlp.experts.w_up.{expert}"].abs().sum() > 0
         assert bool(used) == (expert in (4, 5)), f"expert {expert}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models.gpt import Block
+from penstock.models.decoder import Block
 from penstock.moe import MoEConfig, MoELayer, build_layer
 from penstock.placement import ExpertPlacement, PlacementError
 from tests.runtime.test_moe_parity import DISPATCHES, EXPERTS, case
@@ -103,7 +103,7 @@ def test_a_layer_exchanged_for_one_placed_otherwise_is_refused() -> None:
     stack = stack_of(0, CASE)
     block = stack.parts.parts[1]
     assert isinstance(block, Block)
-    block.feed_forward = layer(ExpertPlacement.of([[1, 0, 3, 2]]))
+    block.mlp = layer(ExpertPlacement.of([[1, 0, 3, 2]]))
     with pytest.raises(PlacementError, match="layer 1 was exchanged for one with its experts placed otherwi"):
         stack(*batch_of(CASE))
 

@@ -54,7 +54,8 @@ def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = 
         **GATES[gate],
     }
     cut: dict[str, Any] = {"microbatches": 2, "chunks": 2, "backward_chunks": 3}
-    sizes: dict[str, Any] = {"num_layers": 3, "hidden_size": 6, "num_heads": 2, "seq_len": 5}
+    sizes: dict[str, Any] = {"num_layers": 3, "hidden_size": 6, "seq_len": 5}
+    sizes |= {"num_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     return Case(
         world_size=world_size,
         ep_size=own.pop("ep_size", None),
@@ -334,7 +335,7 @@ def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> 
 
 
 def drops(block: Any) -> None:
-    block.feed_forward_dropout.p = 0.5
+    block.mlp_dropout.p = 0.5
 
 
 def adds_half(block: Any) -> None:
@@ -343,7 +344,7 @@ def adds_half(block: Any) -> None:
 
 
 def scales_norms(block: Any) -> None:
-    block.feed_forward_norm.register_forward_hook(lambda norm, given, x: 0.5 * x)
+    block.post_attention_layernorm.register_forward_hook(lambda norm, given, x: 0.5 * x)
 
 
 @pytest.mark.parametrize("change", [drops, adds_half, scales_norms])

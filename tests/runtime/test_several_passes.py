@@ -35,11 +35,13 @@ def stack_with_known_routing() -> PipelinedStack:
     stack = stack_of(0, CASE)
     with torch.no_grad():
         for name, parameter in stack.model.named_parameters():
-            if name.endswith(("attention.out.weight", "position_embedding.weight", "feed_forward_norm.bias")):
+            if name.endswith("self_attn.o_proj.weight"):
                 parameter.zero_()
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
             if name.endswith("gate.weight"):
                 parameter.copy_(torch.eye(4))
-            if name.endswith("token_embedding.weight"):
+            if name.endswith("model.embed_tokens.weight"):
                 for kind, (best, second) in enumerate(PAIRS):
                     parameter[kind] = -1.0
                     parameter[kind, best], parameter[kind, second] = 2.0, 1.5

@@ -40,10 +40,10 @@ def test_what_leaves_parts_as_they_are_is_taken_up(ranks: Pools, name: str) -> N
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("head", r"output.weight is [12, 8], and should be one of 2 parts [6, 8] of a parameter [12, 8]"),
-        ("vocabulary", r"token_embedding.weight is [17, 8], and should be one of 2 parts [6, 8]"),
-        ("LoRA", r"attention.qkv.weight is gone, and was one of 2 parts [12, 8] of a parameter [24, 8]"),
-        ("weight norm", r"attention.out.weight is gone, and was one of 2 parts [8, 4]"),
+        ("head", r"lm_head.weight is [12, 8], and should be one of 2 parts [6, 8] of a parameter [12, 8]"),
+        ("vocabulary", r"model.embed_tokens.weight is [17, 8], and should be one of 2 parts [6, 8]"),
+        ("LoRA", r"self_attn.q_proj.weight is gone, and was one of 2 parts [4, 8] of a parameter [8, 8]"),
+        ("weight norm", r"self_attn.o_proj.weight is gone, and was one of 2 parts [8, 4]"),
     ],
 )
 def test_what_does_not_is_refused_on_all_ranks(ranks: Pools, name: str, words: str) -> None:

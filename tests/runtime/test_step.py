@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.errors import TaskError
@@ -36,8 +36,8 @@ def gradients_of(stack: PipelinedStack) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in stack.model.named_parameters() if p.grad is not None}
 
 
-def gpt(stack: PipelinedStack) -> GPT:
-    assert isinstance(stack.model, GPT)
+def gpt(stack: PipelinedStack) -> MoEDecoder:
+    assert isinstance(stack.model, MoEDecoder)
     return stack.model
 
 
@@ -103,7 +103,7 @@ def boom(*_: object) -> None:
 
 def fail_in(stack: PipelinedStack, layer: int) -> BaseException:
     """The error of a backward pass that fails in the attention of a layer, after its experts."""
-    handle = gpt(stack).parts[layer].attention.out.register_full_backward_hook(boom)
+    handle = gpt(stack).parts[layer].self_attn.o_proj.register_full_backward_hook(boom)
     loss = stack(*batch_of(replace(CASE, seed=7)))
     with pytest.raises(TaskError, match="boom") as caught:
         loss.backward()
@@ -128,7 +128,7 @@ def test_what_was_accumulated_is_there_after_a_pass_that_failed() -> None:
     stack(*batch_of(CASE)).backward()
     before = {name: p.grad for name, p in stack.model.named_parameters()}
     values = gradients_of(stack)
-    handle = gpt(stack).output.weight.register_hook(boom)
+    handle = gpt(stack).lm_head.weight.register_hook(boom)
     loss = stack(*batch_of(CASE))
     with pytest.raises(TaskError):
         loss.backward()
@@ -145,7 +145,7 @@ def test_experts_gradients_with_a_part_of_a_failed_pass_are_refused_until_cleare
     stack(*batch_of(CASE)).backward()
     values = gradients_of(stack)
     failure = fail_in(stack, 0)
-    doubt = r"blocks\.0\.feed_forward\.experts\.w_\w+ and \d more, which was there before"
+    doubt = r"layers\.0\.mlp\.experts\.w_\w+ and \d more, which was there before"
     assert any("call zero_grad()" in note for note in failure.__notes__)
     for name, gradient in gradients_of(stack).items():
         assert torch.equal(gradient, values[name]) is (".experts." not in name), name
@@ -171,13 +171,13 @@ def sharded(case: Case = SHARDED) -> tuple[PipelinedStack, ShardedAdamW]:
 
 def weight_of(stack: PipelinedStack) -> nn.Parameter:
     """Of the last layer, so that the buckets of all others come before its own."""
-    return gpt(stack).parts[2].attention.out.get_parameter("weight")
+    return gpt(stack).parts[2].self_attn.o_proj.get_parameter("weight")
 
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_a_sharded_optimizer_does_not_use_what_a_failed_pass_has_left(in_backward: bool) -> None:
     stack, optimizer = sharded()
-    handle = gpt(stack).parts[0].attention.out.register_full_backward_hook(boom)
+    handle = gpt(stack).parts[0].self_attn.o_proj.register_full_backward_hook(boom)
     loss = stack(*batch_of(CASE))
     if in_backward:
         with optimizer.in_backward(), pytest.raises(TaskError):

@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import Block
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.decoder import Block, Rotary
 from penstock.moe import MoEConfig, build_layer
 from penstock.runtime import PipelinedStack
 from tests.support.close import check_close
@@ -89,7 +89,7 @@ def thawed(rank: int, case: Case, replan: bool) -> list[tuple[float, dict[str, t
         stack = stack_of(rank, case)
         if early:
             for name, parameter in stack.model.named_parameters():
-                parameter.requires_grad_("blocks.0." in name)
+                parameter.requires_grad_("model.layers.0." in name)
             plan = stack.replan()
             assert plan.shape.all_reduce_chunks[1] == 0
             assert run(stack, rank, case).norm > 0
@@ -130,8 +130,8 @@ def test_a_plan_without_any_reduction_says_how_to_get_one() -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
-def gpt(stack: PipelinedStack) -> GPT:
-    assert isinstance(stack.model, GPT)
+def gpt(stack: PipelinedStack) -> MoEDecoder:
+    assert isinstance(stack.model, MoEDecoder)
     return stack.model
 
 
@@ -140,17 +140,19 @@ def to_meta(stack: PipelinedStack) -> None:
 
 
 def add_layer(stack: PipelinedStack) -> None:
-    gpt(stack).blocks.append(copy.deepcopy(gpt(stack).blocks[0]))
+    gpt(stack).model.layers.append(copy.deepcopy(gpt(stack).model.layers[0]))
 
 
 def make_dense(stack: PipelinedStack) -> None:
     config = replace(ALONE.model, moe_layers=(0,))
-    gpt(stack).blocks[1] = Block(config, 1, lambda layer: build_layer(8, ALONE.moe, layer=layer)).double()
+    gpt(stack).model.layers[1] = Block(
+        config, 1, lambda layer: build_layer(8, ALONE.moe, layer=layer), Rotary(config)
+    ).double()
 
 
 def other_experts(stack: PipelinedStack) -> None:
     eight = replace(ALONE.moe, num_experts=8)
-    gpt(stack).parts[1].feed_forward = build_layer(8, eight, layer=1).double()
+    gpt(stack).parts[1].mlp = build_layer(8, eight, layer=1).double()
 
 
 def replace_model(stack: PipelinedStack) -> None:
@@ -160,7 +162,7 @@ def replace_model(stack: PipelinedStack) -> None:
 def share_with_expert(stack: PipelinedStack) -> None:
     moe = gpt(stack).parts[0].moe
     assert moe is not None
-    gpt(stack).parts[1].attention.register_module("borrowed", moe.experts)
+    gpt(stack).parts[1].self_attn.register_module("borrowed", moe.experts)
 
 
 REFUSED: dict[str, tuple[Callable[[PipelinedStack], None], str]] = {
@@ -214,13 +216,13 @@ def test_a_checkpoint_inside_the_blocks_changes_nothing(reentrant: bool) -> None
     stack = stack_of(0, ALONE)
     wanted = run(stack, 0, ALONE)
     for block in gpt(stack).parts:
-        block.register_module("attention", Recomputed(block.attention, reentrant=reentrant))
+        block.register_module("attention", Recomputed(block.self_attn, reentrant=reentrant))
     found = run(stack, 0, ALONE)
     assert found.norm == pytest.approx(wanted.norm, rel=1e-12)
     assert found.loss == wanted.loss
 
 
-@pytest.mark.parametrize("name", ["output.weight", "blocks.0.feed_forward.experts.w_up"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.experts.w_up"])
 def test_a_hook_that_takes_gradients_away_is_told(name: str) -> None:
     stack = stack_of(0, ALONE)
     weight = stack.model.get_parameter(name)
@@ -235,7 +237,7 @@ SGD: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
 FUSED: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True)
 
 
-@pytest.mark.parametrize("name", ["output.weight", "blocks.0.feed_forward.experts.w_up"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.experts.w_up"])
 @pytest.mark.parametrize("optimizer", [SGD, FUSED])
 def test_a_hook_that_updates_its_parameter_is_told(
     name: str, optimizer: Callable[..., torch.optim.Optimizer]
@@ -294,7 +296,7 @@ def test_a_stack_cannot_be_pickled_and_its_model_can() -> None:
         pickle.dumps(stack)
     with pytest.raises(TypeError, match=r"cannot be pickled"):
         copy.copy(stack)
-    assert isinstance(pickle.loads(pickle.dumps(stack.model)), GPT)
+    assert isinstance(pickle.loads(pickle.dumps(stack.model)), MoEDecoder)
 
 
 def test_a_copy_trains_by_itself() -> None:

@@ -55,14 +55,12 @@ class Trained:
         return losses(Path(self.found["outputs"]["metrics"]).parent)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return all parameters as `penstock convert` exports them."""
-        exported = self.folder.with_name(f"{self.folder.name}-exported")
-        result = run_forked(1, "convert", self.folder, exported)
-        assert result.returncode == DONE, result.stderr
+        """Return all parameters as the newest checkpoint has them, for transformers and others."""
+        newest = max((self.folder / "checkpoints").glob("step-*"))
         found: dict[str, Tensor] = {}
-        for path in exported.glob("*.safetensors"):
+        for path in newest.glob("model-*.safetensors"):
             found |= load_file(path)
-        assert found, "nothing was exported"
+        assert found, "nothing was saved"
         return found
 
 

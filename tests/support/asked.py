@@ -15,7 +15,7 @@ from typing import Any
 from penstock import stops
 from penstock.checkpoint.storage import Saving
 from penstock.cli import main, train_rank
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.stops import STOPS
 from penstock.train import checkpoint, stopping, trainer
 from penstock.train.batches import BatchStream
@@ -25,7 +25,7 @@ from tests.support.faulty import before, wait_for_all
 PLACES: dict[str, tuple[Any, str, int]] = {
     "joining": (train_rank, "join", 1),
     "building the model": (trainer, "build_stack", 1),
-    "in the first step": (GPT, "head", 1),
+    "in the first step": (MoEDecoder, "head", 1),
     "before step 3": (BatchStream, "batch", 3),
     "in the second save": (checkpoint, "Saving", 2),
     "after step 4": (StopRequests, "agreed", 4),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.train import checkpoint
 from penstock.train.batches import BatchStream
 from penstock.train.stopping import StopRequests
@@ -50,11 +50,11 @@ def before(owner: Any, name: str, trouble: Any, *, calls: int) -> None:
 
 
 PLACES = {
-    "stopped in a step": (GPT, "head", stop, AT_STEP),
+    "stopped in a step": (MoEDecoder, "head", stop, AT_STEP),
     "stopped at the vote": (StopRequests, "agreed", stop, AT_STEP),
     "stopped in a save": (checkpoint, "Saving", stop, 1),
     "loading for ever": (BatchStream, "batch", loop, AT_STEP),
-    "fails in a task": (GPT, "head", fail, AT_STEP),
+    "fails in a task": (MoEDecoder, "head", fail, AT_STEP),
 }
 
 

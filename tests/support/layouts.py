@@ -60,7 +60,7 @@ def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any
     world_size, mp_size, ep_size, esp_size = layout
     length = 5 if mp_size < 8 else 9
     model: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 8, "seq_len": length}
-    model |= {"vocab_size": 24, "ffn_hidden_size": 40}
+    model |= {"num_key_value_heads": max(4, mp_size), "head_dim": 4, "vocab_size": 24, "ffn_hidden_size": 40}
     moe: dict[str, Any] = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24, "expert": "swiglu"}
     moe |= {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "min_capacity": 1}
     case = Case(

@@ -211,8 +211,10 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
         for name, parameter in stack.model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.mul_(6.0)
-            if name.endswith("feed_forward_norm.bias"):
-                parameter.fill_(0.5)  # makes the gate's row sums count, see below
+            elif parameter.dim() == 1:
+                parameter.mul_(torch.linspace(0.7, 1.3, parameter.numel()).to(parameter.device))
+            if name.endswith("embed_tokens.weight") and (case.busy_experts or case.idle_expert is not None):
+                parameter[:, 0] += 0.5  # a direction that all tokens have, see below
             if name.endswith("gate.weight") and case.moe.kind != "soft":
                 _steer(parameter, case)
     if isinstance(stack.bounds, RowBounds):
@@ -221,9 +223,9 @@ def prepare(stack: PipelinedStack, case: Case) -> None:
 
 def _steer(gate_EM: Tensor, case: Case) -> None:
     if case.idle_expert is not None:
-        gate_EM[case.idle_expert] -= 2.0
+        gate_EM[case.idle_expert, 0] -= 4.0
     for expert in case.busy_experts:
-        gate_EM[expert] += 2.0
+        gate_EM[expert, 0] += 4.0
 
 
 def _bound_rows(bounds: RowBounds, microbatches: int, case: Case) -> None:
@@ -376,7 +378,7 @@ def logical(stack: PipelinedStack, tensors: Weights) -> Weights:
         if ".experts." not in name:
             found[name] = tensor
             continue
-        moe = stack.parts.parts[int(name.split(".")[1])].moe
+        moe = stack.parts.parts[int(name.split(".")[2])].moe
         assert moe is not None
         found.update(moe.by_number(name, tensor))
     return found

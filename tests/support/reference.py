@@ -23,6 +23,7 @@ class Settings:
     samples by which slots of each are counted. shares: the positions of a sample that are routed together;
     none = all.
 
+    key_value_heads, head_size, theta, eps: of attention and norms.
     gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
     padding: bool [B, L], True where a token counts for nothing. documents: which places of every sample are
     one document; none = a sample is one.
@@ -30,6 +31,10 @@ class Settings:
 
     num_layers: int
     num_heads: int
+    key_value_heads: int
+    head_size: int
+    theta: float
+    eps: float
     moe_layers: frozenset[int]
     num_experts: int
     top_k: int
@@ -55,52 +60,67 @@ class Settings:
 
 def reference_loss(weights: Weights, settings: Settings, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
     """Mean token loss over valid labels plus balance and z losses, summed over layers."""
-    h = weights["token_embedding.weight"][tokens_BL]
+    h = weights["model.embed_tokens.weight"][tokens_BL]
     batch, length = tokens_BL.shape
     documents = settings.documents or [[range(length)]] * batch
-    places = [[place - each.start for each in sample for place in each] for sample in documents]
-    h = h + weights["position_embedding.weight"][torch.tensor(places, dtype=torch.int64).view(batch, length)]
     extra = h.new_zeros(())
     for layer in range(settings.num_layers):
-        w = {k.removeprefix(f"blocks.{layer}."): v for k, v in weights.items() if f"blocks.{layer}." in k}
-        h = h + _attention(_norm(h, w, "attention_norm"), w, settings.num_heads, documents)
-        x = _norm(h, w, "feed_forward_norm")
+        mine = f"model.layers.{layer}."
+        w = {name.removeprefix(mine): weight for name, weight in weights.items() if name.startswith(mine)}
+        h = h + _attention(_norm(h, w["input_layernorm.weight"], settings.eps), w, settings, documents)
+        x = _norm(h, w["post_attention_layernorm.weight"], settings.eps)
         if layer in settings.moe_layers:
             out, more = _moe(x, layer, w, settings)
             h, extra = h + out, extra + more
         else:
-            h = h + F.gelu(x @ w["feed_forward.up.weight"].T) @ w["feed_forward.down.weight"].T
-    head = weights.get("output.weight", weights["token_embedding.weight"])  # they may be one matrix
-    logits = _norm(h, weights, "final_norm") @ head.T
+            gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
+            h = h + gate / (1 + torch.exp(-gate)) * up @ w["mlp.down_proj.weight"].T
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])  # they may be one matrix
+    logits = _norm(h, weights["model.norm.weight"], settings.eps) @ head.T
     return F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten(), ignore_index=-100) + extra
 
 
-def _norm(x: Tensor, w: Weights, name: str) -> Tensor:
-    mean = x.mean(-1, keepdim=True)
-    variance = ((x - mean) ** 2).mean(-1, keepdim=True)
-    return (x - mean) / torch.sqrt(variance + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps) * weight
 
 
-def _attention(x: Tensor, w: Weights, heads: int, documents: list[list[range]]) -> Tensor:
+def _attention(x: Tensor, w: Weights, s: Settings, documents: list[list[range]]) -> Tensor:
     """Document by document."""
     samples = []
     for x_1LM, parts in zip(x.split(1), documents, strict=True):
-        found = [_attend(x_1LM[:, part.start : part.stop], w, heads) for part in parts]
+        found = [_attend(x_1LM[:, part.start : part.stop], w, s) for part in parts]
         samples.append(torch.cat(found, dim=1))
     return torch.cat(samples)
 
 
-def _attend(x: Tensor, w: Weights, heads: int) -> Tensor:
-    batch, length, hidden = x.shape
-    q, k, v = (x @ w["attention.qkv.weight"].T).chunk(3, dim=-1)
-    q, k, v = (t.reshape(batch, length, heads, -1).transpose(1, 2) for t in (q, k, v))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(hidden // heads)
+def _attend(x: Tensor, w: Weights, s: Settings) -> Tensor:
+    """Head by head; a head of keys and values serves several of queries, one after the other."""
+    length, size = x.shape[1], s.head_size
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    mixed = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
-    return mixed.transpose(1, 2).reshape(batch, length, hidden) @ w["attention.out.weight"].T
+    mixed = []
+    for head in range(s.num_heads):
+        shared = head // (s.num_heads // s.key_value_heads)
+        q, k, v = (
+            x @ w[f"self_attn.{name}_proj.weight"][each * size : (each + 1) * size].T
+            for name, each in (("q", head), ("k", shared), ("v", shared))
+        )
+        q, k = (_norm(each, w[f"self_attn.{name}_norm.weight"], s.eps) for name, each in (("q", q), ("k", k)))
+        scores = _rotated(q, s.theta) @ _rotated(k, s.theta).transpose(-1, -2) / math.sqrt(size)
+        mixed.append(scores.masked_fill(future, float("-inf")).softmax(-1) @ v)
+    return torch.cat(mixed, dim=-1) @ w["self_attn.o_proj.weight"].T
+
+
+def _rotated(x: Tensor, theta: float) -> Tensor:
+    """Pairs of numbers turned by the place of their token; angles are float32, as in transformers."""
+    length, half = x.shape[1], x.shape[2] // 2
+    rates = 1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))
+    angles = torch.outer(torch.arange(length).float(), rates)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def _moe(x: Tensor, layer: int, w: Weights, s: Settings) -> tuple[Tensor, Tensor]:
     """Token by token, choice by choice. Returns the layer's output and its share of the extra losses."""
-    here = {k.removeprefix("feed_forward."): v for k, v in w.items() if k.startswith("feed_forward.")}
+    here = {k.removeprefix("mlp."): v for k, v in w.items() if k.startswith("mlp.")}
     return moe_layer(x, here, s, layer)

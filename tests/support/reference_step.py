@@ -23,6 +23,10 @@ def settings_of(case: Case) -> Settings:
     return Settings(
         num_layers=case.model.num_layers,
         num_heads=case.model.num_heads,
+        key_value_heads=case.model.key_value_heads,
+        head_size=case.model.head_size,
+        theta=case.model.rope_theta,
+        eps=case.model.rms_norm_eps,
         moe_layers=frozenset(layer for layer in layers if case.model.is_moe(layer)),
         num_experts=case.moe.num_experts,
         top_k=case.moe.top_k,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.moe import MoELayer, build_layer
 from penstock.moe.build import build_shared
 from penstock.runtime import PipelinedStack
@@ -46,25 +46,25 @@ def one_shared_expert(case: Case, ep_size: int, rank: int) -> Callable[[int], Mo
     return make
 
 
-def share_attention(model: GPT) -> None:
+def share_attention(model: MoEDecoder) -> None:
     """Layers 0 and 2 project their queries, keys and values alike."""
-    first, last = model.parts[0].attention, model.parts[-1].attention
-    last.qkv.weight = first.qkv.weight
+    first, last = model.parts[0].self_attn, model.parts[-1].self_attn
+    last.q_proj.weight = first.q_proj.weight
 
 
-def share_experts(model: GPT) -> None:
+def share_experts(model: MoEDecoder) -> None:
     """Experts of layers 1 and 2 have one input matrix."""
     first, last = model.parts[1].moe, model.parts[-1].moe
     assert first is not None and last is not None
     last.experts.register_parameter("w_up", first.experts.get_parameter("w_up"))
 
 
-def tie(model: GPT) -> None:
+def tie(model: MoEDecoder) -> None:
     """Head and embedding are one matrix, tied after the stack was built."""
-    model.output.weight = model.token_embedding.weight
+    model.lm_head.weight = model.model.embed_tokens.weight
 
 
-SHARING: dict[str, Callable[[GPT], None]] = {
+SHARING: dict[str, Callable[[MoEDecoder], None]] = {
     "attention": share_attention,
     "experts": share_experts,
     "tied later": tie,
@@ -81,7 +81,7 @@ def shared_stack(rank: int, case: Case, sharing: tuple[str, ...]) -> PipelinedSt
     with short_search():
         stack = build_stack(case.config, machinery(case.world_size, ep_size, rank), case.dtype, make_moe)
     prepare(stack, case)
-    assert isinstance(stack.model, GPT)
+    assert isinstance(stack.model, MoEDecoder)
     for name in sharing:
         if name in SHARING:
             SHARING[name](stack.model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.runtime import PipelinedStack
 from penstock.runtime.errors import ParameterMismatchError
 from penstock.sharding import Sharding
@@ -41,7 +41,7 @@ class LoRA(nn.Module):
 class Reaching(nn.Module):
     """A head that uses a parameter of the model which none of its layers has."""
 
-    def __init__(self, base: nn.Linear, model: GPT) -> None:
+    def __init__(self, base: nn.Linear, model: MoEDecoder) -> None:
         super().__init__()
         self.base = base
         self.reach: Callable[[], Tensor] = lambda: model.get_parameter("extra")
@@ -64,31 +64,31 @@ def linear(inputs: int, outputs: int, seed: int = 0) -> nn.Linear:
 # ---- what can be taken up ----------------------------------------------------------------------------------
 
 
-def add_lora(model: GPT, dtype: torch.dtype = torch.float64) -> None:
+def add_lora(model: MoEDecoder, dtype: torch.dtype = torch.float64) -> None:
     for block in model.parts:
-        block.attention.register_module("qkv", LoRA(block.attention.qkv, dtype))
+        block.self_attn.register_module("q_proj", LoRA(block.self_attn.q_proj, dtype))
 
 
-def replace_head(model: GPT) -> None:
-    model.output = linear(model.config.hidden_size, model.config.vocab_size)
+def replace_head(model: MoEDecoder) -> None:
+    model.lm_head = linear(model.config.hidden_size, model.config.vocab_size)
 
 
-def resize_vocabulary(model: GPT) -> None:
+def resize_vocabulary(model: MoEDecoder) -> None:
     hidden = model.config.hidden_size
-    model.token_embedding = nn.Embedding(17, hidden, _weight=drawn(17, hidden, seed=3))
-    model.output = linear(hidden, 17)
+    model.model.embed_tokens = nn.Embedding(17, hidden, _weight=drawn(17, hidden, seed=3))
+    model.lm_head = linear(hidden, 17)
 
 
-def convert(model: GPT) -> None:
+def convert(model: MoEDecoder) -> None:
     model.to(torch.float32)
 
 
-def normalise_weights(model: GPT) -> None:
+def normalise_weights(model: MoEDecoder) -> None:
     for block in model.parts:
-        parametrizations.weight_norm(block.attention.out)
+        parametrizations.weight_norm(block.self_attn.o_proj)
 
 
-def replace_block(model: GPT) -> None:
+def replace_block(model: MoEDecoder) -> None:
     block = copy.deepcopy(model.parts[1])
     assert block.moe is not None
     for name, parameter in block.named_parameters():
@@ -97,33 +97,33 @@ def replace_block(model: GPT) -> None:
     for name, parameter in block.moe.experts.named_parameters():
         for number, weight in zip(block.moe.placement.held(block.moe.ep_rank), parameter.data, strict=True):
             weight.copy_(drawn(*weight.shape, seed=len(name) + number))
-    model.blocks[1] = block
+    model.model.layers[1] = block
 
 
-def add_parameter(model: GPT) -> None:
+def add_parameter(model: MoEDecoder) -> None:
     model.extra = nn.Parameter(drawn(model.config.hidden_size, seed=5))
-    model.register_module("output", Reaching(model.output, model))
+    model.register_module("lm_head", Reaching(model.lm_head, model))
 
 
-def assign_state(model: GPT) -> None:
+def assign_state(model: MoEDecoder) -> None:
     state = {n: 2 * t if t.is_floating_point() else t for n, t in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
 
-def swap_blocks(model: GPT) -> None:
-    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+def swap_blocks(model: MoEDecoder) -> None:
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], model.model.layers[0]
 
 
-def compile_block(model: GPT) -> None:
-    compiled: Any = torch.compile(model.blocks[0], backend="eager")
-    model.blocks[0] = compiled
+def compile_block(model: MoEDecoder) -> None:
+    compiled: Any = torch.compile(model.model.layers[0], backend="eager")
+    model.model.layers[0] = compiled
 
 
-def hook(model: GPT) -> None:
-    model.output.weight.register_hook(lambda gradient: 3 * gradient)
+def hook(model: MoEDecoder) -> None:
+    model.lm_head.weight.register_hook(lambda gradient: 3 * gradient)
 
 
-TAKEN_UP: dict[str, Callable[[GPT], None]] = {
+TAKEN_UP: dict[str, Callable[[MoEDecoder], None]] = {
     "LoRA": add_lora,
     "LoRA in float32": partial(add_lora, dtype=torch.float32),
     "head": replace_head,
@@ -153,7 +153,7 @@ def operated(rank: int, case: Case, name: str) -> Stepped:
     """A step, surgery, and another step, of the same stack."""
     stack = stack_of(rank, case)
     run(stack, rank, case)
-    assert isinstance(stack.model, GPT)
+    assert isinstance(stack.model, MoEDecoder)
     TAKEN_UP[name](stack.model)
     return run(stack, rank, case)
 
@@ -179,7 +179,7 @@ def operated_before(case: Case, name: str) -> Stepped:
         schedule=ScheduleConfig(name="sequential"),
     )
     model = stack_of(0, alone).model
-    assert isinstance(model, GPT)
+    assert isinstance(model, MoEDecoder)
     TAKEN_UP[name](model)
     there = machinery(1, 1, 0)
     plan = partial(first_plan, alone.config, there.layout)
@@ -200,48 +200,48 @@ def run(stack: PipelinedStack, rank: int, case: Case) -> Stepped:
 # ---- what ranks must do together ---------------------------------------------------------------------------
 
 
-def freeze_head(model: GPT, rank: int) -> None:
+def freeze_head(model: MoEDecoder, rank: int) -> None:
     if rank == 1:
-        model.output.requires_grad_(False)
+        model.lm_head.requires_grad_(False)
 
 
-def other_head(model: GPT, rank: int) -> None:
-    model.output = linear(8, 11, seed=rank)
+def other_head(model: MoEDecoder, rank: int) -> None:
+    model.lm_head = linear(8, 11, seed=rank)
 
 
-def head_of_one(model: GPT, rank: int) -> None:
+def head_of_one(model: MoEDecoder, rank: int) -> None:
     if rank == 1:
-        model.output = linear(8, 11)
+        model.lm_head = linear(8, 11)
 
 
-def other_shape(model: GPT, rank: int) -> None:
-    model.output = linear(8, 11 + rank)
+def other_shape(model: MoEDecoder, rank: int) -> None:
+    model.lm_head = linear(8, 11 + rank)
 
 
-def extra_of_one(model: GPT, rank: int) -> None:
+def extra_of_one(model: MoEDecoder, rank: int) -> None:
     if rank == 0:
         model.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
 
-def other_type(model: GPT, rank: int) -> None:
+def other_type(model: MoEDecoder, rank: int) -> None:
     if rank == 1:
-        model.position_embedding.to(torch.float32)
+        model.parts[0].self_attn.k_norm.to(torch.float32)
 
 
-def frozen_replica(model: GPT, rank: int) -> None:
+def frozen_replica(model: MoEDecoder, rank: int) -> None:
     """Of an expert that both ranks hold."""
     moe = model.parts[0].moe
     assert moe is not None
     moe.experts.get_parameter("w_up").requires_grad_(rank == 0)
 
 
-APART: dict[str, tuple[Callable[[GPT, int], None], str]] = {
-    "frozen": (freeze_head, r"output.weight is frozen there and trained here"),
-    "values": (other_head, r"output.weight differs between ranks"),
-    "replaced by one": (head_of_one, r"output.weight differs between ranks"),
-    "shape": (other_shape, r"output.weight is float64 \[12, 8\] there and float64 \[11, 8\] here"),
+APART: dict[str, tuple[Callable[[MoEDecoder, int], None], str]] = {
+    "frozen": (freeze_head, r"lm_head.weight is frozen there and trained here"),
+    "values": (other_head, r"lm_head.weight differs between ranks"),
+    "replaced by one": (head_of_one, r"lm_head.weight differs between ranks"),
+    "shape": (other_shape, r"lm_head.weight is float64 \[12, 8\] there and float64 \[11, 8\] here"),
     "added by one": (extra_of_one, r"extra does not exist there"),
-    "type": (other_type, r"position_embedding.weight is float32 \[5, 8\] there and float64 \[5, 8\] here"),
+    "type": (other_type, r"k_norm.weight is float32 \[4\] there and float64 \[4\] here"),
     "replica": (frozen_replica, r"experts.w_up is frozen there and trained here"),
 }
 """What was done on one rank only, and how the error names it: on rank 1 against rank 0."""
@@ -250,7 +250,7 @@ APART: dict[str, tuple[Callable[[GPT, int], None], str]] = {
 def apart(rank: int, case: Case, name: str) -> tuple[str, bool]:
     """The error of the step after, and whether the stack trains on once the ranks are alike again."""
     stack = stack_of(rank, case)
-    assert isinstance(stack.model, GPT)
+    assert isinstance(stack.model, MoEDecoder)
     run(stack, rank, case)
     before = {n: (m, dict(m._parameters)) for n, m in stack.model.named_modules()}
     values = copy.deepcopy(stack.state_dict())
@@ -264,7 +264,7 @@ def apart(rank: int, case: Case, name: str) -> tuple[str, bool]:
     for module, parameters in before.values():
         module._parameters.clear()
         module._parameters.update(parameters)
-    stack.model.output = before["output"][0]
+    stack.model.lm_head = before["lm_head"][0]
     stack.model.requires_grad_(True).double()
     stack.load_state_dict(values)
     return text, run(stack, rank, case).norm > 0

@@ -191,7 +191,7 @@ def test_two_ranks_to_one_by_logical_names(ranks: Pools, tmp_path: Path, ep_size
     whole = bare(0, replace(CASE, seed=5), tmp_path)
     assert whole.load(tmp_path / "step-00000002") == 2
     found = state_of(whole)
-    assert [name for name in found if name.endswith("blocks.1.feed_forward.experts.w_up.3")]
+    assert [name for name in found if name.endswith("model.layers.1.mlp.experts.w_up.3")]
     check_equal(found, first | second)
 
 
@@ -249,8 +249,8 @@ def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
         ({"hidden_size": 12}, {}, "there and"),
         ({}, {"num_experts": 8}, r"has shape \[4, .* there and \[8, .* here"),
         ({}, {"num_experts": 2}, r"has shape \[4, .* there and \[2, .* here"),
-        ({"num_layers": 3}, {}, r"model\.blocks\.2\.\S+ is missing in it"),
-        ({"num_layers": 1}, {}, r"blocks\.1\.\S+ exists there and not here"),
+        ({"num_layers": 3}, {}, r"model\.layers\.2\.\S+ is missing in it"),
+        ({"num_layers": 1}, {}, r"layers\.1\.\S+ exists there and not here"),
     ],
 )
 def test_another_model_is_refused(
@@ -286,7 +286,9 @@ def test_an_identity_that_says_less_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.every_value
-@pytest.mark.parametrize("pattern", ["*.safetensors", "SHA256SUMS", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "pattern", ["shard-*.safetensors", "model-*.safetensors", "SHA256SUMS", "checkpoint.json"]
+)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_a_damaged_file_is_named_by_its_folder(tmp_path: Path, pattern: str, share: float) -> None:
     run = trained(0, CASE, tmp_path)

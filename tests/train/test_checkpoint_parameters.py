@@ -24,15 +24,15 @@ def test_a_tied_head_comes_back(tmp_path: Path) -> None:
     assert second.load(path) == 2
     check_equal(state_of(second), state_of(first))
     model = second.stack.model
-    assert model.get_parameter("output.weight") is model.get_parameter("token_embedding.weight")
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
     assert train(second, 0, TIED, 2) == train(first, 0, TIED, 2)
 
 
 @pytest.mark.parametrize(
     ("saved", "wanted", "problem"),
     [
-        (TIED, CASE, "output.weight is missing in it"),
-        (CASE, TIED, r"output.weight\S* exists there and not here"),
+        (TIED, CASE, "lm_head.weight is missing in it"),
+        (CASE, TIED, r"lm_head.weight\S* exists there and not here"),
     ],
 )
 def test_tied_and_untied_refuse_each_other(tmp_path: Path, saved: Case, wanted: Case, problem: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.models import ModelConfig
-from penstock.models.gpt import Attention
+from penstock.models.decoder import Attention, Rotary
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import model_of
@@ -90,7 +90,7 @@ def test_masks_of_separate_documents_count() -> None:
 
     documents_BL = torch.zeros(3, 256, dtype=torch.int64)
     x_BLM = torch.randn(3, 256, model.hidden_size, dtype=torch.bfloat16)
-    attention = Attention(model).bfloat16()
+    attention = Attention(model, Rotary(model)).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         kept_alive = [attention(x_BLM, documents_BL) for _ in range(model.num_layers)]
     need = rank_memory(model, moe, 3, layout, separate_documents=True)

@@ -36,7 +36,7 @@ BALANCED = ("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", "moe.aux_loss_coeff
 
 def break_steps(broken: Trainer, *steps: int) -> None:
     """Let these steps, counted from 1, compute with numbers that are not finite."""
-    take_step, attention = broken._step, broken.stack.parts.parts[0].attention  # type: ignore[attr-defined]
+    take_step, attention = broken._step, broken.stack.parts.parts[0].self_attn  # type: ignore[attr-defined]
 
     def step(number: int) -> StepMetrics:
         if number + 1 not in steps:

@@ -22,9 +22,14 @@ BEFORE = RunConfig(moe=MoEConfig(num_experts=8, num_groups=4, group_top_k=2, cap
 
 OTHER: dict[str, Any] = {
     "model.preset": "GPT2-Tiny-MoE",
+    "model.config": Path("config.json"),
     "model.num_layers": 5,
     "model.hidden_size": 64,
     "model.num_heads": 8,
+    "model.num_key_value_heads": 2,
+    "model.head_dim": 8,
+    "model.rope_theta": 1e6,
+    "model.rms_norm_eps": 1e-5,
     "model.seq_len": 64,
     "model.vocab_size": 300,
     "model.moe_layers": (0,),

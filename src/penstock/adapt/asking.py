@@ -92,7 +92,7 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
     trained with. Raises ValueError for any other path, and where tokens are not bytes and their tokenizer is
     not found.
     """
-    from penstock.adapt.own import from_checkpoint
+    from penstock.adapt.trained import from_checkpoint
 
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
@@ -130,12 +130,10 @@ def _data_of(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def read_whole(folder: Path) -> Any:
-    """Read the model in a folder of transformers, Penstock's own kind included.
+    """Read the model in a folder of transformers.
 
     Raises ValueError if a tensor is missing, or is not the model's.
     """
-    import penstock.adapt.own  # noqa: F401  # makes its kind known
-
     opened = ModelFolder.open(folder)
     return opened.read(type(opened.model), opened.tensors, opened.dtype)
 

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from penstock.config import UNSET, ConfigError, read_json
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.sharding import Sharding
 from penstock.train.run_state import OPTIMIZER
-from penstock.writing import UNFINISHED, exchange, make_durable, new_folder, remove_tree, write_whole
+from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
 STATE, GROUPS = "optimizer", "optimizer.json"
 OF_STATE = re.compile(rf"{STATE}(-\d+)+\.safetensors|optimizer\.json")
@@ -124,26 +123,6 @@ def _is_group(group: object) -> bool:
     return all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
 
 
-def is_trained(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint with the state of an optimiser, by `save_checkpoint`."""
-    return (folder / GROUPS).is_file()
-
-
-def export(folder: Path, target: Path) -> None:
-    """Copy a checkpoint without the optimiser's state; `target` appears when it is complete."""
-    with new_folder(target) as work:
-        shutil.copytree(folder, work, ignore=_left_out)
-
-
-def _left_out(folder: str, names: Sequence[str]) -> set[str]:
-    """Return the names that no copy of a checkpoint has. Raises ValueError for links, which lead anywhere."""
-    found = {name for name in names if OF_STATE.fullmatch(name) or name.startswith(".")}
-    for name in set(names) - found:
-        if Path(folder, name).is_symlink():
-            raise ValueError(f"{Path(folder, name)} is a link: put a copy of what it leads to into its place")
-    return found
-
-
 def refuse_adapters(folder: Path) -> None:
     """Raise ValueError for a folder with adapters and no model."""
     if (folder / ADAPTERS).is_file() and not (folder / CONFIG).is_file():
@@ -217,7 +196,7 @@ class _States:
             for parameter, values in self.optimizer.state.items()
             for key, value in values.items()
         }
-        digests = Saving(state, folder, Dealing(control), control, purpose, STATE).digests()
+        digests = Saving(state, folder, Dealing(control), control, purpose, lambda _: STATE).digests()
 
         def finish() -> None:
             if unseen := [name for name in digests if not (folder / name).exists()]:

@@ -17,7 +17,7 @@ from penstock.bench.naming import Named
 from penstock.data import DataConfig
 from penstock.decision import ScheduleConfig
 from penstock.device import wait_for_gpu
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.transport.silent import silent
@@ -149,14 +149,14 @@ class Stacks:
         self.real.close()
         self.silent.close()
 
-    def build(self, machinery: Machinery, model: GPT | None = None) -> PipelinedStack:
+    def build(self, machinery: Machinery, model: MoEDecoder | None = None) -> PipelinedStack:
         """Build a stack of the model, or of another one, on this machinery."""
         make_plan = partial(first_plan, self.run_config, self.layout)
         model = model or self.model
         return PipelinedStack(model, model, self.config.moe, machinery, make_plan)
 
 
-def _adamw(model: GPT, config: RunConfig) -> torch.optim.Optimizer:
+def _adamw(model: MoEDecoder, config: RunConfig) -> torch.optim.Optimizer:
     optimizer = build_adamw(model.named_parameters(), config.optimizer)
     initialise_state(optimizer)
     return optimizer

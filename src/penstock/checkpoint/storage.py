@@ -51,13 +51,16 @@ from penstock.checkpoint.folder import DamagedError, open_regular
 from penstock.sharding import Sharding
 from penstock.topology import Control
 from penstock.topology.blame import reason
-from penstock.writing import replacing
+from penstock.writing import replacing, write_whole
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 SUFFIX: Final = ".safetensors"
-SHARD: Final = "shard"
+SHARD, MODEL = "shard", "model"
+"""How names of files begin: of all tensors but the model's, and of these where transformers reads them."""
+
+INDEX: Final = f"{MODEL}{SUFFIX}.index.json"
 ALIGNMENT: Final = 8
 
 CODES: Final[dict[torch.dtype, str]] = {
@@ -327,21 +330,25 @@ def _raw(each: Outgoing) -> Callable[[], Buffer]:
 class Saving:
     """A copy of what this rank writes of a state, on its way to the disk: a thread writes it.
 
-    The thread meets no other rank. kind: how the names of its files begin. All ranks construct it together;
-    what it copies may change as soon as that has returned.
+    The thread meets no other rank. kind_of: how the name of a tensor's file begins. All ranks construct it
+    together; what it copies may change as soon as that has returned.
     """
 
     def __init__(
-        self, state: State, folder: Path, dealing: Dealing, control: Control, purpose: str, kind: str = SHARD
+        self,
+        state: State,
+        folder: Path,
+        dealing: Dealing,
+        control: Control,
+        purpose: str,
+        kind_of: Callable[[str], str] = lambda _: SHARD,
     ) -> None:
         self.folder, self._control, self._purpose = folder, control, purpose
-        shards: list[list[Outgoing]] = []
+        shards: dict[tuple[str, int], list[Outgoing]] = {}
         met = Counter[str]()
         for name, offsets in dealing.deal(state, purpose):
             box = state[name].boxes[offsets].detach().to("cpu", copy=True)
-            if met[name] == len(shards):  # a file has one box of a tensor
-                shards.append([])
-            shards[met[name]].append(
+            shards.setdefault((kind_of(name), met[name]), []).append(  # a file has one box of a tensor
                 Outgoing(
                     name=name,
                     shape=tuple(box.shape),
@@ -352,14 +359,14 @@ class Saving:
             )
             met[name] += 1
         writer = ThreadPoolExecutor(1, "penstock-checkpoint")
-        self._written: Future[dict[str, str]] = writer.submit(self._write, shards, kind)
+        self._written: Future[dict[str, str]] = writer.submit(self._write, shards)
         writer.shutdown(wait=False)
 
-    def _write(self, shards: list[list[Outgoing]], kind: str) -> dict[str, str]:
+    def _write(self, shards: Mapping[tuple[str, int], list[Outgoing]]) -> dict[str, str]:
         """Write this rank's shards, on the thread; return the digest of each file."""
         digests = {}
-        for number, tensors in enumerate(shards, start=1):
-            name = f"{kind}-{self._control.rank + 1:05d}{f'-{number}' if number > 1 else ''}{SUFFIX}"
+        for (kind, before), tensors in shards.items():
+            name = f"{kind}-{self._control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
             digests[name] = write_shard(self.folder / name, tensors)
             tensors.clear()  # the memory is free before the next shard
         return digests
@@ -382,6 +389,18 @@ class Saving:
     def wait(self) -> None:
         """Wait until this rank's thread has ended, whatever has become of it."""
         self._written.exception()
+
+
+def write_index(folder: Path, kind: str) -> None:
+    """Write the index by which transformers finds tensors: those in files whose names begin with `kind`."""
+    found: dict[str, str] = {}
+    size_bytes = 0
+    for path in sorted(folder.glob(f"{kind}-*{SUFFIX}")):
+        size_bytes += path.stat().st_size
+        with safe_open(path, framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), path.name)
+    table = {"metadata": {"total_size": size_bytes}, "weight_map": found}
+    write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`penstock convert`, `generate` and `evaluate`: uses of a trained model on one process."""
+"""`penstock generate` and `evaluate`: uses of a trained model on one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the commands to `penstock`."""
     _add_generate(commands)
     _add_evaluate(commands)
-    _add_convert(commands)
 
 
 def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,21 +93,6 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokenizer", type=user_path, metavar="FILE", help=usual)
 
 
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser(
-        "convert",
-        help="turn a checkpoint into a Hugging Face folder, or back",
-        description="Writes the model of a checkpoint as configuration and safetensors, which "
-        "AutoModelForCausalLM reads after `import penstock.adapt.own`; or such a folder as a checkpoint "
-        "without moments, from which penstock train continues; or a checkpoint of penstock.save_checkpoint "
-        "without the optimizer's state.",
-        epilog="Example: penstock convert runs/tiny exported",
-    )
-    convert.add_argument("source", type=user_path, metavar="FROM", help=CHECKPOINT)
-    convert.add_argument("target", type=user_path, metavar="TO", help="a folder that is not there yet")
-    convert.set_defaults(run=lambda options, given: _explained(lambda: _convert(options)))
-
-
 def _generate(options: argparse.Namespace) -> int:
     from penstock.adapt.asking import Sampling, generate, open_model
 
@@ -153,45 +137,6 @@ def _text_of(file: Path) -> str:
         raise ConfigError(
             str(file), UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8."
         ) from error
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from penstock.adapt.asking import find_checkpoint, read_whole
-    from penstock.adapt.checkpoint import export, is_trained, refuse_adapters
-    from penstock.adapt.described import quiet
-    from penstock.adapt.families import family_of
-    from penstock.adapt.own import PenstockForCausalLM, from_checkpoint, to_checkpoint
-    from penstock.writing import new_folder
-
-    source, target = options.source, options.target
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file: name a folder that is not there yet")
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} is not empty: name a folder that is not there yet")
-    if target.resolve() == Path.cwd():
-        raise ValueError(f"{target} is the folder that you are in: name a folder that is not there yet")
-    checkpoint = find_checkpoint(source)
-    if checkpoint is not None:
-        with quiet(), new_folder(target) as work:
-            from_checkpoint(checkpoint).save_pretrained(work)
-        print(f"{checkpoint} as a Hugging Face model folder: {target}")
-        return 0
-    refuse_adapters(source)
-    model = read_whole(source)
-    if is_trained(source):
-        export(source, target)
-        print(f"{source} as a Hugging Face model folder: {target}")
-        return 0
-    if not isinstance(model, PenstockForCausalLM):
-        advice = (
-            ". Fine-tune it with penstock.load_pretrained, whose checkpoints transformers reads as they are"
-        )
-        raise ValueError(
-            f"{source} is a {type(model).__name__}, and a checkpoint of penstock train holds Penstock's own "
-            f"decoder{'' if family_of(model) is None else advice}"
-        )
-    print(f"{source} as a checkpoint: {to_checkpoint(model, target)}")
-    return 0
 
 
 def _explained(command: Callable[[], int]) -> int:

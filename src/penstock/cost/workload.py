@@ -78,8 +78,9 @@ class Workload:
     mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
     together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
-    GradientBytes. dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none
-    = all of them are trained, in float32.
+    GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
+    = hidden_size, and attention_size. dense_ffn_hidden_size: of dense blocks. held: what a rank has of
+    weights, for memory; none = all of them are trained, in float32.
     """
 
     batch: int
@@ -97,6 +98,8 @@ class Workload:
     element_bytes: int
     all_reduce_bytes: tuple[int, ...]
     expert_all_reduce_bytes: tuple[int, ...]
+    attention_size: int = 0
+    key_value_size: int = 0
     dense_ffn_hidden_size: int = 0
     slots_per_sample: int = 0
     wire_row_bytes: int | None = None
@@ -133,6 +136,12 @@ class Workload:
             Op.PARTIAL_ALL_REDUCE: sizes.partial,
             Op.EXPERT_ALL_REDUCE: sizes.experts,
         }
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Width of all heads of queries, and of those of keys."""
+        queries = self.attention_size or self.hidden_size
+        return queries, self.key_value_size or queries
 
     @property
     def mesh(self) -> Mesh:
@@ -214,8 +223,9 @@ class Workload:
 
     def attention_flops(self, tokens: int) -> float:
         """Return operations of four projections, causal scores and values, and the router."""
-        projections = 8 * self.hidden_size**2
-        scores = 2 * self.seq_len * self.hidden_size
+        queries, keys = self.head_sizes
+        projections = 4 * self.hidden_size * (queries + keys)
+        scores = 2 * self.seq_len * queries
         return tokens * (projections + scores + 2 * self.hidden_size * self.num_experts)
 
     def router_flops(self, tokens: int) -> float:
@@ -233,8 +243,8 @@ class Workload:
         return numbers * FLOAT32_BYTES / self.esp_size
 
     def dense_flops(self, tokens: int) -> float:
-        """Return operations of the feed-forward part of a dense block: two matrices."""
-        return tokens * 4 * self.hidden_size * self.dense_ffn_hidden_size
+        """Return operations of the feed-forward part of a dense block: three matrices."""
+        return tokens * 6 * self.hidden_size * self.dense_ffn_hidden_size
 
     def logit_bytes(self, tokens: int) -> float:
         """Return bytes of the logits over the whole vocabulary."""

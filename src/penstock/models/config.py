@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config.bounds import FilePath
 
 MOST_LAYERS = 1024
 Layers = Annotated[int, Within(1, MOST_LAYERS, "every layer adds dozens of tasks to a step's plan")]
@@ -19,39 +20,84 @@ Symbols = Annotated[int, Within(1, 1 << 24, "the largest vocabularies have a mil
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A GPT-style decoder.
+    """A decoder with the architecture of Qwen3-MoE.
 
     preset: name of a published model that replaces the sizes of [model] and [moe]; none = as given here.
-    num_layers: blocks. hidden_size: width of the residual stream. num_heads: must divide hidden_size.
+    config: the config.json of a Qwen3-MoE of transformers, or its folder, which replaces them likewise; the
+    weights in a folder are where training begins. none = as given here.
+    num_layers: blocks. hidden_size: width of the residual stream. num_heads: of queries.
+    num_key_value_heads: each serves as many heads of queries; must divide num_heads; none = num_heads.
+    head_dim: width of a head, even; none = hidden_size / num_heads.
     seq_len: tokens per sample. vocab_size: 256 for bytes.
     moe_layers: which layers have an MoE part, counted from 0; none = all of them.
     ffn_hidden_size: hidden width of the dense layers; none = 4 * hidden_size.
+    rope_theta: base of the rotary positions. rms_norm_eps: what norms add to the mean square.
     dropout: of embedding, attention output and feed-forward output; the same for every schedule and layout.
     tie_word_embeddings: token embedding and output head are one matrix.
     """
 
     preset: str | None = None
+    config: FilePath | None = None
     num_layers: Layers = 4
     hidden_size: Width = 128
     num_heads: Width = 4
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
     seq_len: Tokens = 128
     vocab_size: Symbols = 256
     moe_layers: Annotated[tuple[Layer, ...], Items(MOST_LAYERS, "each layer once", least=1)] | None = None
     ffn_hidden_size: Width | None = None
+    rope_theta: Annotated[float, Within(1, 1e12, "angles of neighbouring tokens differ by its powers")] = 1e4
+    rms_norm_eps: Annotated[float, Within(0, 1, "it is added to a mean square", above=True)] = 1e-6
     dropout: Annotated[float, Within(0, 1, "it is a probability", below=True)] = 0.0
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.hidden_size % self.num_heads:
-            valid = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0]
-            nearest = min(valid, key=lambda n: abs(n - self.num_heads))
-            why = f"must divide hidden_size ({self.hidden_size})"
-            raise ConfigError("num_heads", self.num_heads, why, f"Nearest valid: {nearest}.")
+        if self.preset is not None and self.config is not None:
+            why = f"the sizes are those of preset {self.preset}"
+            raise ConfigError("config", str(self.config), why, "Give one of the two.")
+        self._check_heads()
         for layer in self.moe_layers or ():
             if layer >= self.num_layers:
                 why = f"layers are counted from 0 to {self.num_layers - 1}"
                 raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
+
+    def _check_heads(self) -> None:
+        """Raise ConfigError for heads of no whole or of an odd width, and for keys that serve no whole
+        number of queries."""
+        if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
+            valid = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
+            why = f"must cut hidden_size ({self.hidden_size}) into heads of an even width"
+            nearest = min(valid, key=lambda n: abs(n - self.num_heads), default=None)
+            hint = "Set head_dim." if nearest is None else f"Nearest valid: {nearest}; or set head_dim."
+            raise ConfigError("num_heads", self.num_heads, why, hint)
+        if self.head_dim is not None and self.head_dim % 2:
+            why = "must be even: rotary positions turn pairs of numbers"
+            raise ConfigError("head_dim", self.head_dim, why, f"Nearest valid: {self.head_dim + 1}.")
+        if self.num_heads % self.key_value_heads:
+            valid = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            why = f"must divide num_heads ({self.num_heads}), which share keys and values"
+            nearest = min(valid, key=lambda n: abs(n - self.key_value_heads))
+            raise ConfigError("num_key_value_heads", self.key_value_heads, why, f"Nearest valid: {nearest}.")
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.num_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all queries together."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all keys together, and of all values."""
+        return self.key_value_heads * self.head_size
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer's feed-forward part is an MoE layer."""

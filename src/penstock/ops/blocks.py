@@ -67,15 +67,15 @@ def _head(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.EMBED,
-        launches=8,
-        title="token and position embedding",
+        launches=4,
+        title="token embedding",
         kind=Kind.COMPUTE,
         work=_copies,
         gradients=REPLICATED,
     ),
     OpSpec(
         name=Op.ATTENTION,
-        launches=58,
+        launches=82,
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,

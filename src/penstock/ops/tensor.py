@@ -150,7 +150,7 @@ register(
     *_around("dense feed-forward parts", DENSE),
     *_around("the embedding", EMBED),
     *_around("the output head", HEAD),
-    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=18),
+    _computed(Op.HEADS, "attention of this rank's heads", _heads, BOTH, launches=43),
     _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED, launches=39),
     _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
     _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),

@@ -22,10 +22,11 @@ FLOAT32_BYTES = 4
 MOMENTS = 2
 """Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
-GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 4, 2
+GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 3, 2
 """Hidden states that a block saves per token: for all tokens, the input of attention's norm and its output;
-for this rank's heads, queries, keys, values and attention's output; for the tokens that stay on this rank
-between blocks, that output once more and the residual."""
+for this rank's heads, queries as projected, as turned, and attention's output, and keys as projected, as
+turned, and values; for the tokens that stay on this rank between blocks, the output once more and the
+residual."""
 
 HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
 """Hidden states per routed row: at home, the permuted and the returned row; at the experts, the received row
@@ -221,11 +222,12 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) 
     """
     tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
     kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
-    block = hidden * (tokens * (GATHERED_COPIES + HEAD_COPIES / mp_size) + kept * BLOCK_COPIES)
+    heads = HEAD_COPIES * sum(work.head_sizes) / mp_size
+    block = tokens * (GATHERED_COPIES * hidden + heads) + kept * BLOCK_COPIES * hidden
     if cut.recompute == "blocks":
         block = hidden * (kept if mp_size == 1 else tokens + kept * ENTERED_COPIES)
     if not is_moe:
-        dense = 0.0 if cut.recompute == "blocks" else tokens * 2 * work.dense_ffn_hidden_size / mp_size
+        dense = 0.0 if cut.recompute == "blocks" else tokens * 4 * work.dense_ffn_hidden_size / mp_size
         return work.element_bytes * (block + dense) * np.ones_like(load_P)
     wide = WIDE_COPIES[work.expert_matrices]
     gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1

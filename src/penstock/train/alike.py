@@ -13,6 +13,7 @@ from penstock.train.config import RunConfig
 from penstock.train.resume_settings import leaves
 
 OF_A_RANK: Final = (
+    "model.config",
     "data.path",
     "data.tokenizer",
     "data.cache",

@@ -12,9 +12,10 @@ from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
 from penstock.dispatch import DISPATCHES
-from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import MakeLayer, TensorShard
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
+from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
@@ -147,9 +148,11 @@ def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
     )
 
 
-def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None) -> GPT:
+def model_of(
+    model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeLayer | None = None
+) -> MoEDecoder:
     """Return a rank's part of the model, not initialised."""
-    return GPT(
+    return MoEDecoder(
         model,
         moe,
         ep_size=layout.ep_size,
@@ -159,6 +162,13 @@ def model_of(model: ModelConfig, moe: MoEConfig, layout: Layout, make_moe: MakeL
         shard=TensorShard(layout.mp_rank, layout.mp_size),
         expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
     )
+
+
+def model_config(config: RunConfig, tokenizer: str | None) -> dict[str, object] | None:
+    """Return what transformers reads as `config.json` of the run's model; None where it has no such model."""
+    if lack_of(config.moe) is not None:
+        return None
+    return config_json(config.model, config.moe, tokenizer_digest=tokenizer)
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
@@ -195,6 +205,8 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         partial_by_form=gradients.partial_by_form,
         mp_size=layout.mp_size,
         esp_size=layout.esp_size,
+        attention_size=config.model.attention_size,
+        key_value_size=config.model.key_value_size,
         dense_ffn_hidden_size=config.model.dense_hidden_size,
         slots_per_sample=config.moe.slots_per_sample,
         wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),

@@ -6,6 +6,7 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from penstock.checkpoint.folder import (
     step_of,
 )
 from penstock.checkpoint.storage import (
+    MODEL,
+    SHARD,
     SUFFIX,
     CheckpointError,
     Dealing,
@@ -36,22 +39,26 @@ from penstock.checkpoint.storage import (
     Stored,
     misfits,
     together,
+    write_index,
 )
 from penstock.config import ConfigError
+from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import PipelinedStack
 from penstock.topology import CommunicationError, Control
 from penstock.train.finite import first_not_finite
 from penstock.train.run_state import (
     OPTIONAL,
     STEP,
+    join_model,
     needed,
+    of_model,
     read_steps,
     set_generators,
     state_of,
     steps_of,
     take_steps,
 )
-from penstock.writing import UNFINISHED, remove_tree
+from penstock.writing import UNFINISHED, remove_tree, write_whole
 
 
 class NotFiniteError(CheckpointError):
@@ -73,6 +80,8 @@ class Checkpoints:
 
     identity: settings that must be the same for the run to be continued, by configuration key. settings: all
     settings, kept in every checkpoint. tokenizer: sha256 of what made the run's tokens, or `bytes`.
+    model_config: what transformers reads as `config.json`, for which tensors that ranks share are joined, so
+    that each checkpoint is a folder of transformers; None = it has no such model.
     """
 
     def __init__(
@@ -85,10 +94,11 @@ class Checkpoints:
         identity: Mapping[str, object],
         settings: Mapping[str, object] | None = None,
         tokenizer: str | None = None,
+        model_config: Mapping[str, object] | None = None,
     ) -> None:
         self.folder, self.stack, self.optimizer, self.keep = folder, stack, optimizer, keep
         self.identity, self.settings, self.tokenizer = dict(identity), settings, tokenizer
-        self._control = stack.machinery.control
+        self.model_config, self._control = model_config, stack.machinery.control
         self._dealing, self._pending = Dealing(self._control), list[_Pending]()
 
     # ---- saving --------------------------------------------------------------------------------------------
@@ -116,6 +126,8 @@ class Checkpoints:
         purpose = f"saving the checkpoint of step {step}"
         state = state_of(self.stack, self.optimizer) | {STEP: Part.of(torch.tensor(step))}
         self._check_finite(state, f"{purpose} refused")
+        if self.model_config is not None:
+            join_model(state, self.stack, purpose)
         record = Record(
             step=step,
             processes=self._control.world_size,
@@ -131,10 +143,12 @@ class Checkpoints:
             work.mkdir(parents=True)
             if papers is not None:
                 papers(work)
+            if self.model_config is not None:
+                write_whole(work / CONFIG, json.dumps(self.model_config, indent=2) + "\n", durable=True)
 
         try:
             together(self._control, purpose, prepare, rank=0)
-            saving = Saving(state, work, self._dealing, self._control, purpose)
+            saving = Saving(state, work, self._dealing, self._control, purpose, _kind_of)
         except (CheckpointError, CommunicationError):
             self._remove(work)
             raise
@@ -160,8 +174,7 @@ class Checkpoints:
         work = each.saving.folder
         try:
             digests = each.saving.digests()
-            finish = lambda: complete(work, each.final, each.record, digests, self.keep)  # noqa: E731
-            together(self._control, each.purpose, finish, rank=0)
+            together(self._control, each.purpose, lambda: self._complete(each, digests), rank=0)
         except CommunicationError:
             self._remove(work)
             raise
@@ -171,6 +184,12 @@ class Checkpoints:
                 self._remove(work)
                 raise
         return each.final
+
+    def _complete(self, each: _Pending, digests: Mapping[str, str]) -> None:
+        """Give a checkpoint that is on disk its name, on rank 0."""
+        if self.model_config is not None:
+            write_index(each.saving.folder, MODEL)
+        complete(each.saving.folder, each.final, each.record, digests, self.keep)
 
     def drop(self) -> None:
         """Give up the checkpoint that is being written, if any, whatever has become of it."""
@@ -245,6 +264,10 @@ class Checkpoints:
     def set_aside(self, path: Path) -> None:
         """Rename a damaged checkpoint, so that it is neither the newest nor counted; on rank 0."""
         together(self._control, f"renaming {path}", lambda: set_aside(path), rank=0)
+
+
+def _kind_of(name: str) -> str:
+    return MODEL if of_model(name) else SHARD
 
 
 def _first_not_finite(state: State) -> str | None:

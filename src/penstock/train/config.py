@@ -13,6 +13,7 @@ from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
+from penstock.models.qwen3_moe import sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
@@ -117,7 +118,7 @@ class RunConfig:
         A preset's number of experts depends on the number of ranks. A key whose value is not its default
         wins.
         """
-        found = self._with_preset(world_size)
+        found = self._with_preset(world_size)._with_config()
         check_shares(found.model, found.moe, found.parallel, world_size)
         check_moves(found.placement, found.plan.source, found.parallel, world_size)
         if found.plan.source in (GIVEN, AUTO):
@@ -131,6 +132,14 @@ class RunConfig:
             self
             if self.train.precision != "auto"
             else replace(self, train=replace(self.train, precision=usual))
+        )
+
+    def _with_config(self) -> RunConfig:
+        if self.model.config is None:
+            return self
+        sizes = sections_of(self.model.config)
+        return replace(
+            self, model=_laid_under(self.model, sizes["model"]), moe=_laid_under(self.moe, sizes["moe"])
         )
 
     def _with_preset(self, world_size: int) -> RunConfig:

@@ -15,6 +15,7 @@ from penstock.train.config import RunConfig
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
     "model.preset": "the sizes that it stands for are compared one by one",
+    "model.config": "the sizes that it stands for are compared one by one",
     "model.dropout": "regularises training, and is not there in evaluation",
     "moe.order": "another way to compute the same",
     "moe.dispatch": "another way to compute the same",
@@ -31,6 +32,8 @@ others, including those that are added later, must be as they were."""
 
 MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
     "model.moe_layers": lambda model: [model.is_moe(layer) for layer in range(model.num_layers)],
+    "model.num_key_value_heads": lambda model: model.key_value_heads,
+    "model.head_dim": lambda model: model.head_size,
     "model.ffn_hidden_size": lambda model: model.dense_hidden_size,
     "moe.norm_topk_prob": lambda moe: moe.renormalise,
 }

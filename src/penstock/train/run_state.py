@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import Part, State
 from penstock.device import device_of
 from penstock.mesh import Group
+from penstock.models.qwen3_moe import in_files
 from penstock.moe import MoELayer
 from penstock.moe.routes import Counts
 from penstock.placement import Hosting
@@ -29,10 +31,13 @@ from penstock.runtime.moving import Plans
 from penstock.sharding import Sharding, shardings_of
 
 STEP: Final = "train.step"
-MODEL, OPTIMIZER = "model.", "optimizer."
+OPTIMIZER: Final = "optimizer."
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 GENERATOR: Final = "generator.rank"
 FOLLOWING: Final = "following.group"
+BESIDE_MODEL: Final = (OPTIMIZER, GENERATOR, FOLLOWING, "train.")
+"""Prefixes of the names of all tensors that are not the model's."""
+
 OPTIONAL: Final = (GENERATOR, FOLLOWING)
 """Prefixes of names that a checkpoint may lack, or that a run may not need: those of other ranks."""
 
@@ -60,14 +65,9 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
         state[generator_name(rank, on_device=True)] = Part.of(there)
     state |= learnt(stack)
     model, shardings, experts = stack.model, shardings_of(stack.model), Experts(stack.model)
-    kept = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in kept:  # the others are not worth keeping
-            state |= {f"{MODEL}{each}": Part.of(part) for each, part in experts.split(name, buffer)}
+    state |= {name: Part.of(part, sharding) for name, part, sharding in model_tensors(model)}
     for name, parameter in model.named_parameters():
         sharding = shardings.get(name)
-        for each, part in experts.split(name, parameter.data):
-            state[f"{MODEL}{each}"] = Part.of(part, sharding)
         if isinstance(optimizer, ShardedAdamW):
             state |= _shares(optimizer, name, parameter, sharding, experts)
         elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
@@ -76,6 +76,49 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
                 for each, part in experts.split(name, moments[moment], f".{moment}"):
                     state[f"{OPTIMIZER}{each}"] = Part.of(part, sharding)
     return state
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding | None]]:
+    """Yield views of what a checkpoint has of a model: by the names that files of transformers have, with
+    what part of the whole this rank has."""
+    kept, shardings, experts = model.state_dict().keys(), shardings_of(model), Experts(model)
+    buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth keeping
+    for name, tensor in chain(buffers, model.named_parameters()):
+        sharding = shardings.get(name)
+        for each, part in experts.split(name, tensor.detach()):
+            there, transposed = in_files(each)
+            if transposed:
+                yield there, part.t(), None if sharding is None else sharding.transposed
+            else:
+                yield there, part, sharding
+
+
+def join_model(state: State, stack: PipelinedStack, purpose: str) -> None:
+    """Make tensors of the model whole that ranks share, each on one of these: transformers reads no parts.
+
+    All ranks call it. A rank needs memory on the host for the tensors that become whole on it, and sends or
+    receives each part once.
+
+    Args:
+        state: Of `state_of`; of shared tensors it then has those that this rank is to write.
+        stack: The stack.
+        purpose: What is said of a failure.
+    """
+    mesh, control = stack.machinery.layout.mesh, stack.machinery.control
+    shared = (each for each in model_tensors(stack.model) if each[2] is not None)
+    for number, (name, part, sharding) in enumerate(shared):
+        assert sharding is not None, "it is shared"
+        members = mesh.members(control.rank, sharding.axes)
+        parts = control.collect(part.cpu(), members, members[number % len(members)], purpose)
+        if parts:
+            state[name] = Part.of(sharding.join(parts))
+        else:
+            del state[name]
+
+
+def of_model(name: str) -> bool:
+    """Return whether the tensor of a checkpoint belongs to the model, by its name."""
+    return not name.startswith(BESIDE_MODEL)
 
 
 class Experts:

@@ -17,7 +17,11 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     ranks: total number; sizes of groups that these cannot form are not proposed. Raises ConfigError for more
     ranks than a sample has tokens.
     """
-    shared = {"model.num_heads": model.num_heads, "model.vocab_size": model.vocab_size}
+    shared = {
+        "model.num_heads": model.num_heads,
+        "model.num_key_value_heads": model.key_value_heads,
+        "model.vocab_size": model.vocab_size,
+    }
     if not all(model.is_moe(layer) for layer in range(model.num_layers)):
         shared["model.ffn_hidden_size"] = model.dense_hidden_size
     valid = [size for size in _common(shared, ranks) if size <= model.seq_len]

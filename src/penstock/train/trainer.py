@@ -17,6 +17,7 @@ from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
+from penstock.models import MoEDecoder
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
@@ -28,7 +29,7 @@ from penstock.topology.rollcall import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import check_alike
-from penstock.train.assemble import build_machinery, build_optimizer, build_stack, on_device
+from penstock.train.assemble import build_machinery, build_optimizer, build_stack, model_config, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
@@ -44,6 +45,7 @@ from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
+from penstock.train.pretrained import has_weights, read_weights
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
@@ -86,7 +88,10 @@ class Trainer:
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
         check_alike(config, control)
+        control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
         self._saved_config = config = config.resolved(info.world_size)
+        if config.model.config is not None:
+            check_alike(config, control)  # files of the same name may differ between machines
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
@@ -112,6 +117,7 @@ class Trainer:
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
         self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
+        self._begin_with(config.model.config)
         self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
@@ -125,6 +131,7 @@ class Trainer:
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
             tokenizer=self.source.tokenizer,
+            model_config=model_config(self._saved_config, self.source.tokenizer),
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
@@ -135,6 +142,13 @@ class Trainer:
         self.analysis: StepAnalysis | None = None
         self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
+
+    def _begin_with(self, path: Path | None) -> None:
+        """Read the weights in `model.config` for a run that does not continue another."""
+        if path is not None and self.resumption is None and has_weights(path):
+            model = self.stack.model
+            assert isinstance(model, MoEDecoder), "a run trains no other model"
+            self.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""

@@ -18,7 +18,7 @@ from benchmarks.peers import Batch, Peer, Work, build_peer
 from penstock.bench.config import BenchConfig, CompareConfig
 from penstock.bench.contender import TransportName
 from penstock.decision import ScheduleConfig
-from penstock.models import GPT, ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.transport.sockets import Sockets
@@ -57,12 +57,12 @@ def my_batch(rank: int, case: Case) -> Batch:
     return tokens[mine], labels[mine]
 
 
-def work_of(rank: int, case: Case, model: GPT | None = None, timeout_s: float = 60.0) -> Work:
+def work_of(rank: int, case: Case, model: MoEDecoder | None = None, timeout_s: float = 60.0) -> Work:
     """The work of this rank; with fresh weights if no model is given."""
     config = bench_config(case, timeout_s)
     layout = Layout.build(config.parallel, 2, rank, case.moe.num_experts)
     if model is None:
-        model = GPT(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+        model = MoEDecoder(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
         model.initialise(case.seed)
     return Work(config=config, layout=layout, model=model, batch=my_batch(rank, case))
 
@@ -151,8 +151,8 @@ def against_penstock(rank: int, name: str, case: Case) -> float:
         peer.close()
 
 
-def _model(stack: PipelinedStack) -> GPT:
-    assert isinstance(stack.model, GPT)
+def _model(stack: PipelinedStack) -> MoEDecoder:
+    assert isinstance(stack.model, MoEDecoder)
     return stack.model
 
 

@@ -42,7 +42,7 @@ def test_equal_their_formula(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_split_gives_a_view_for_every_expert(kind: str) -> None:
     experts = experts_of(kind)
-    for name, parameter in experts.named_parameters(prefix="blocks.0.feed_forward.experts"):
+    for name, parameter in experts.named_parameters(prefix="model.layers.0.mlp.experts"):
         pieces = list(experts.split(name, parameter.data))
         assert [(piece_name, number) for piece_name, number, _ in pieces] == [(name, e) for e in range(3)]
         for _, number, view in pieces:

@@ -66,7 +66,7 @@ def test_equal_stacked_experts_with_the_same_weights() -> None:
     torch.testing.assert_close(modules(rows, (4, 0, 3)), stacked(rows, (4, 0, 3)))
 
 
-@pytest.mark.parametrize("prefix", ["", "experts", "model.blocks.0.feed_forward.experts"])
+@pytest.mark.parametrize("prefix", ["", "experts", "model.model.layers.0.mlp.experts"])
 def test_split_names_every_expert_once(prefix: str) -> None:
     experts = ModuleExperts(lambda: nn.ModuleList([Counted(), Counted()]), 11)
     pieces = [
@@ -85,8 +85,8 @@ def test_split_names_every_expert_once(prefix: str) -> None:
 def test_split_takes_what_belongs_to_a_parameter() -> None:
     """As checkpoints do with an optimiser's moments."""
     moment = torch.zeros(2)
-    name = "optimizer.blocks.0.feed_forward.experts.expert_modules.3.up.weight.exp_avg"
-    wanted = "optimizer.blocks.0.feed_forward.experts.expert_modules.up.weight.exp_avg"
+    name = "optimizer.model.layers.0.mlp.experts.expert_modules.3.up.weight.exp_avg"
+    wanted = "optimizer.model.layers.0.mlp.experts.expert_modules.up.weight.exp_avg"
     assert list(ModuleExperts(Counted, 4).split(name, moment)) == [(wanted, 3, moment)]
 
 

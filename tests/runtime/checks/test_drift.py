@@ -100,7 +100,7 @@ APART: dict[str, tuple[Case, Act, int, str]] = {
     "moments loaded by one": (CASE, load_state, 8, ""),
     "an update left out by one": (CASE, leave_out, LATE + 1, ""),
     "rates of replicas": (REPLICAS, set_rate_of("w_up", 1), 1, "w_up"),
-    "rates of parts": (PARTS, set_rate_of("qkv.weight", 2), 1, "qkv.weight"),
+    "rates of parts": (PARTS, set_rate_of("q_proj.weight", 2), 1, "q_proj.weight"),
     "a buffer": (CASE, count_alone, 8, "bias.value_E"),
 }
 """What a loop does, the step that notices it, counted from 0, and a part of the name in the error."""
@@ -187,7 +187,7 @@ def rounded(rank: int, case: Case) -> tuple[list[str], str]:
     """What is said of values that differ by a unit in the last place, and by more."""
     stack = stack_of(rank, case)
     loss_of(stack, rank, case, 0).backward()
-    weight = stack.model.get_parameter("output.weight")
+    weight = stack.model.get_parameter("lm_head.weight")
     with torch.no_grad(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         weight[::2] *= 1 + rank * torch.finfo(weight.dtype).eps
@@ -202,8 +202,8 @@ def rounded(rank: int, case: Case) -> tuple[list[str], str]:
 
 def test_what_rounding_explains_is_a_warning_of_rank_0(ranks: Pools) -> None:
     (first, said), (second, other) = ranks(2).run(rounded, CASE)
-    assert len(first) == 1 and "output.weight" in first[0] and not second
-    assert said == other and said.startswith("output.weight")
+    assert len(first) == 1 and "lm_head.weight" in first[0] and not second
+    assert said == other and said.startswith("lm_head.weight")
 
 
 def evaluate_alone(rank: int, case: Case, late: bool) -> str:

@@ -78,9 +78,9 @@ def test_places_where_no_document_begins_are_refused(documents: list[int]) -> No
 
 def test_parameters_that_are_computed_are_refused() -> None:
     stack = stack_of(0, case())
-    weight = dict(stack.named_parameters())["model.output.weight"]
-    computed = {"model.output.weight": weight.detach().requires_grad_() * 1.0}
-    with pytest.raises(ValueError, match=r"output.weight is computed from other tensors"):
+    weight = dict(stack.named_parameters())["model.lm_head.weight"]
+    computed = {"model.lm_head.weight": weight.detach().requires_grad_() * 1.0}
+    with pytest.raises(ValueError, match=r"lm_head.weight is computed from other tensors"):
         torch.func.functional_call(stack, computed, batch_of(case()))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.device import Cpu, using
-from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import TensorShard, VocabularyShard
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.decoder import TensorShard, VocabularyShard
 from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport.silent import silent
@@ -28,7 +28,7 @@ def whole_model(rank: int, case: Case) -> str:
     """A stack of a model that is not sharded."""
     machinery = machinery_of(rank, case)
     layout = machinery.layout
-    model = GPT(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
+    model = MoEDecoder(case.model, case.moe, ep_size=layout.ep_size, ep_rank=layout.ep_rank)
 
     def build() -> None:
         PipelinedStack(

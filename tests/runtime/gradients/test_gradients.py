@@ -26,13 +26,13 @@ SHARED = ["tied", "tied later", "shared expert", "attention", "experts"]
 PARTS = [
     "embedding",
     "output",
-    "attention.qkv",
+    "self_attn.q_proj",
     "attention",
     "norm",
     "gate",
     "w_up",
     "experts",
-    "blocks.1",
+    "model.layers.1",
     "",
 ]
 """Parts of names that are frozen; the last is in every name."""
@@ -100,7 +100,7 @@ def test_a_tied_head_is_planned_and_counted_once() -> None:
     matrix = 11 * 8
     assert count - fewer == matrix
     assert [a - b for a, b in zip(separate, tied, strict=True)] == [0, 0, 4 * matrix]
-    assert names - tied_names == {"output.weight"}
+    assert names - tied_names == {"lm_head.weight"}
 
 
 # ---- frozen parameters -------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ def test_frozen_parameters_are_left_alone_by_the_optimizer() -> None:
     case = case_of(1, 1)
     stack = shared_stack(0, case, ())
     for name, parameter in stack.model.named_parameters():
-        parameter.requires_grad_("blocks.1" in name)
+        parameter.requires_grad_("model.layers.1" in name)
     optimizer = torch.optim.AdamW(stack.parameters(), lr=0.1, weight_decay=0.5)
     before = {name: p.detach().clone() for name, p in stack.named_parameters()}
     stack(*batch_of(case)).backward()
     optimizer.step()
     for name, parameter in stack.named_parameters():
-        assert (parameter.grad is None) == ("blocks.1" not in name), name
-        assert torch.equal(parameter, before[name]) == ("blocks.1" not in name), name
+        assert (parameter.grad is None) == ("model.layers.1" not in name), name
+        assert torch.equal(parameter, before[name]) == ("model.layers.1" not in name), name
 
 
 def test_a_trained_expert_without_tokens_has_zeros_and_a_frozen_one_nothing() -> None:
@@ -137,7 +137,7 @@ def test_a_gradient_from_before_freezing_stays() -> None:
     case = case_of(1, 1)
     stack = shared_stack(0, case, ())
     stack(*batch_of(case)).backward()
-    parameter = stack.model.get_parameter("output.weight")
+    parameter = stack.model.get_parameter("lm_head.weight")
     assert parameter.grad is not None
     before = parameter.grad.clone()
     parameter.requires_grad_(False)
@@ -149,7 +149,7 @@ def test_a_parameter_frozen_between_forward_and_backward_gets_no_gradient() -> N
     case = case_of(1, 1)
     stack = shared_stack(0, case, ())
     loss = stack(*batch_of(case))
-    parameter = stack.model.get_parameter("output.weight")
+    parameter = stack.model.get_parameter("lm_head.weight")
     parameter.requires_grad_(False)
     loss.backward()
     assert parameter.grad is None

@@ -39,7 +39,7 @@ class Habits:
     """What a training loop does beside steps.
 
     clips: by a norm that is small. in_backward: updates are tasks of the backward pass. passes: backward
-    passes per step. freezes: gates and norms, in the second step. evaluates, replans: between steps, the
+    passes per step. freezes: gates, norms, in the second step. evaluates, replans: between steps, the
     latter with gradients in pieces of another size. releases: gradients are given up once they are summed.
     """
 
@@ -142,7 +142,7 @@ def go_on(
 def _change(stack: PipelinedStack, habits: Habits, number: int) -> None:
     if habits.freezes:
         for name, parameter in stack.model.named_parameters():
-            if "gate" in name or "norm" in name:
+            if "gate" in name or "layernorm" in name:
                 parameter.requires_grad_(number != 1)
     if habits.replans and number == 1:
         choice = Decision(schedule="flowmoe", microbatches=1, all_reduce_chunk_bytes=700)

@@ -66,7 +66,7 @@ def released_early(rank: int, case: Case) -> list[int]:
         shared = [stack.parts.replicated_parameters(layer) for layer in range(case.model.num_layers)]
         seen.append(max(n for n, each in enumerate(shared) if any(p.grad is not None for p in each)))
 
-    stack.parts.parts[0].attention.qkv.weight.register_hook(look)  # type: ignore[attr-defined]
+    stack.parts.parts[0].self_attn.q_proj.weight.register_hook(look)  # type: ignore[attr-defined]
     loss_of(stack, rank, case, 0).backward()
     assert all(isinstance(parameter.grad, InShares) for parameter in stack.parameters())
     return seen

@@ -26,7 +26,7 @@ def sharded() -> tuple[PipelinedStack, ShardedAdamW]:
 
 def penalty(stack: PipelinedStack) -> Tensor:
     """Of one parameter: a term that the stack knows nothing of."""
-    return stack.model.get_parameter("token_embedding.weight").square().sum()
+    return stack.model.get_parameter("model.embed_tokens.weight").square().sum()
 
 
 def added_to_the_loss(stack: PipelinedStack) -> None:
@@ -71,7 +71,7 @@ def test_a_gradient_that_is_in_no_share_ends_a_pass_that_updates(
 def without_embedding(rank: int, case: Case, shards: bool) -> str:
     """The refusal of a parameter that another optimiser is meant to train."""
     stack, _ = build(rank, case, Habits(releases=shards), sharded=True)
-    embedding = stack.model.get_parameter("token_embedding.weight")
+    embedding = stack.model.get_parameter("model.embed_tokens.weight")
     rest = [parameter for parameter in stack.parameters() if parameter is not embedding]
     optimizer = ShardedAdamW(stack, [{"params": rest, "weight_decay": 0.0}], lr=0.1, max_norm=1.0)
     with pytest.raises(RuntimeError) as caught:
@@ -92,7 +92,7 @@ def without_embedding(rank: int, case: Case, shards: bool) -> str:
 def test_a_parameter_in_no_group_is_refused(ranks: Pools, shards: bool) -> None:
     case = layout_case((2, 1, 1, 1), "flowmoe", "gather")
     for said in ranks(2).run(without_embedding, case, shards):
-        assert said.startswith("token_embedding.weight is trained and in no group of the ShardedAdamW")
+        assert said.startswith("model.embed_tokens.weight is trained and in no group of the ShardedAdamW")
         assert "add_param_group" in said and "optimizer.sharded=false" in said
 
 

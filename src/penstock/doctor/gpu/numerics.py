@@ -27,7 +27,7 @@ from penstock.doctor.gpu.small import (
     small_run,
 )
 from penstock.mesh import group_sizes, holders
-from penstock.models import GPT
+from penstock.models import MoEDecoder
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.schedule import SCHEDULES
 from penstock.sharding import shardings_of
@@ -190,16 +190,14 @@ def reference_step(num_experts: int, groups: int) -> Step:
     """Return the reference's step on the batch of so many groups of ranks."""
     case = Case(name="reference")
     moe = case.moe_config(num_experts)
-    model = GPT(MODEL, moe)
+    model = MoEDecoder(MODEL, moe)
     model.initialise(0)
     whole: Weights = {}
     for name, parameter in model.named_parameters():
         tensor = parameter.detach().double() * (LARGER if parameter.dim() >= 2 else 1.0)
-        moe_layer = None if ".experts." not in name else model.parts[int(name.split(".")[1])].moe
-        named = [(name, tensor)] if moe_layer is None else moe_layer.by_number(name, tensor)
-        whole |= {each: part.clone().requires_grad_() for each, part in named}
+        whole |= {each: part.clone().requires_grad_() for each, part in model.logical(name, tensor)}
     tokens, labels = batch_of(MODEL, BATCH * groups)
-    loss = reference_loss(whole, MODEL.num_layers, MODEL.num_heads, moe.top_k, tokens, labels)
+    loss = reference_loss(whole, MODEL, moe.top_k, tokens, labels)
     loss.backward()
     gradients = {name: each.grad for name, each in whole.items() if each.grad is not None}
     norm = float(torch.cat([each.flatten() for each in gradients.values()]).norm())

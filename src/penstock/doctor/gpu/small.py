@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.doctor.gpu.here import Here
-from penstock.models import ModelConfig
+from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
@@ -22,7 +22,9 @@ from penstock.train.config import OutputConfig, Precision, RunConfig, TrainConfi
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.update import build_update
 
-MODEL: Final = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, seq_len=8, vocab_size=64)
+MODEL: Final = ModelConfig(
+    num_layers=2, hidden_size=32, num_heads=4, num_key_value_heads=2, seq_len=8, vocab_size=64
+)
 BATCH: Final = 4
 LARGER: Final = 6.0
 """The factor on fresh matrices: with those every part of the model has gradients that matter."""
@@ -142,9 +144,5 @@ def batch_of(model: ModelConfig, samples: int) -> tuple[Tensor, Tensor]:
 
 def logical(stack: PipelinedStack, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a local tensor by the names that one process has for it: experts one by one, by their numbers."""
-    if ".experts." not in name:
-        yield name, tensor
-        return
-    moe = stack.parts.parts[int(name.split(".")[1])].moe
-    assert moe is not None, "a layer with experts"
-    yield from moe.by_number(name, tensor)
+    assert isinstance(stack.model, MoEDecoder), "the small model is one"
+    return stack.model.logical(name, tensor)

@@ -1,4 +1,4 @@
-"""Feed-forward experts: GPT's and Mixtral's.
+"""Feed-forward experts: those of early MoE models, with GELU, and SwiGLU of present ones.
 
 Shapes: R rows, M hidden size, H expert hidden size, E local experts.
 """
@@ -44,7 +44,7 @@ class FeedForwardExperts(StackedExperts):
 
 
 class GeluExperts(FeedForwardExperts):
-    """Two matrices per expert with GELU between (GPT)."""
+    """Two matrices per expert with GELU between."""
 
     inward = ("w_up",)
     w_up: nn.Parameter
@@ -67,6 +67,6 @@ class SwiGLUExperts(FeedForwardExperts):
 
 
 def weight(experts: int, rows: int, columns: int) -> nn.Parameter:
-    """Return stacked matrices [experts, rows, columns], drawn as small as GPT's weights."""
+    """Return stacked matrices [experts, rows, columns], drawn as small as a decoder's weights."""
     made = nn.Parameter(torch.empty(experts, rows, columns))
     return made if made.is_meta else nn.Parameter(nn.init.normal_(made.data, std=INITIAL_STD))

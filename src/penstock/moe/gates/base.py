@@ -113,7 +113,7 @@ class TokenGate(Gate):
 
 
 def linear_weight(rows: int, columns: int) -> nn.Parameter:
-    """Return a gate's matrix, [rows, columns], drawn as small as GPT's weights."""
+    """Return a gate's matrix, [rows, columns], drawn as small as a decoder's weights."""
     weight = nn.Parameter(torch.empty(rows, columns))
     nn.init.normal_(weight, std=min(INITIAL_STD, 1 / math.sqrt(columns)))
     return weight

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config import ConfigError
-from penstock.models import GPT, ModelConfig
-from penstock.models.gpt import Block
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.decoder import Block
 from penstock.moe import MoEConfig, SampleKeys
 from tests.support.draws import draws
 
@@ -33,8 +33,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )
 
 
-def model(config: ModelConfig, ep_size: int = 1, ep_rank: int = 0) -> GPT:
-    made = GPT(config, MoEConfig(num_experts=4, moe_ffn_hidden_size=8), ep_size=ep_size, ep_rank=ep_rank)
+def model(config: ModelConfig, ep_size: int = 1, ep_rank: int = 0) -> MoEDecoder:
+    made = MoEDecoder(
+        config, MoEConfig(num_experts=4, moe_ffn_hidden_size=8), ep_size=ep_size, ep_rank=ep_rank
+    )
     made.initialise(0)
     return made
 
@@ -46,7 +48,7 @@ def keys(samples: int) -> SampleKeys:
     return SampleKeys(0, torch.arange(samples))
 
 
-def hidden(gpt: GPT, tokens_BL: Tensor) -> Tensor:
+def hidden(gpt: MoEDecoder, tokens_BL: Tensor) -> Tensor:
     """The stream behind the last block, run piece by piece."""
     h_BLM = gpt.embed(tokens_BL, keys(len(tokens_BL)))
     for block in gpt.parts:
@@ -105,7 +107,7 @@ def test_head_sums_over_labels_that_count() -> None:
     h_BLM = torch.randn(2, LENGTH, 8, generator=torch.Generator().manual_seed(0))
     labels_BL = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     labels_BL[0, :4] = -100
-    log_share = gpt.output(gpt.final_norm(h_BLM)).log_softmax(-1).detach()
+    log_share = gpt.lm_head(gpt.model.norm(h_BLM)).log_softmax(-1).detach()
     expected = 0.0
     for b, row in enumerate(labels_BL.tolist()):
         expected -= sum(float(log_share[b, t, label]) for t, label in enumerate(row) if label >= 0)
@@ -126,7 +128,7 @@ def test_rows_may_be_those_of_the_residual_stream_where_a_plain_norm_is_all_befo
     norm: nn.Module,
 ) -> None:
     block = model(SMALL).parts[0]
-    block.feed_forward_norm = norm  # type: ignore[assignment]  # a norm is as good as another
+    block.post_attention_layernorm = norm  # type: ignore[assignment]  # a norm is as good as another
     assert block.row_norm is norm
 
 
@@ -146,11 +148,11 @@ def added_otherwise(block: Block) -> None:
 
 
 def dropped(block: Block) -> None:
-    block.feed_forward_dropout.p = 0.5
+    block.mlp_dropout.p = 0.5
 
 
 def another_norm(norm: nn.Module) -> Callable[[Block], None]:
-    return lambda block: setattr(block, "feed_forward_norm", norm)
+    return lambda block: setattr(block, "post_attention_layernorm", norm)
 
 
 def hooked(name: str) -> Callable[[Block], None]:
@@ -161,8 +163,8 @@ MORE = (
     half_added,
     added_otherwise,
     dropped,
-    hooked("feed_forward_dropout"),
-    hooked("feed_forward_norm"),
+    hooked("mlp_dropout"),
+    hooked("post_attention_layernorm"),
     another_norm(nn.LayerNorm((LENGTH, 8))),
     another_norm(nn.Sequential(nn.LayerNorm(8), nn.Dropout(0.5))),
 )

@@ -1,0 +1,125 @@
+"""The model of a checkpoint of `penstock train`, whole on one process, as transformers takes it.
+
+A decoder that is a Qwen3-MoE becomes one of transformers, and generates with a cache. Any other is wrapped:
+it has no cache, and recomputes the whole text for every token.
+Shapes: B samples, L tokens per sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from penstock.adapt.described import quiet
+from penstock.adapt.weights import some_of
+from penstock.checkpoint.storage import Part
+from penstock.config import from_dict
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.qwen3_moe import config_json, lack_of
+from penstock.moe import MoEConfig
+from penstock.topology import Control
+from penstock.train.checkpoint import open_stored, verify
+from penstock.train.resume_settings import check_sizes_given
+from penstock.train.run_state import model_tensors, of_model
+
+
+class WrappedDecoder(PreTrainedModel, GenerationMixin):
+    """A decoder with MoE layers that no model of transformers has, for text on one process."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, model: ModelConfig, moe: MoEConfig, tokenizer_digest: str | None) -> None:
+        config = PreTrainedConfig(tie_word_embeddings=model.tie_word_embeddings, use_cache=False)
+        config.vocab_size, config.max_position_embeddings = model.vocab_size, model.seq_len
+        config.num_hidden_layers, config.tokenizer_digest = model.num_layers, tokenizer_digest
+        super().__init__(config)
+        self.decoder = MoEDecoder(model, moe)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.model.embed_tokens
+
+    def forward(self, input_ids: Tensor, **named: Any) -> CausalLMOutputWithPast:
+        """Return logits [B, L, V]."""
+        del named
+        return CausalLMOutputWithPast(logits=self.decoder(input_ids))
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, **named: Any) -> dict[str, Any]:
+        """Return the last tokens, at most as many as a sample had in training."""
+        del named
+        return {"input_ids": input_ids[:, -self.config.max_position_embeddings :]}
+
+
+def from_checkpoint(path: Path) -> PreTrainedModel:
+    """Return the model of a checkpoint from a run of any layout, whole on this process, for evaluation.
+
+    Args:
+        path: The checkpoint's folder.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint has changed since it was written.
+        ValueError: It holds another model than it says.
+    """
+    record = verify(path, Control(0, 1))
+    if record.settings is None:
+        raise ValueError(f"{path} does not say what model it holds")
+    check_sizes_given(record.settings, path)
+    model: ModelConfig = from_dict(ModelConfig, dict(record.settings["model"]), "model")
+    moe: MoEConfig = from_dict(MoEConfig, dict(record.settings["moe"]), "moe")
+    stored = open_stored(path)
+    saved = {name: shape for name, (shape, _) in stored.whole.items() if of_model(name)}
+    with torch.device("meta"):
+        _check_stored(path, MoEDecoder(model, moe), saved)
+    if lack_of(moe) is None:
+        tensors = {name: torch.empty(stored.whole[name][0], dtype=stored.whole[name][1]) for name in saved}
+        stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
+        return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
+    wrapped = WrappedDecoder(model, moe, record.tokenizer)
+    stored.load({name: Part.of(tensor) for name, tensor, _ in model_tensors(wrapped.decoder)})
+    return wrapped.eval()
+
+
+def as_qwen3_moe(
+    model: ModelConfig, moe: MoEConfig, tensors: Mapping[str, Tensor], tokenizer_digest: str | None = None
+) -> Qwen3MoeForCausalLM:
+    """Return the model of transformers with the weights of a decoder, by their names in checkpoints."""
+    config = Qwen3MoeConfig(**config_json(model, moe, tokenizer_digest=tokenizer_digest))
+    with quiet():
+        made: Qwen3MoeForCausalLM = Qwen3MoeForCausalLM.from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=torch.float32
+        )
+    return made
+
+
+def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shapes by name."""
+    # Compared first, as settings may ask for any number of experts, of which each gets a name below.
+    kept = decoder.state_dict(keep_vars=True).values()
+    numbers = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in kept}.values())
+    held = sum(map(prod, saved.values()))
+    if numbers != held:
+        raise ValueError(
+            f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
+            "Give the path of another checkpoint"
+        )
+    wanted = {name: tensor.shape for name, tensor, _ in model_tensors(decoder)}
+    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
+    if missing or unexpected or misshapen:
+        raise ValueError(
+            f"{path} holds another model than its settings say: missing {some_of(missing)}, unexpected "
+            f"{some_of(unexpected)}, of other shapes {some_of(sorted(misshapen))}. Give the path of another "
+            "checkpoint"
+        )

@@ -1,0 +1,242 @@
+"""The decoder as Qwen3-MoE of transformers: its configuration, and names and shapes of its weights in files.
+
+A decoder whose MoE layers do what Qwen3-MoE's do is described by a `config.json` and read by transformers as
+`qwen3_moe`, without Penstock; any other is refused by the setting that Qwen3-MoE lacks. The other way round,
+such a `config.json` is the configuration of a decoder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.config import UNSET, ConfigError, from_dict, read_json
+from penstock.models.config import ModelConfig
+from penstock.moe import MoEConfig
+
+MODEL_TYPE: Final = "qwen3_moe"
+CONFIG: Final = "config.json"
+
+EXPERT: Final = re.compile(r"(?P<experts>.*\.experts)\.w_(?P<matrix>gate|up|down)\.(?P<number>\d+)")
+"""Name of a matrix of one expert in checkpoints of the decoder, [M, H] or [H, M] for `x @ w`."""
+
+ANYWAY: Final = "Every value is possible in training; only such a model cannot be one of transformers."
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that Qwen3-MoE does not have. key: the setting. has: whether a decoder has it. why: what
+    Qwen3-MoE does instead."""
+
+    key: str
+    has: Callable[[MoEConfig], bool]
+    why: str
+
+    def value(self, moe: MoEConfig) -> object:
+        """Return the value of the setting."""
+        return getattr(moe, self.key.partition(".")[2])
+
+
+LACKS: Final = (
+    Lack("moe.gate", lambda moe: moe.gate != "softmax", "Qwen3-MoE's router is a softmax"),
+    Lack("moe.expert", lambda moe: moe.expert != "swiglu", "Qwen3-MoE's experts are SwiGLU"),
+    Lack(
+        "moe.shared_ffn_hidden_size",
+        lambda moe: moe.shared_ffn_hidden_size > 0,
+        "Qwen3-MoE has no shared experts",
+    ),
+    Lack(
+        "moe.num_groups",
+        lambda moe: moe.expert_groups is not None,
+        "Qwen3-MoE's tokens choose among all experts",
+    ),
+    Lack(
+        "moe.expert_bias_rate",
+        lambda moe: moe.expert_bias_rate > 0,
+        "Qwen3-MoE's experts have no bias in the choice",
+    ),
+    Lack(
+        "moe.routed_scaling_factor",
+        lambda moe: moe.routed_scaling_factor != 1.0,
+        "Qwen3-MoE does not scale weights",
+    ),
+    Lack(
+        "moe.capacity_factor",
+        lambda moe: moe.capacity_factor is not None,
+        "Qwen3-MoE drops no tokens, so that it would compute something else",
+    ),
+)
+
+
+def lack_of(moe: MoEConfig) -> ConfigError | None:
+    """Return an error about the first setting that Qwen3-MoE lacks; None for a decoder that is one."""
+    for lack in LACKS:
+        if lack.has(moe):
+            return ConfigError(lack.key, lack.value(moe), lack.why, ANYWAY)
+    return None
+
+
+def config_json(model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | None = None) -> dict[str, Any]:
+    """Return the content of `config.json`.
+
+    Args:
+        model: Section `[model]` of the run.
+        moe: Section `[moe]`. Settings that matter in training alone are kept as `penstock_training`.
+        tokenizer_digest: sha256 of the tokenizer of its text, or `bytes`.
+
+    Raises:
+        ConfigError: A setting is none of Qwen3-MoE.
+    """
+    if (error := lack_of(moe)) is not None:
+        raise error
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "dtype": "float32",
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_size,
+        "intermediate_size": model.dense_hidden_size,
+        "moe_intermediate_size": moe.moe_ffn_hidden_size,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.renormalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.seq_len,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.rms_norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "router_aux_loss_coef": moe.aux_loss_coeff,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tokenizer_digest": tokenizer_digest,
+        "penstock_training": {
+            "dropout": model.dropout,
+            "aux_loss_group": moe.aux_loss_group,
+            "z_loss_coeff": moe.z_loss_coeff,
+        },
+    }
+
+
+def in_files(name: str) -> tuple[str, bool]:
+    """Return the name of a weight in files of transformers, and whether it is transposed there.
+
+    Args:
+        name: As checkpoints of the decoder have it, experts by `...experts.w_gate.NUMBER`.
+    """
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        return name, False
+    return f"{found['experts']}.{found['number']}.{found['matrix']}_proj.weight", True
+
+
+# ---- from a configuration of transformers ------------------------------------------------------------------
+
+REQUIRED: Final = {
+    "hidden_size": "model.hidden_size",
+    "num_hidden_layers": "model.num_layers",
+    "num_attention_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_key_value_heads",
+    "vocab_size": "model.vocab_size",
+    "moe_intermediate_size": "moe.moe_ffn_hidden_size",
+    "num_experts": "moe.num_experts",
+    "num_experts_per_tok": "moe.top_k",
+}
+"""Keys of `config.json` without which the model is not known, and the settings that they are here."""
+
+ALSO: Final = {"num_experts": "num_local_experts"}
+"""Other names of keys: transformers 5.24 writes them."""
+
+OPTIONAL: Final = {
+    "head_dim": "model.head_dim",
+    "intermediate_size": "model.ffn_hidden_size",
+    "rms_norm_eps": "model.rms_norm_eps",
+    "tie_word_embeddings": "model.tie_word_embeddings",
+    "norm_topk_prob": "moe.norm_topk_prob",
+}
+
+ONLY: Final[Mapping[str, tuple[object, ...]]] = {
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "attention_dropout": (0, 0.0),
+    "hidden_act": ("silu",),
+}
+"""Keys that may have these values alone: the decoder has nothing else."""
+
+
+def sections_of(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings of sections `[model]` and `[moe]` that a `config.json` stands for.
+
+    Args:
+        path: The file, or the folder in which it lies.
+
+    Raises:
+        ConfigError: The file is of another model, or says what the decoder cannot do.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
+    if not isinstance(table, dict) or table.get("model_type") != MODEL_TYPE:
+        kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
+        why = f"the decoder is a {MODEL_TYPE}"
+        hint = "Train another family with penstock.parallelize."
+        raise ConfigError(f"{file}: model_type", kind, why, hint)
+    for key, allowed in ONLY.items():
+        if table.get(key, allowed[0]) not in allowed:
+            raise ConfigError(
+                f"{file}: {key}", table[key], "the decoder does not have it", f"Use {allowed[0]}."
+            )
+    found: dict[str, dict[str, Any]] = {"model": {}, "moe": {}}
+    for key, setting in (REQUIRED | OPTIONAL).items():
+        section, _, name = setting.partition(".")
+        value = table.get(key, table.get(ALSO.get(key, key)))
+        if value is not None:
+            found[section][name] = value
+        elif key in REQUIRED:
+            raise ConfigError(
+                f"{file}: {key}", UNSET, "is missing, and the model is not known without", "Add it."
+            )
+    found["model"]["rope_theta"] = _theta(table, file)
+    found["moe"] |= {"expert": "swiglu", "norm_topk_prob": found["moe"].get("norm_topk_prob", False)}
+    checked: ModelConfig = from_dict(ModelConfig, found["model"], "model")
+    from_dict(MoEConfig, found["moe"], "moe")
+    found["model"]["moe_layers"] = _moe_layers(table, checked.num_layers, file)
+    return found
+
+
+def _theta(table: Mapping[str, Any], file: Path) -> float:
+    """Return the base of the rotary positions, which earlier files have outside of `rope_parameters`."""
+    rope = table.get("rope_parameters") or table.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind != "default":
+        why = "positions of the decoder are not scaled"
+        raise ConfigError(f"{file}: rope_parameters.rope_type", kind, why, "Use default.")
+    theta = rope.get("rope_theta", table.get("rope_theta", 10_000.0))
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
+    return float(theta)
+
+
+def _moe_layers(table: Mapping[str, Any], layers: int, file: Path) -> tuple[int, ...] | None:
+    """Return which layers have experts; None = all."""
+    step = table.get("decoder_sparse_step", 1)
+    dense = table.get("mlp_only_layers") or []
+    whole = [*dense, step] if isinstance(dense, list) else [dense]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in whole) or step < 1:
+        why = "layers are counted by whole numbers"
+        raise ConfigError(f"{file}: mlp_only_layers", dense, why, "Copy the file again.")
+    found = tuple(each for each in range(layers) if each not in dense and (each + 1) % step == 0)
+    return None if len(found) == layers else found

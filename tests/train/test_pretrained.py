@@ -1,0 +1,107 @@
+"""Weights of a Qwen3-MoE of transformers, read by every rank of any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.config import ConfigError
+from penstock.models import ModelConfig, MoEDecoder
+from penstock.models.qwen3_moe import sections_of
+from penstock.moe import MoEConfig
+from penstock.train.pretrained import has_weights, read_weights
+from tests.support.adapted import small
+from tests.support.close import check_close
+from tests.support.joining import joined
+from tests.support.layouts import layout_case
+from tests.support.parity import Case, logical, parts_of, stack_of
+from tests.support.ranks import Pools
+from tests.support.reference_moe import Weights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As transformers saves it, in several files."""
+    path = tmp_path_factory.mktemp("pretrained")
+    small("qwen3_moe", vocab_size=64).save_pretrained(path, max_shard_size="20KB")
+    assert len(list(path.glob("*.safetensors"))) > 1 and has_weights(path)
+    return path
+
+
+def configs(folder: Path) -> tuple[ModelConfig, MoEConfig]:
+    found = sections_of(folder)
+    return ModelConfig(**found["model"], seq_len=5), MoEConfig(**found["moe"])
+
+
+def read_by(rank: int, case: Case, folder: Path) -> tuple[Weights, Any]:
+    """What a rank holds after it has read its part, by logical name."""
+    stack = stack_of(rank, case)
+    assert isinstance(stack.model, MoEDecoder)
+    read_weights(stack.model, folder)
+    return logical(stack, {n: p.detach() for n, p in stack.model.named_parameters()}), parts_of(stack)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 1, 2), (4, 2, 2, 1)], ids=str)
+def test_ranks_together_hold_the_model(ranks: Pools, folder: Path, layout: tuple[int, int, int, int]) -> None:
+    model, moe = configs(folder)
+    case = replace(layout_case(layout, "flowmoe", "gather"), model=model, moe=moe, double=False)
+    found = joined(ranks(layout[0]).run(read_by, case, folder))
+    theirs = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert len(found) == len(theirs)
+    for name, tensor in found.items():
+        there, number = name, name.rpartition(".")[2]
+        if ".experts." in name:
+            kind = name.split(".")[-2].removeprefix("w_")
+            there = f"{name.partition('.experts.')[0]}.experts.{number}.{kind}_proj.weight"
+        check_close(tensor.t() if ".experts." in name else tensor, theirs[there], 0.0, name)
+
+
+def lacking(name: str) -> Callable[[Weights], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def also_holding(name: str) -> Callable[[Weights], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(2)})
+
+
+def of_another_shape(name: str) -> Callable[[Weights], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(3, 3)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lacking("model.norm.weight"), "lacks model.norm.weight"),
+        (lacking("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks model.layers.1.mlp.experts.3.up"),
+        (also_holding("model.layers.0.self_attn.q_proj.bias"), "also holds model.layers.0.self_attn.q_proj"),
+        (of_another_shape("lm_head.weight"), "has in another shape lm_head.weight"),
+        (
+            of_another_shape("model.layers.0.mlp.experts.0.down_proj.weight"),
+            "experts.0.down_proj.weight",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    folder: Path, tmp_path: Path, change: Callable[[Weights], object], words: str
+) -> None:
+    tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        read_weights(MoEDecoder(*configs(folder)), tmp_path)
+    assert caught.value.key == "model.config" and words in caught.value.why
+
+
+def test_a_folder_without_weights_is_a_configuration_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
+    assert not has_weights(tmp_path) and not has_weights(folder / "config.json")
+    (tmp_path / "model.safetensors").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"model\.config.*cannot be read"):
+        read_weights(MoEDecoder(*configs(folder)), tmp_path)
