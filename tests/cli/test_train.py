@@ -191,7 +191,8 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
 ) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
     process = start_launcher("train", config, "train.checkpoint_every=4", stderr=errors)
-    wait_until(lambda: len(losses(folder)) >= 5, process)
+    first = folder / "checkpoints" / "step-00000004"  # written beside the steps
+    wait_until(lambda: len(losses(folder)) >= 5 and first.is_dir(), process)
     os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
     assert process.wait(timeout=HANG_S) == 1
     text = errors.read_text()
