@@ -145,7 +145,10 @@ def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple
     """Return the configuration with its layout chosen, and the ranks that run it."""
     control = Control(info.rank, info.world_size)
     check_alike(config, control)
+    control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
     config = on_device(config.resolved(info.world_size), device)
+    if config.model.config is not None:
+        check_alike(config, control)  # files of the same name may differ between machines
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
     return Autopilot.layout(config, ranks, None, _speaker(info.rank)), ranks

@@ -36,6 +36,7 @@ from penstock.topology.groups import TransportName
 from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
+from penstock.train.pretrained import has_weights, read_weights
 
 
 def build_machinery(
@@ -93,9 +94,12 @@ def build_stack(
     make_moe: MakeLayer | None = None,
     plan: StepPlan | None = None,
     moving: ExpertMoving | None = None,
+    *,
+    begins: bool = True,
 ) -> PipelinedStack:
     """Build the model of `config` on this rank, initialised from its seed, with its first plan.
 
+    begins: with the weights in `model.config`, if it has any; False where other weights will be loaded.
     make_moe: makes MoE layers that `config.moe` cannot describe. plan: the first plan; None = the one that
     section [schedule] describes. moving: how guests are planned where experts move; None = with the costs of
     section [cluster].
@@ -104,6 +108,9 @@ def build_stack(
     model = model_of(config.model, config.moe, layout, make_moe)
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
+    path = config.model.config
+    if begins and path is not None and has_weights(path):
+        machinery.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
     make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
     placement = config.placement
     return PipelinedStack(

@@ -17,7 +17,6 @@ from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
-from penstock.models import MoEDecoder
 from penstock.moe import update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
@@ -45,7 +44,6 @@ from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
-from penstock.train.pretrained import has_weights, read_weights
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
@@ -117,8 +115,13 @@ class Trainer:
         self.batches = ReadAhead(self.source.stream, device)
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
-        self.stack = build_stack(config, machinery, plan=self.pilot.plan, moving=self.pilot.moving)
-        self._begin_with(config.model.config)
+        self.stack = build_stack(
+            config,
+            machinery,
+            plan=self.pilot.plan,
+            moving=self.pilot.moving,
+            begins=self.resumption is None,
+        )
         self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
@@ -143,13 +146,6 @@ class Trainer:
         self.analysis: StepAnalysis | None = None
         self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
-
-    def _begin_with(self, path: Path | None) -> None:
-        """Read the weights in `model.config` for a run that does not continue another."""
-        if path is not None and self.resumption is None and has_weights(path):
-            model = self.stack.model
-            assert isinstance(model, MoEDecoder), "a run trains no other model"
-            self.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
