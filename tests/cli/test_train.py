@@ -191,7 +191,9 @@ def test_killed_rank_is_named_and_the_run_resumes_to_the_same_losses(
 ) -> None:
     config, errors, folder = write_config(tmp_path), tmp_path / "stderr", tmp_path / "run"
     process = start_launcher("train", config, "train.checkpoint_every=4", stderr=errors)
-    wait_until(lambda: len(losses(folder)) >= 5, process)
+    wait_until(lambda: complete_checkpoints(folder / "checkpoints") != [], process)
+    done = len(losses(folder))
+    wait_until(lambda: len(losses(folder)) > done, process)  # in a step, and in no exchange after one
     os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
     assert process.wait(timeout=HANG_S) == 1
     text = errors.read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import stops
+from penstock.checkpoint.storage import Saving
 from penstock.cli import main, train_rank
 from penstock.models import MoEDecoder
 from penstock.stops import STOPS
@@ -26,7 +27,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "building the model": (trainer, "build_stack", 1),
     "in the first step": (MoEDecoder, "head", 1),
     "before step 3": (BatchStream, "batch", 3),
-    "in the second save": (checkpoint, "save", 2),
+    "in the second save": (checkpoint, "Saving", 2),
     "after step 4": (StopRequests, "agreed", 4),
     "in the last evaluation": (trainer, "evaluate", 2),
     "summing up": (trainer, "summarise", 1),
@@ -44,11 +45,20 @@ def ask(numbers: list[signal.Signals], folder: Path | None) -> None:
         signal.raise_signal(number)
 
 
+class Written(Saving):
+    """Writes at once, so that what was saved before a place does not depend on the disk."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.wait()
+
+
 if __name__ == "__main__":
     place, names = sys.argv[1:3]
     wanted = [signal.Signals[name] for name in names.split(",")]
     stops.GRACE_S = 60.0  # on a slow machine nothing here stands still
     vars(stopping)["SAME_REQUEST_S"] = -1.0
+    vars(checkpoint)["Saving"] = Written
     owner, name, calls = PLACES[place]
     before(
         owner, name, partial(ask, wanted, None if place in OF_ONE else Path(sys.argv[4]).parent), calls=calls

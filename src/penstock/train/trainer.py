@@ -329,6 +329,7 @@ class Trainer:
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
         self._describe()
+        self.saved = self.checkpoints.poll() or self.saved
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         """Undo the step; end the run if too many steps in a row were skipped."""
