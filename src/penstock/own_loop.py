@@ -160,7 +160,7 @@ def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) 
     pilot = Autopilot(config, machinery, None, _speaker(layout.rank))
     make = None if make_moe is None else partial(_layer, make_moe, layout)
     plan = pilot.plan if make is None else None  # other layers may have other tasks: only the choice holds
-    stack = build_stack(pilot.config, machinery, plan=plan, moving=pilot.moving, make_moe=make)
+    stack = build_stack(pilot.config, machinery, plan=plan, moving=pilot.moving, make_moe=make, begins=True)
     stack.timed = False  # nothing here reads when tasks ran
     return Session(model=stack, config=pilot.config, layout=layout, device=machinery.device)
 

@@ -61,14 +61,24 @@ def test_one_queue_for_all_streams_is_refused(connections: str, refused: bool) -
 
 
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("own", [{}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "none"},
+    ],
+)
 def test_nccl_ends_the_process_unless_ranks_watch(
     monkeypatch: pytest.MonkeyPatch, watched: bool, own: dict[str, str]
 ) -> None:
     monkeypatch.setattr(gpu_groups, "is_watched", lambda: watched)
     environ = dict(own)
+    by_user = bool(own) and "TORCHELASTIC_RUN_ID" not in own  # torchrun sets it to 1 where nobody has
     with gpu_groups.left_to_the_watch(CUDA, environ):
-        assert environ == (own or ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched else {}))
+        changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"} if watched and not by_user else {}
+        assert environ == own | changed
     assert environ == own, "groups that others make are as before"
     assert not faults.is_watched()
 

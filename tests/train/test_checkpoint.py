@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.checkpoint import folder
 from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
 from penstock.checkpoint.storage import CheckpointError, DamagedCheckpointError
-from penstock.config import ConfigError
+from penstock.config import ConfigError, HintWarning
 from penstock.device import Cpu, using
 from penstock.train.checkpoint import Checkpoints
 from tests.support.checkpoints import (
@@ -330,6 +331,35 @@ def test_no_room_leaves_nothing_under_a_final_name(
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002"], "the disk is full enough"
     ranks(world_size).run(loaded_by, case, tmp_path / "step-00000002")
+
+
+def test_what_other_programs_leave_in_a_folder_does_not_belong_to_a_checkpoint(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    path = run.save(2, papers=lambda folder: (folder / ".DS_Store").write_text("view"))
+    assert bare(0, CASE, tmp_path).load(path) == 2
+
+
+def test_a_save_whose_folder_is_taken_away_saves_nothing(tmp_path: Path) -> None:
+    run = trained(0, CASE, tmp_path)
+    run.begin(2)
+    run._pending[0].saving.wait()
+    shutil.rmtree(run._pending[0].saving.folder)
+    assert run.finish() is None and complete_checkpoints(tmp_path) == []
+
+
+def test_older_checkpoints_that_cannot_be_removed_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained(0, CASE, tmp_path, keep=1)
+    run.save(2)
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(folder, "_hide", busy)
+    with pytest.warns(HintWarning, match=r"step-00000003 is saved, and then .*busy"):
+        assert run.save(3).name == "step-00000003"
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
 def test_what_a_killed_save_has_left_goes(tmp_path: Path) -> None:

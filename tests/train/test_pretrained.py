@@ -16,7 +16,7 @@ from penstock.config import ConfigError
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import sections_of
 from penstock.moe import MoEConfig
-from penstock.train.pretrained import has_weights, read_weights
+from penstock.train.pretrained import begin_with, files_of, read_weights
 from tests.support.adapted import small
 from tests.support.close import check_close
 from tests.support.joining import joined
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As transformers saves it, in several files."""
     path = tmp_path_factory.mktemp("pretrained")
     small("qwen3_moe", vocab_size=64).save_pretrained(path, max_shard_size="20KB")
-    assert len(list(path.glob("*.safetensors"))) > 1 and has_weights(path)
+    assert len(list(path.glob("*.safetensors"))) > 1 and files_of(path)
     return path
 
 
@@ -63,6 +63,30 @@ def test_ranks_together_hold_the_model(ranks: Pools, folder: Path, layout: tuple
         check_close(tensor.t() if ".experts." in name else tensor, theirs[there], 0.0, name)
 
 
+def begun_by(rank: int, case: Case, folders: list[Path]) -> str:
+    """The error of ranks that begin with folders of their own."""
+    stack = stack_of(rank, case)
+    assert isinstance(stack.model, MoEDecoder)
+    try:
+        begin_with(stack.model, folders[rank], stack.machinery.control)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_begin_with_the_same_files_or_not_at_all(ranks: Pools, folder: Path, tmp_path: Path) -> None:
+    model, moe = configs(folder)
+    case = replace(layout_case((2, 1, 2, 1), "flowmoe", "gather"), model=model, moe=moe, double=False)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert ranks(2).run(begun_by, case, [folder, folder]) == ["", ""]
+    first, second = ranks(2).run(begun_by, case, [folder, tmp_path])
+    assert first.startswith("model.config = ") and "on rank 1 no weights" in first
+    assert "on rank 1 no weights" in second
+    (tmp_path / "model.safetensors").write_text("nothing")
+    broken = ranks(2).run(begun_by, case, [tmp_path, tmp_path])
+    assert all("cannot be read" in each for each in broken)
+
+
 def lacking(name: str) -> Callable[[Weights], object]:
     return lambda tensors: tensors.pop(name)
 
@@ -75,12 +99,17 @@ def of_another_shape(name: str) -> Callable[[Weights], object]:
     return lambda tensors: tensors.update({name: torch.zeros(3, 3)})
 
 
+def in_another_type(name: str) -> Callable[[Weights], object]:
+    return lambda tensors: tensors.update({name: tensors[name].to(torch.int64)})
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lacking("model.norm.weight"), "lacks model.norm.weight"),
         (lacking("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks model.layers.1.mlp.experts.3.up"),
         (also_holding("model.layers.0.self_attn.q_proj.bias"), "also holds model.layers.0.self_attn.q_proj"),
+        (in_another_type("model.norm.weight"), "model.norm.weight has numbers of type torch.int64"),
         (of_another_shape("lm_head.weight"), "has in another shape lm_head.weight"),
         (
             of_another_shape("model.layers.0.mlp.experts.0.down_proj.weight"),
@@ -101,7 +130,14 @@ def test_weights_of_another_model_are_refused(
 
 def test_a_folder_without_weights_is_a_configuration_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
-    assert not has_weights(tmp_path) and not has_weights(folder / "config.json")
+    assert not files_of(tmp_path) and not files_of(folder / "config.json")
+    drawn = MoEDecoder(*configs(folder))
+    before = {name: parameter.detach().clone() for name, parameter in drawn.named_parameters()}
+    read_weights(drawn, tmp_path)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in drawn.named_parameters())
+    (tmp_path / "adapter_model.safetensors").write_text("nothing")
+    with pytest.raises(ConfigError, match=r"model\.config.*adapter_model.safetensors, and neither"):
+        read_weights(drawn, tmp_path)
     (tmp_path / "model.safetensors").write_text("nothing")
     with pytest.raises(ConfigError, match=r"model\.config.*cannot be read"):
         read_weights(MoEDecoder(*configs(folder)), tmp_path)

@@ -89,6 +89,8 @@ class Found:
             hidden_size=self.config.hidden_size,
             vocab_size=self.config.vocab_size,
             heads=setting_of(self.config, "num_attention_heads", 1),
+            key_value_heads=setting_of(self.config, "num_key_value_heads"),
+            head_dim=setting_of(self.config, "qk_head_dim") or setting_of(self.config, "head_dim"),
             dense_width=self._dense_width,
             shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
             expert_matrices=self.family.form.matrices(core_of(self.experts[0])),

@@ -47,16 +47,31 @@ UNKNOWN = (("samples", "masks and positions, which are the model's own, do not m
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model for a plan. element_bytes: of its activations."""
+    """Sizes of a model for a plan. key_value_heads, head_dim: None = as many as heads, of the width that is
+    left. element_bytes: of its activations."""
 
     hidden_size: int
     vocab_size: int
     heads: int
+    key_value_heads: int | None
+    head_dim: int | None
     dense_width: int
     shared_width: int
     expert_matrices: int
     element_bytes: int
     moe: MoEConfig
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values, as far as several of queries share one evenly."""
+        groups = self.key_value_heads or self.heads
+        return groups if self.heads % groups == 0 else self.heads
+
+    @property
+    def width(self) -> int:
+        """Width of a head, rounded up to an even number."""
+        width = self.head_dim or max(1, self.hidden_size // self.heads)
+        return width + width % 2
 
     def workload(
         self,
@@ -87,6 +102,8 @@ class ModelSizes:
             partial_by_form=gradients.partial_by_form,
             mp_size=layout.mp_size,
             esp_size=layout.esp_size,
+            attention_size=self.heads * self.width,
+            key_value_size=self.groups * self.width,
             dense_ffn_hidden_size=self.dense_width,
             wire_row_bytes=self.moe.row_bytes(self.hidden_size, self.element_bytes),
             dispatch=self.moe.dispatch,
@@ -106,7 +123,9 @@ class ModelSizes:
             model=ModelConfig(
                 num_layers=shape.num_layers,
                 hidden_size=self.hidden_size,
-                num_heads=self.heads if self.hidden_size % self.heads == 0 else 1,
+                num_heads=self.heads,
+                num_key_value_heads=self.groups,
+                head_dim=self.width,
                 seq_len=max(1, length),
                 vocab_size=max(256, self.vocab_size),
                 moe_layers=tuple(layer for layer, moe in enumerate(shape.moe_layers) if moe),

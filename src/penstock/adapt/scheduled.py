@@ -272,7 +272,12 @@ def _num_parameters(plain: Any) -> Callable[..., int]:
         counted = [(n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable]
         held = sum(parameter.numel() for name, parameter in counted if name in spread)
         elsewhere = held * (engine.layout.ep_size - 1)
-        elsewhere += sum(p.numel() * (engine.layout.mp_size - 1) for _, p in counted if sharding_of(p))
+        left_out = self.get_input_embeddings().weight if exclude_embeddings else None
+        elsewhere += sum(
+            p.numel() * (engine.layout.mp_size - 1)
+            for _, p in counted
+            if sharding_of(p) and p is not left_out
+        )
         total: int = plain.num_parameters(self, only_trainable, exclude_embeddings) + elsewhere
         return total
 

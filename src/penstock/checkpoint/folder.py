@@ -28,7 +28,8 @@ FORMAT: Final = 3
 GLOBAL_BATCH: Final = "data.batch_per_device x (processes / mp_size)"
 MOST_RECORD_BYTES: Final = 1 << 27
 MOST_SUMS_BYTES: Final = 1 << 24
-LINE: Final = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9][A-Za-z0-9._-]{0,199})\n", re.ASCII)
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
+LINE: Final = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})\n", re.ASCII)
 """A digest and a name inside the folder: no name of this form leads out of it."""
 
 DAMAGE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO})
@@ -221,13 +222,15 @@ def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str]
 
     digests: of the files whose writers have computed them.
     """
-    names = sorted(path.name for path in work.iterdir())
+    # Not what other programs leave in a folder, such as .DS_Store, .nfs0001 and locks of synchronisers.
+    names = sorted(path.name for path in work.iterdir() if NAME.fullmatch(path.name) and path.is_file())
     if unseen := sorted(digests.keys() - set(names)):
         raise OSError(f"rank 0 does not see {unseen[0]}, which another rank has written: use a shared folder")
     Record(**{**vars(record), "files": names}).write(work)
     others = {name: digest_of(work / name) for name in (*names, RECORD) if name not in digests}
     write_sums(work, {**digests, **others})
-    make_durable(work)
+    for each in (*(work / name for name in others), work):
+        make_durable(each)
     _name(work, final)
     found = complete_checkpoints(final.parent)
     for old in found:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -38,6 +40,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -406,15 +409,28 @@ def write_index(folder: Path, kind: str) -> None:
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
+class _Named(FileSystem):
+    """What torch's reader takes for a folder: files by name."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        del path
+        return self._files
+
+
 class Stored:
     """The tensors in all shards of `folder`. Raises DamagedError if one is not what it should be.
 
-    names: of the shards, which must be all that are there. whole: shape and type of each tensor whose name
-    begins with `prefix`, by name.
+    names: of the shards, which must be all that are there, unless there may be `others`. whole: shape and
+    type of each tensor whose name begins with `prefix`, by name.
     """
 
-    def __init__(self, folder: Path, names: Collection[str], prefix: str = "") -> None:
-        for name in {*names, *(path.name for path in folder.glob(f"*{SUFFIX}"))}:
+    def __init__(
+        self, folder: Path, names: Collection[str], prefix: str = "", *, others: bool = False
+    ) -> None:
+        for name in {*names, *(path.name for path in folder.glob(f"*{SUFFIX}") if not others)}:
             if name not in names:
                 raise DamagedError(f"{name} does not belong to it")
             open_regular(folder / name).close()
@@ -425,6 +441,7 @@ class Stored:
                 raise DamagedError(f"{name} is no safetensors file: {error}") from error
         try:
             self._reader = HuggingFaceStorageReader(str(folder))
+            self._reader.fs = _Named([str(folder / name) for name in names])
             self._metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
             described = self._metadata.state_dict_metadata.items()
@@ -443,7 +460,7 @@ class Stored:
         planner.metadata = self._metadata
         try:
             self._reader.read_data(planner.create_local_plan(), planner)
-        except (SafetensorError, AssertionError, KeyError, ValueError) as error:
+        except (SafetensorError, AssertionError, KeyError, ValueError, RuntimeError) as error:
             raise DamagedError(f"its shards cannot be read: {_said(error)}") from error
 
 
@@ -454,9 +471,20 @@ def _checked(name: str, found: Any) -> tuple[torch.Size, torch.dtype]:
     inside = all(
         len(chunk.offsets) == len(found.size) and min(chunk.offsets, default=0) >= 0 for chunk in found.chunks
     )
-    if not inside or filled != prod(found.size):
+    if not inside or filled != prod(found.size) or _overlap(found.chunks):
         raise DamagedError(f"the parts of {name} {list(found.size)} have {filled} numbers")
     return found.size, found.properties.dtype
+
+
+def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether two boxes of a tensor have a number in common. They are few: one per rank or two."""
+    return any(
+        all(
+            a < b + n and b < a + m
+            for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        )
+        for one, other in combinations(chunks, 2)
+    )
 
 
 def _said(error: Exception) -> str:

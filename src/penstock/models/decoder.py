@@ -129,13 +129,17 @@ class Attention(nn.Module):
         heads_BHLK = self.rotary(torch.cat((q_BALK, k_BGLK), dim=1), documents_BL)
         q_BALK, k_BGLK = heads_BHLK.split((q_BALK.shape[1], k_BGLK.shape[1]), dim=1)
         mask_BALL = None if documents_BL is None else _seen(documents_BL).unsqueeze(1)
+        grouped = self.shares_keys and mask_BALL is None
+        if self.shares_keys and not grouped:  # with a mask no fast kernel of a GPU takes grouped heads
+            times = q_BALK.shape[1] // k_BGLK.shape[1]
+            k_BGLK, v_BGLK = (each.repeat_interleave(times, dim=1) for each in (k_BGLK, v_BGLK))
         mixed_BALK = F.scaled_dot_product_attention(
             q_BALK,
             k_BGLK,
             v_BGLK,
             attn_mask=mask_BALL,
             is_causal=mask_BALL is None,
-            enable_gqa=self.shares_keys,
+            enable_gqa=grouped,
         )
         out_BLM: Tensor = self.o_proj(mixed_BALK.transpose(1, 2).flatten(2))
         return out_BLM

@@ -79,19 +79,25 @@ def lack_of(moe: MoEConfig) -> ConfigError | None:
     return None
 
 
-def config_json(model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | None = None) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | None = None, like: Path | None = None
+) -> dict[str, Any]:
     """Return the content of `config.json`.
 
     Args:
         model: Section `[model]` of the run.
         moe: Section `[moe]`. Settings that matter in training alone are kept as `penstock_training`.
         tokenizer_digest: sha256 of the tokenizer of its text, or `bytes`.
+        like: The configuration with which the run has begun, from which what training does not change is
+            taken: special tokens, and how many positions the model has.
 
     Raises:
         ConfigError: A setting is none of Qwen3-MoE.
     """
     if (error := lack_of(moe)) is not None:
         raise error
+    given = {} if like is None else _table(like)[1]
+    positions = given.get("max_position_embeddings")
     dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -110,7 +116,7 @@ def config_json(model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | N
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
         "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.seq_len,
+        "max_position_embeddings": max(model.seq_len, positions if isinstance(positions, int) else 0),
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "rope_theta": model.rope_theta,
         "rms_norm_eps": model.rms_norm_eps,
@@ -120,9 +126,7 @@ def config_json(model: ModelConfig, moe: MoEConfig, *, tokenizer_digest: str | N
         "hidden_act": "silu",
         "use_sliding_window": False,
         "router_aux_loss_coef": moe.aux_loss_coeff,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **{f"{name}_token_id": given.get(f"{name}_token_id") for name in ("bos", "eos", "pad")},
         "tokenizer_digest": tokenizer_digest,
         "penstock_training": {
             "dropout": model.dropout,
@@ -187,13 +191,7 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: The file is of another model, or says what the decoder cannot do.
     """
-    file = path / CONFIG if path.is_dir() else path
-    table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
-    if not isinstance(table, dict) or table.get("model_type") != MODEL_TYPE:
-        kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
-        why = f"the decoder is a {MODEL_TYPE}"
-        hint = "Train another family with penstock.parallelize."
-        raise ConfigError(f"{file}: model_type", kind, why, hint)
+    file, table = _table(path)
     for key, allowed in ONLY.items():
         if table.get(key, allowed[0]) not in allowed:
             raise ConfigError(
@@ -217,14 +215,29 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file and the table of a Qwen3-MoE. Raises ConfigError for any other."""
+    file = path / CONFIG if path.is_dir() else path
+    table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
+    if not isinstance(table, dict) or table.get("model_type") != MODEL_TYPE:
+        kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
+        why = f"the decoder is a {MODEL_TYPE}"
+        raise ConfigError(f"{file}: model_type", kind, why, "Train another family with penstock.parallelize.")
+    return file, table
+
+
 def _theta(table: Mapping[str, Any], file: Path) -> float:
     """Return the base of the rotary positions, which earlier files have outside of `rope_parameters`."""
-    rope = table.get("rope_parameters") or table.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        why = "positions of the decoder are not scaled"
-        raise ConfigError(f"{file}: rope_parameters.rope_type", kind, why, "Use default.")
-    theta = rope.get("rope_theta", table.get("rope_theta", 10_000.0))
+    theta = table.get("rope_theta", 10_000.0)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = table.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{file}: {key}", rope, "must be a table", "Leave it out.")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            why = "positions of the decoder are not scaled"
+            raise ConfigError(f"{file}: {key}.rope_type", kind, why, "Use default.")
+        theta = rope.get("rope_theta", theta)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
     return float(theta)
@@ -234,9 +247,14 @@ def _moe_layers(table: Mapping[str, Any], layers: int, file: Path) -> tuple[int,
     """Return which layers have experts; None = all."""
     step = table.get("decoder_sparse_step", 1)
     dense = table.get("mlp_only_layers") or []
-    whole = [*dense, step] if isinstance(dense, list) else [dense]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in whole) or step < 1:
-        why = "layers are counted by whole numbers"
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        why = "every so many layers have experts"
+        raise ConfigError(f"{file}: decoder_sparse_step", step, why, "Use 1 for all of them.")
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
+        why = "must be the numbers of dense layers"
         raise ConfigError(f"{file}: mlp_only_layers", dense, why, "Copy the file again.")
     found = tuple(each for each in range(layers) if each not in dense and (each + 1) % step == 0)
+    if not found:
+        why = f"leaves none of {layers} layers with experts"
+        raise ConfigError(f"{file}: mlp_only_layers", dense, why, "Use a model with experts.")
     return None if len(found) == layers else found

@@ -43,6 +43,7 @@ class Control:
         self.rank, self.world_size = rank, world_size
         self._group = host_group() if world_size > 1 else None
         self._limit: timedelta | None = None
+        self._setting = ""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -135,17 +136,20 @@ class Control:
             work.wait(self._limit)
 
     @contextmanager
-    def waiting(self, timeout_s: float, usually_s: float) -> Iterator[None]:
-        """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards."""
-        if self._group is None or timeout_s == usually_s:
+    def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:
+        """Let every exchange last `timeout_s` while entered, and `usually_s` afterwards.
+
+        setting: whose value `timeout_s` is, named where an exchange fails.
+        """
+        if self._group is None:
             yield
             return
-        self._limit = timedelta(seconds=timeout_s)
+        self._limit, self._setting = timedelta(seconds=timeout_s), setting
         _set_pg_timeout(self._limit, self._group)
         try:
             yield
         finally:
-            self._limit = None
+            self._limit, self._setting = None, ""
             _set_pg_timeout(timedelta(seconds=usually_s), self._group)
 
     def barrier(self, purpose: str) -> None:
@@ -159,7 +163,11 @@ class Control:
             with ACTIVITY.exchanging(purpose):
                 yield
         except RuntimeError as error:
-            raise CommunicationError(f"rank {self.rank}: {purpose} failed: {explain(error)}") from error
+            limit = ""
+            if self._setting and self._limit is not None:
+                limit = f" ({self._setting} = {self._limit.total_seconds():g} limits each exchange here)"
+            why = f"rank {self.rank}: {purpose} failed: {explain(error)}{limit}"
+            raise CommunicationError(why) from error
 
 
 def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:

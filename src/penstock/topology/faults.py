@@ -131,8 +131,9 @@ class Activity:
         """How long this rank has been in an exchange of a step, or the device has not ended its half step."""
         now_s = time.monotonic()
         begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
-        if self._issued is not None and not self._issued[0].query():
-            begun.append(self._issued[1])
+        with suppress(RuntimeError):  # the device has failed, which the thread that reads from it tells
+            if self._issued is not None and not self._issued[0].query():
+                begun.append(self._issued[1])
         return now_s - min(begun, default=now_s)
 
     def begin_step(self) -> None:

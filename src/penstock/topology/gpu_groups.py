@@ -52,17 +52,22 @@ def left_to_the_watch(device: torch.device, environ: MutableMapping[str, str]) -
     """Let the device's back end not end this process by itself where ranks watch each other.
 
     It would, with a number in place of the task, before the watch has found out who is lost. A variable that
-    is set stays as it is.
+    a user has set stays as it is; torch's elastic agent, and so torchrun, sets it to 1 for every rank.
     """
     name = device_of(device).ends_process
-    if not name or not is_watched() or name in environ:
+    given = environ.get(name) if name else None
+    by_agent = given == "1" and "TORCHELASTIC_RUN_ID" in environ
+    if not name or not is_watched() or not (given is None or by_agent):
         yield
         return
     environ[name] = "0"
     try:
         yield
     finally:
-        del environ[name]
+        if given is None:
+            del environ[name]
+        else:
+            environ[name] = given
 
 
 def first_exchange(

@@ -36,7 +36,7 @@ from penstock.topology.groups import TransportName
 from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
-from penstock.train.pretrained import has_weights, read_weights
+from penstock.train.pretrained import begin_with
 
 
 def build_machinery(
@@ -95,11 +95,11 @@ def build_stack(
     plan: StepPlan | None = None,
     moving: ExpertMoving | None = None,
     *,
-    begins: bool = True,
+    begins: bool = False,
 ) -> PipelinedStack:
     """Build the model of `config` on this rank, initialised from its seed, with its first plan.
 
-    begins: with the weights in `model.config`, if it has any; False where other weights will be loaded.
+    begins: with the weights in `model.config`, if it has any; else with drawn ones alone.
     make_moe: makes MoE layers that `config.moe` cannot describe. plan: the first plan; None = the one that
     section [schedule] describes. moving: how guests are planned where experts move; None = with the costs of
     section [cluster].
@@ -108,9 +108,10 @@ def build_stack(
     model = model_of(config.model, config.moe, layout, make_moe)
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
-    path = config.model.config
-    if begins and path is not None and has_weights(path):
-        machinery.control.agreed(lambda: read_weights(model, path), f"reading the weights in {path}")
+    if begins:
+        waits = config.parallel
+        with machinery.control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s"):
+            begin_with(model, config.model.config, machinery.control)
     make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
     placement = config.placement
     return PipelinedStack(
@@ -175,7 +176,7 @@ def model_config(config: RunConfig, tokenizer: str | None) -> dict[str, object] 
     """Return what transformers reads as `config.json` of the run's model; None where it has no such model."""
     if lack_of(config.moe) is not None:
         return None
-    return config_json(config.model, config.moe, tokenizer_digest=tokenizer)
+    return config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=config.model.config)
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:

@@ -7,6 +7,7 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from penstock.checkpoint.storage import (
     together,
     write_index,
 )
-from penstock.config import ConfigError
+from penstock.config import ConfigError, HintWarning
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import PipelinedStack
 from penstock.topology import CommunicationError, Control
@@ -166,7 +167,7 @@ class Checkpoints:
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does.
 
-        The folder is gone, and that is no error, if somebody has removed it meanwhile.
+        None, too, if somebody has removed the folder meanwhile. Warns of older ones that cannot be removed.
         """
         if not self._pending:
             return None
@@ -178,11 +179,17 @@ class Checkpoints:
         except CommunicationError:
             self._remove(work)
             raise
-        except CheckpointError:
+        except CheckpointError as error:
             each.saving.wait()
-            if not self._control.any(self._control.rank == 0 and not work.exists(), each.purpose):
+            mine = (work.exists(), each.final.exists())
+            unnamed, named = self._control.gather(mine, each.purpose)[0]
+            if unnamed:
                 self._remove(work)
                 raise
+            if not named:
+                return None
+            if self._control.rank == 0:  # it is whole, and what failed came after: removing older ones
+                warnings.warn(f"{each.final} is saved, and then {error}", HintWarning, stacklevel=2)
         return each.final
 
     def _complete(self, each: _Pending, digests: Mapping[str, str]) -> None:

@@ -138,6 +138,9 @@ class RunConfig:
         if self.model.config is None:
             return self
         sizes = sections_of(self.model.config)
+        layers, usual = sizes["model"]["moe_layers"], ModelConfig.num_layers
+        if layers is not None and self.model.num_layers != usual:  # the user's number goes before the file's
+            sizes["model"]["moe_layers"] = tuple(each for each in layers if each < self.model.num_layers)
         return replace(
             self, model=_laid_under(self.model, sizes["model"]), moe=_laid_under(self.moe, sizes["moe"])
         )

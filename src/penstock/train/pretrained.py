@@ -4,26 +4,69 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import INDEX, SUFFIX, Part, Stored
-from penstock.config import ConfigError
+from penstock.config import UNSET, ConfigError, read_json
 from penstock.models import MoEDecoder
 from penstock.models.meta import on_meta
+from penstock.topology import Control
 from penstock.train.run_state import model_tensors, of_model
 
 ONE = "model.safetensors"
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD = "lm_head.weight"
 MOST_NAMED = 4
 COPY = "Copy the folder again, or begin with fresh weights: give the path of its config.json alone."
 
 
-def has_weights(path: Path) -> bool:
-    """Return whether a path is a folder that holds weights."""
-    return path.is_dir() and any((path / name).exists() for name in (ONE, INDEX))
+def files_of(path: Path) -> list[str]:
+    """Return the files with the weights in `model.config`; [] for a `config.json` alone.
+
+    Raises:
+        ConfigError: There are weights, and not in files that can be read.
+    """
+    if not path.is_dir():
+        return []
+    if (path / ONE).exists():
+        return [ONE]
+    if (path / INDEX).exists():
+        table = read_json(path / INDEX, COPY)
+        listed = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ConfigError(
+                f"{path / INDEX}: weight_map", UNSET, "does not say which file has which tensor", COPY
+            )
+        return sorted(set(listed.values()))
+    if strange := sorted(each.name for each in path.iterdir() if each.suffix in (SUFFIX, ".bin", ".pth")):
+        why = f"holds {strange[0]}, and neither {ONE} nor {INDEX}, by which weights are found"
+        raise ConfigError("model.config", str(path), why, COPY)
+    return []
+
+
+def begin_with(decoder: MoEDecoder, path: Path | None, control: Control) -> None:
+    """Give a decoder the weights in `model.config`, if it has any. All ranks call it.
+
+    Raises:
+        ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
+    """
+    found: list[str] = []
+    purpose = "reading the weights in model.config"
+    control.agreed(lambda: None if path is None else found.extend(files_of(path)), purpose)
+    everyone = control.gather(found, purpose)
+    for rank, files in enumerate(everyone):
+        if files != everyone[0]:
+            why = f"holds {everyone[0] or 'no weights'} on rank 0, and on rank {rank} {files or 'no weights'}"
+            raise ConfigError("model.config", str(path), why, "Give all machines the same folder.")
+    if found and path is not None:
+        control.agreed(lambda: read_weights(decoder, path), purpose)
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     """Give this rank's part of a decoder the weights in a folder; of the files it reads that part alone.
+
+    Where `folder` is a `config.json`, or holds nothing else, the decoder stays as it is.
 
     Args:
         decoder: On this rank, on any layout.
@@ -32,10 +75,16 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     Raises:
         ConfigError: Of `model.config`, if the folder holds the weights of another model, or damaged ones.
     """
+    if not (files := files_of(folder)):
+        return
     state = {name: Part.of(part, sharding) for name, part, sharding in model_tensors(decoder)}
     try:
-        stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")])
-        _check(decoder, folder, {name: shape for name, (shape, _) in stored.whole.items() if of_model(name)})
+        stored = Stored(folder, files, others=True)
+        held = {name: each for name, each in stored.whole.items() if of_model(name)}
+        _check(decoder, folder, {name: shape for name, (shape, _) in held.items()})
+        for name, (_, dtype) in held.items():
+            if dtype not in TYPES:
+                raise DamagedError(f"{name} has numbers of type {dtype}, in which no model computes")
         stored.load(state)
     except (DamagedError, OSError) as error:
         why = f"its weights cannot be read: {error}"

@@ -95,7 +95,8 @@ class Trainer:
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
-        with control.waiting(config.parallel.checkpoint_s, config.parallel.timeout_s):
+        waits = config.parallel
+        with control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s"):
             self.resumption = find_resumption(config, control, say)  # before anything is measured
         folder, keep = config.output.dir, self.resumption is not None
         control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
@@ -279,6 +280,7 @@ class Trainer:
         if last or _due(metrics.step, train.eval_every):
             batches = self.source.stream.held_out_batches(train.eval_batches)
             found = evaluate(self.stack, batches)
+            self._check_peers()
             metrics = replace(metrics, eval_loss=found.loss, eval_noise=found.noise)
         self.history.add(metrics)
         self.progress.update(metrics)
@@ -309,6 +311,7 @@ class Trainer:
         step, loss = metrics.step, metrics.eval_loss
         if loss is None:
             loss = evaluate(self.stack, self.source.stream.held_out_batches(1)).loss
+            self._check_peers()
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
             problem = f"after step {step} the loss on held-out text is {loss}"
             if last:
@@ -324,8 +327,10 @@ class Trainer:
                 self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
             raise DivergedError(self._diverged(str(error))) from error
+        self._check_peers()  # a sharded optimiser has gathered what was copied
         self._describe()
-        self.saved = self.checkpoints.poll() or self.saved
+        with self._waiting_for_a_checkpoint():
+            self.saved = self.checkpoints.poll() or self.saved
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         """Undo the step; end the run if too many steps in a row were skipped."""
@@ -394,8 +399,9 @@ class Trainer:
             with written(self.output.path):
                 self.output.renew()
 
-        self.checkpoints.drop()  # its folder may be gone
-        self.control.agreed(renew, "making output.dir again", by=0)
+        with self._waiting_for_a_checkpoint():
+            self.checkpoints.drop()  # its folder may be gone
+            self.control.agreed(renew, "making output.dir again", by=0)
         self._save_settings(done)
         self._say_moved()
         self.saved = None  # gone, as the line says, or not the newest for long
@@ -468,7 +474,7 @@ class Trainer:
 
     def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
         waits = self._saved_config.parallel
-        return self.control.waiting(waits.checkpoint_s, waits.timeout_s)
+        return self.control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s")
 
     def _diverged(self, problem: str) -> str:
         try:

@@ -95,7 +95,7 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
         name="attention",
         unit="flop",
         size=config.data.batch_per_device,
-        work=lambda samples: 2.0 * samples * config.model.seq_len**2 * config.model.hidden_size,
+        work=lambda samples: 2.0 * samples * config.model.seq_len**2 * config.model.attention_size,
         make=shapes.attention,
     )
     for name, make in (("order", shapes.order), ("un-order", shapes.unorder)):
@@ -139,11 +139,15 @@ class _Shapes:
         return self._quiet(lambda: y.copy_(x))
 
     def attention(self, samples: int) -> Action:
-        heads = self.config.model.num_heads
+        model = self.config.model
         q, k, v = (
-            self._new(samples, heads, self.config.model.seq_len, self.hidden // heads) for _ in range(3)
+            self._new(samples, heads, model.seq_len, model.head_size)
+            for heads in (model.num_heads, model.key_value_heads, model.key_value_heads)
         )
-        return self._quiet(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        grouped = model.key_value_heads < model.num_heads
+        return self._quiet(
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        )
 
     def order(self, tokens: int) -> Action:
         x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k

@@ -130,7 +130,7 @@ def sample_of(config: RunConfig) -> RunConfig:
 def two_layers(model: ModelConfig) -> ModelConfig:
     """Return the model with two layers, one of each kind that it has."""
     dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
-    return replace(model, preset=None, num_layers=2, moe_layers=(0,) if dense else None)
+    return replace(model, preset=None, config=None, num_layers=2, moe_layers=(0,) if dense else None)
 
 
 def _imitable(moe: MoEConfig) -> MoEConfig:
