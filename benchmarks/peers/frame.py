@@ -52,7 +52,7 @@ class Frame(nn.Module):
             if block.moe is not None:
                 layer = make()
                 layer.load(block.moe)
-                block.add_module("feed_forward", layer)
+                block.add_module("mlp", layer)
 
     def forward(self, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor:
         h_BLM = self.decoder.embed(tokens_BL, self.keys)

@@ -55,7 +55,7 @@ def model_of(stack: PipelinedStack) -> MoEDecoder:
 def built(rank: int, step: Case) -> PipelinedStack:
     stack = stack_of(rank, step)
     for block in model_of(stack).parts:
-        block.self_attn.register_module("out", Counting(block.self_attn.o_proj))
+        block.self_attn.register_module("o_proj", Counting(block.self_attn.o_proj))
     for name, parameter in stack.model.named_parameters():
         parameter.requires_grad_(not (name.startswith("model.layers.0.") and name.endswith(FROZEN)))
     return stack

@@ -86,7 +86,7 @@ def freeze_and_thaw(loop: Loop) -> None:
     loop.step(1)
     loop.forget()
     for name, parameter in loop.stack.model.named_parameters():
-        parameter.requires_grad_(not ("attention" in name or "gate" in name or name.startswith("output")))
+        parameter.requires_grad_(not ("self_attn" in name or "gate" in name or name.startswith("lm_head")))
     loop.step(2)
     for parameter in loop.stack.model.parameters():
         parameter.requires_grad_(True)

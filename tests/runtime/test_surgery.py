@@ -216,7 +216,7 @@ def test_a_checkpoint_inside_the_blocks_changes_nothing(reentrant: bool) -> None
     stack = stack_of(0, ALONE)
     wanted = run(stack, 0, ALONE)
     for block in gpt(stack).parts:
-        block.register_module("attention", Recomputed(block.self_attn, reentrant=reentrant))
+        block.register_module("self_attn", Recomputed(block.self_attn, reentrant=reentrant))
     found = run(stack, 0, ALONE)
     assert found.norm == pytest.approx(wanted.norm, rel=1e-12)
     assert found.loss == wanted.loss

@@ -24,10 +24,10 @@ from tests.support.sharing import check_steps, plain_steps, shared_stack, steps
 NAMES = sorted(PLAIN)
 SHARED = ["tied", "tied later", "shared expert", "attention", "experts"]
 PARTS = [
-    "embedding",
-    "output",
+    "embed_tokens",
+    "lm_head",
     "self_attn.q_proj",
-    "attention",
+    "self_attn",
     "norm",
     "gate",
     "w_up",
