@@ -112,7 +112,7 @@ def test_what_ranks_cannot_share_says_why(
 
 # ---- scales ------------------------------------------------------------------------------------------------
 
-EXPERT = tuple(f"model.layers.0.mlp.experts.{name}.3" for name in ("w_gate", "w_up", "w_down"))
+EXPERT = tuple(f"model.layers.0.mlp.experts.{name}.6" for name in ("w_gate", "w_up", "w_down"))
 AT_THE_GATE = tuple(
     f"model.layers.0.{name}"
     for name in ("mlp.gate.weight", "post_attention_layernorm.weight", "mlp.shared.expert.w_up")

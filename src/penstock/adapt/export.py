@@ -68,7 +68,10 @@ def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
 
 def expert_axes(model: nn.Module, engine: Engine) -> dict[str, ExpertAxis]:
     """Return how experts lie in all parameters of which this rank has a share, adapters too, by name."""
-    axes = {p: axis for cut in _cuts(engine) for p, axis in axes_of(cut.experts).items()}
+    cuts = _cuts(engine)
+    for cut in cuts:
+        cut.follow()  # adapters may have been put on since the last pass
+    axes = {p: axis for cut in cuts for p, axis in axes_of(cut.experts).items()}
     return {name: axes[p] for name, p in model.named_parameters(remove_duplicate=False) if p in axes}
 
 
