@@ -67,8 +67,8 @@ def test_parts_of_a_layer_are_where_the_page_says(module: str, name: str) -> Non
 
 
 def settings_of(section: str) -> set[str]:
-    """What docs/training.md explains of a section."""
-    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text()
+    """What docs/settings.md explains of a section."""
+    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
     rows = re.findall(rf"^\| (`{section}\.[^|]*) \|", page, re.MULTILINE)
     return {word for row in rows for word in re.findall(r"`(?:\w+\.)?(\w+)`", row)}
 

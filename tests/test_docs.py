@@ -23,6 +23,7 @@ from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
 TRAINING = (ROOT / "docs" / "training.md").read_text()
+SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_example_in_the_text_is_the_file() -> None:
@@ -52,8 +53,8 @@ def test_the_model_of_hugging_face_comes_back_as_it_was_trained(
 
 
 def test_every_setting_is_documented() -> None:
-    """A row of the table names a section in full once; its other keys may stand behind it."""
-    documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", TRAINING))
+    """A row of a table names a section in full once; its other keys may stand behind it."""
+    documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", SETTINGS))
     for section in fields(RunConfig):
         if section.name == "cluster":  # documented as cluster.*
             continue

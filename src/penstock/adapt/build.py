@@ -76,7 +76,7 @@ def parallelize(
     refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
     all. tp_size: how many ranks share attention, dense layers and vocabulary, and are given the same samples;
-    of some families (docs/hugging-face.md). plan: "auto" measures the cluster at the first step and searches;
+    of some families (docs/features.md). plan: "auto" measures the cluster at the first step and searches;
     else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
     None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
     ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`

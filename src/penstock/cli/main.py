@@ -91,7 +91,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "torchrun or Slurm started.",
         epilog="Examples: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50; with tensor "
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.mp_size=2 "
-        "parallel.esp_size=2. docs/training.md lists all settings.",
+        "parallel.esp_size=2. docs/settings.md lists all settings.",
     )
     train.add_argument(
         "config", type=user_path, metavar="CONFIG", help="a TOML file, or tiny: the one that is shipped"
