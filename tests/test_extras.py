@@ -104,5 +104,5 @@ def test_models_of_transformers(
 ) -> None:
     hide(monkeypatch, "transformers")
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
-    assert main(["convert", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert re.search(r"needs the package transformers 5.*penstock\[transformers\]", capsys.readouterr().err)

@@ -127,11 +127,15 @@ def slow_where(moves: bool, trainer: Trainer) -> None:
     pretend(trainer, lambda _: TASK_S, step_s)
 
 
+UNEVEN = ("moe.aux_loss_coeff=0.0", "optimizer.lr=0.02")
+"""Settings with which experts' loads are soon uneven."""
+
+
 def run_that_moves(ranks: Pools, folder: Path, *, slow: bool) -> tuple[list[Told], PlanFile]:
     """A run whose prediction says that moving pays. slow: it takes longer than the prediction says."""
     on_slow_devices(folder)
     settings = "plan.trials=2", "plan.watch=false", "train.steps=120", "schedule.refine_after=4"
-    told = run(ranks, folder, *auto(folder), *settings, before=partial(slow_where, slow))
+    told = run(ranks, folder, *auto(folder), *settings, *UNEVEN, before=partial(slow_where, slow))
     assert told[0].plans == told[1].plans
     return told, PlanFile.read(folder / "run" / "plan.json")
 
@@ -172,7 +176,7 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
     learnt = ClusterFile.read(folder / "run" / "cluster.json").moves
     assert {"GP", "GG"} <= {move.op for move in learnt}
     settings = "plan.trials=2", "plan.watch=false", "train.steps=150", "schedule.refine_after=4"
-    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true", "plan.budget=0.9")
+    again = run(ranks, folder, *auto(folder), *settings, *UNEVEN, "train.resume=true", "plan.budget=0.9")
     said = " ".join(again[0].said.split())
     assert "planning again instead of continuing" in said and "changing to plan" not in said, said
     assert "moving samples or experts is not predicted to pay" in said
@@ -194,6 +198,6 @@ def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tm
     (before,) = paper.others
     assert before.measured_s == SLOW * STEP_S and "experts move" not in before.words
     settings = "plan.trials=2", "plan.watch=false", "train.steps=124", "schedule.refine_after=4"
-    again = run(ranks, folder, *auto(folder), *settings, "train.resume=true")
+    again = run(ranks, folder, *auto(folder), *settings, *UNEVEN, "train.resume=true")
     assert set(again[0].plans) == {told[0].plans[-1]}
     assert PlanFile.read(folder / "run" / "plan.json").choice == paper.choice

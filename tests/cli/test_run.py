@@ -107,7 +107,7 @@ def test_a_stop_before_training_says_so(
     if rank is not None:
         for name, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr("penstock.cli.train_rank.join", lambda *_: None)
+    monkeypatch.setattr("penstock.cli.train_rank.join", lambda *_, **__: None)
     monkeypatch.setattr("penstock.cli.train_rank.end_of_rank", lambda info, code: code)
     monkeypatch.setattr(before, interrupted)
     assert main(["train", str(write_config(tmp_path)), "parallel.processes=1"]) == 130

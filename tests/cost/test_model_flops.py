@@ -28,7 +28,7 @@ ATTENTION = 2 * 4 * 8 * 8 + 2 * 2 * 8 * (4 / 2)
 """Four square matrices; scores and values with half of the four tokens on average."""
 SPARSE = ATTENTION + 2 * 8 * 4 + 2 * (2 * 3 * 8 * 6) + 2 * 3 * 8 * 5
 """With the router, two experts of three matrices, and shared experts of width 5."""
-DENSE = ATTENTION + 2 * 2 * 8 * 32
+DENSE = ATTENTION + 2 * 3 * 8 * 32
 HEAD = 2 * 8 * 11
 
 

@@ -145,7 +145,7 @@ def test_a_dense_block_computes_its_feed_forward_part_itself() -> None:
     shape = StepShape(moe_layers=(True, False))
     cost = StepCost(shape, replace(workload(shape), dense_ffn_hidden_size=40), CLUSTER)
     moe, dense = (cost(task_at(build_graph(shape), f"L{layer}.AT.m0.F")) for layer in (0, 1))
-    assert dense - moe == pytest.approx(5 * 131 * 2 * 2 * 16 * 40 / 1e9)
+    assert dense - moe == pytest.approx(5 * 131 * 2 * 3 * 16 * 40 / 1e9)
 
 
 def test_legs_of_four_nodes_of_two() -> None:

@@ -39,7 +39,7 @@ def test_by_hand() -> None:
     weights = 2 * (1 << 20) + 2 * 2 * 128 * 256 * 4
     assert found.weights_bytes == found.gradients_bytes == weights
     assert found.optimizer_bytes == 2 * weights
-    layer = 4 * (256 * 8 * 128 + 512 * (4 * 128 + 2 * 256))
+    layer = 4 * (256 * 14 * 128 + 512 * (4 * 128 + 2 * 256))
     assert found.activations_bytes == 2 * layer + 256 * 64 * 4 * 2
     assert found.buffers_bytes == layer + 2 * 512 * 128 * 4
     assert found.total_bytes == sum(found.parts.values())
@@ -80,7 +80,10 @@ def test_what_a_step_takes_on_a_gpu(cards: Pools, precision: str, batch: int, re
     more = f"train.precision={precision}", f"data.batch_per_device={batch}", f"plan.recompute={recompute}"
     ((taken_bytes, found),) = cards(1).run(taken, *more)
     assert (found.copies_bytes > 0) == (precision == "bfloat16")
-    assert 0.94 * taken_bytes <= found.total_bytes <= 1.2 * taken_bytes
+    # Where blocks are recomputed the most is taken in the backward of one: by norms, too, which are several
+    # operations here and one kernel on a GPU.
+    least = 0.94 if recompute == "none" else 0.89
+    assert least * taken_bytes <= found.total_bytes <= 1.2 * taken_bytes
 
 
 def test_guests_take_weights_and_gradients_and_no_moments() -> None:
@@ -177,7 +180,8 @@ def agree(each: Problem, choice: Decision) -> None:
 def test_a_search_prices_even_routing_and_finds_room_for_what_was_observed() -> None:
     even, hot = problem(batch=64), known(problem(batch=64), (0, 1), (0, 1))
     seen = replace(even, observed=hot.evidence, recompute=("none", "experts"))
-    room = MemoryBudget(bytes=estimate_memory(even, Decision()).total_bytes)
+    cut = Decision(schedule="flowmoe", microbatches=16)
+    room = MemoryBudget(bytes=estimate_memory(even, cut).total_bytes)
     assert estimate_memory(seen, Decision()) == estimate_memory(hot, Decision())
     assert evaluate(seen, Decision()).predicted_s == evaluate(even, Decision()).predicted_s
     assert seen.only((1,)).observed is not None
@@ -201,7 +205,7 @@ def test_a_larger_batch_makes_activations_dominate() -> None:
 def test_dense_blocks_and_shared_experts_count() -> None:
     dense = estimate_memory(problem((False,)), Decision())
     assert dense.weights_bytes == 1 << 20
-    assert dense.activations_bytes == 4 * 256 * (8 * 128 + 2 * 256) + 256 * 64 * 4 * 2
+    assert dense.activations_bytes == 4 * 256 * (14 * 128 + 4 * 256) + 256 * 64 * 4 * 2
     each = problem((True,))
     shared = replace(each, workload=replace(each.workload, shared_ffn_hidden_size=64))
     more = (
@@ -223,12 +227,12 @@ def test_shards_share_weights_and_tokens() -> None:
         experts = 2 * 2 * 128 * 256 * 4
         assert whole.weights_bytes - found[tokens, form].weights_bytes == experts // 2
     split, hidden = found["split", "gather"], 128
-    block = 256 * hidden * (2 + 4 / 2 + 2 / 2)
+    block = 256 * hidden * (3 + 8 / 2 + 3 / 2)
     rows = 256 * hidden * 2 + 256 * (2 * 2 * hidden + 2 * 256)
     assert split.activations_bytes == int(2 * 4 * (block + rows) + 256 * 64 * 4 * 2 / 2)
     assert split.activations_bytes == found["split", "s1"].activations_bytes
     kept = found["replicated", "gather"].activations_bytes - split.activations_bytes
-    assert kept == 2 * 4 * 128 * hidden * 2, "what lies between blocks, of the tokens of the other rank"
+    assert kept == 2 * 4 * 128 * hidden * 3, "what lies between blocks, of the tokens of the other rank"
     ordered = found["split", "s2"].activations_bytes - split.activations_bytes
     assert ordered == 2 * 4 * 256 * hidden * 2, "rows at home, of the tokens of the other rank"
     repeated = found["split", "baseline"].activations_bytes - found["split", "s2"].activations_bytes

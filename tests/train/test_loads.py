@@ -8,7 +8,8 @@ from typing import Any
 from penstock.mesh import Mesh
 from penstock.train.loads import with_loads
 from penstock.workloads.figures import HostedRows, max_over_mean
-from tests.runtime.test_moving import skewed, small
+from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.runtime.test_moving import small
 from tests.support.hosted import Hosts, hosted_stack
 from tests.support.metrics import EXAMPLE
 from tests.support.parity import Case, batch_of
@@ -29,7 +30,7 @@ def measured(rank: int, case: Case) -> tuple[Any, ...]:
 
 def test_guests_of_all_expert_groups_count(ranks: Pools) -> None:
     """Two groups of two ranks; the second has more rows, and other guests."""
-    case = replace(skewed(4, "flowmoe"), ep_size=2, node_size=1, batches=(2, 1, 4, 5))
+    case = replace(hosting_case(4, ROUTINGS[0], "flowmoe"), ep_size=2, node_size=1, batches=(2, 1, 4, 5))
     found, mesh = ranks(4).run(measured, case), Mesh(world_size=4, ep_size=2)
     loads, hostings, figures = found[0]
     assert all(each[2] == figures for each in found)

@@ -112,7 +112,7 @@ def test_weights_decay_and_embeddings_norms_and_biases_do_not() -> None:
         "mix.bias",
         "norm.bias",
         "norm.weight",
-        "model.embed_tokens.weight",
+        "token_embedding.weight",
     ]
     named = dict(net.named_parameters())
     for group in (decay, no_decay):

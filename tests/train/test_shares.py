@@ -65,7 +65,7 @@ def test_a_presets_sizes_count_and_not_the_defaults() -> None:
     ranks=st.integers(1, 12),
 )
 def test_the_proposed_size_is_accepted(heads: int, vocab: int, width: int, mp: int, ranks: int) -> None:
-    small = ModelConfig(num_layers=2, moe_layers=(0,), seq_len=5, hidden_size=24)
+    small = ModelConfig(num_layers=2, moe_layers=(0,), seq_len=5, hidden_size=24, head_dim=2)
     model = replace(small, num_heads=heads, vocab_size=vocab, ffn_hidden_size=width)
     fits = gcd(heads, vocab, width) % mp == 0 and mp <= 5
     try:

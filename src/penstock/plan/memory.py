@@ -22,11 +22,11 @@ FLOAT32_BYTES = 4
 MOMENTS = 2
 """Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
-GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 2, 3, 2
-"""Hidden states that a block saves per token: for all tokens, the input of attention's norm and its output;
-for this rank's heads, queries as projected, as turned, and attention's output, and keys as projected, as
-turned, and values; for the tokens that stay on this rank between blocks, the output once more and the
-residual."""
+GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 3, 4, 3
+"""Hidden states that a block saves per token: for all tokens, the input of attention's norm, as it is scaled,
+and its output; for this rank's heads, queries as projected, scaled and turned, and attention's output, and
+keys as projected, scaled and turned, and values; for the tokens that stay on this rank between blocks, the
+residual, as it is scaled, and the output of that norm. (A norm that is one kernel keeps nothing scaled.)"""
 
 HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
 """Hidden states per routed row: at home, the permuted and the returned row; at the experts, the received row

@@ -36,7 +36,6 @@ from penstock.topology.groups import TransportName
 from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
-from penstock.train.pretrained import begin_with
 
 
 def build_machinery(
@@ -109,6 +108,8 @@ def build_stack(
     model.to(device=machinery.device, dtype=dtype)
     model.initialise(config.train.seed)
     if begins:
+        from penstock.train.pretrained import begin_with  # reads checkpoints, which takes a second to load
+
         waits = config.parallel
         with machinery.control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s"):
             begin_with(model, config.model.config, machinery.control)

@@ -7,6 +7,7 @@ Nothing is saved of which a number is not finite, and nothing is loaded that has
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -46,7 +47,7 @@ from penstock.config import ConfigError, HintWarning
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import PipelinedStack
 from penstock.topology import CommunicationError, Control
-from penstock.train.finite import first_not_finite
+from penstock.train.finite import MOST_SQUARED, first_not_finite
 from penstock.train.run_state import (
     OPTIONAL,
     STEP,
@@ -216,11 +217,13 @@ class Checkpoints:
                 remove_tree(work)
 
     def _check_finite(self, state: State, purpose: str) -> None:
-        mine = _first_not_finite(state)
+        model = {name: part for name, part in state.items() if of_model(name)}
+        mine = _first_not_finite(state) or _first_not_finite(model, MOST_SQUARED)
         found = self._control.gather(mine, "checking that all numbers are finite")
         for rank, name in enumerate(found):
             if name is not None:
-                raise NotFiniteError(f"{purpose}: {name} on rank {rank} is not finite")
+                why = f"{name} on rank {rank} is not finite, or its square is not"
+                raise NotFiniteError(f"{purpose}: {why}")
 
     # ---- loading -------------------------------------------------------------------------------------------
 
@@ -277,9 +280,10 @@ def _kind_of(name: str) -> str:
     return MODEL if of_model(name) else SHARD
 
 
-def _first_not_finite(state: State) -> str | None:
-    """Return the name of a tensor with a number that is not finite, or None."""
-    return first_not_finite((name, box) for name, part in state.items() for box in part.boxes.values())
+def _first_not_finite(state: State, most: float = math.inf) -> str | None:
+    """Return the name of a tensor with a number that is not finite, or above `most`, or None."""
+    boxes = ((name, box) for name, part in state.items() for box in part.boxes.values())
+    return first_not_finite(boxes, most)
 
 
 # ---- one checkpoint ----------------------------------------------------------------------------------------

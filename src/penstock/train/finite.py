@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch import Tensor
 
+MOST_SQUARED: Final = math.sqrt(torch.finfo(torch.float32).max)
+"""The largest number whose square is one in float32: norms of larger ones are zero or infinite."""
 
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor with a NaN or an infinity; None if all numbers are finite.
+
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]], most: float = math.inf) -> str | None:
+    """Return the name of the first tensor with a NaN, an infinity or a number above `most`, or None.
 
     It takes one pass over memory and allocates nothing. Integer tensors are always finite.
     """
@@ -20,5 +24,6 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     names, numbers = zip(*found, strict=True)
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
     largest = torch._foreach_norm(list(numbers), math.inf)
-    finite = torch.stack([each.double().cpu() for each in largest]).isfinite().tolist()
+    sizes = torch.stack([each.double().cpu() for each in largest])
+    finite = (sizes.isfinite() & (sizes <= most)).tolist()
     return next((name for name, whole in zip(names, finite, strict=True) if not whole), None)

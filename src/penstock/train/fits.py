@@ -23,9 +23,10 @@ from penstock.train.optimizer import MOMENTS
 COPIES = 4
 """Copies of a weight: itself, its gradient and AdamW's two moments, all in float32."""
 
-KEPT_COPIES, KEPT_AGAIN = 8, 1
-"""Least number of hidden states kept per token and block from forward to backward: all that attention saves,
-or the block's input alone where the block is recomputed; see `plan.memory`."""
+KEPT_COPIES, KEPT_HEADS, KEPT_AGAIN = 4, 3, 1
+"""Least number of hidden states kept per token and block from forward to backward, and of numbers for each of
+its heads' (of queries and of keys): all that attention saves; or the block's input alone where the block is
+recomputed. See `plan.memory`, which also counts what norms keep that are not one kernel."""
 
 SMALLEST_ELEMENT_BYTES = 2
 
@@ -94,13 +95,15 @@ def rank_memory(
     ends, dense = 2 * one - two, mixed - one
     layers = moe_layers * (two - one) + (model.num_layers - moe_layers) * dense
     tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
-    hidden_bytes = batch * tokens * model.hidden_size * SMALLEST_ELEMENT_BYTES
+    heads = (model.attention_size + model.key_value_size) // layout.mp_size
+    kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
+    token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_AGAIN * model.hidden_size if again else kept)
     mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
         experts_bytes=int(expert_copies * moe_layers * experts),
-        activations_bytes=(KEPT_AGAIN if again else KEPT_COPIES) * model.num_layers * hidden_bytes,
+        activations_bytes=model.num_layers * batch * tokens * token_bytes,
         masks_bytes=model.num_layers * mask_bytes,
     )
 
