@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.engine import Engine
-from penstock.adapt.planning import GivenPlan, SearchedPlan
+from penstock.adapt.planning import GivenPlan, ModelSizes, SearchedPlan
 from penstock.cost import ClusterFile
-from penstock.decision import Decision
+from penstock.decision import Decision, GradientBytes
+from penstock.moe import MoEConfig
 from penstock.plan import MemoryEstimate, estimate_memory
-from penstock.topology import ParallelConfig
+from penstock.step import StepShape
+from penstock.topology import Layout, ParallelConfig
 from tests.support.adapted import small
 
 CLUSTER = ClusterFile(name="assumed", nodes=1, ranks_per_node=1)
@@ -81,3 +84,28 @@ def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
     assert isinstance(given, GivenPlan)
     stand_in = given.sizes.stand_in(engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
     assert stand_in.data.batch_per_device == 1
+
+
+def test_heads_of_any_width_are_planned_for() -> None:
+    """GPT-OSS has 45 numbers for a head by its hidden size, and 64 by its configuration."""
+    sizes = ModelSizes(
+        hidden_size=2880,
+        vocab_size=300,
+        heads=64,
+        key_value_heads=8,
+        head_dim=None,
+        dense_width=0,
+        shared_width=0,
+        expert_matrices=3,
+        element_bytes=4,
+        moe=MoEConfig(num_experts=4),
+    )
+    layout = Layout(world_size=2, ep_size=2, rank=0)
+    gradients = GradientBytes((1,), (1,), (0,))
+    assert sizes.workload(layout, gradients, 2, 8).head_sizes == (64 * 46, 8 * 46)
+    said = replace(sizes, head_dim=64)
+    assert said.workload(layout, gradients, 2, 8).head_sizes == (64 * 64, 8 * 64)
+    model = said.stand_in(StepShape(moe_layers=(True,)), ParallelConfig(), 2, 8).model
+    assert (model.attention_size, model.key_value_size) == (4096, 512)
+    odd = replace(sizes, key_value_heads=5)
+    assert odd.groups == 64, "where groups are uneven each head counts"

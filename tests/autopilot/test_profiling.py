@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,13 @@ def test_two_ranks_make_one_file_that_plans_are_made_from(ranks: Pools) -> None:
     assert "dropless" in first.source
     problem = run_problem(tiny(), Layout(world_size=2, ep_size=2, rank=0), first)
     assert problem.simulate(Decision(), problem.plan(Decision())).iteration_s > 0
+
+
+def test_what_is_measured_has_drawn_weights() -> None:
+    """A sample of the model has fewer layers than a folder that a run begins with."""
+    config = RunConfig()
+    begun = replace(config, model=replace(config.model, config=Path("config.json")))
+    assert sample_of(begun).model.config is None
 
 
 def test_a_slower_rank_is_told_from_scatter() -> None:
