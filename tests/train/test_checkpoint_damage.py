@@ -108,12 +108,17 @@ def test_nothing_is_saved_that_is_not_finite(tmp_path: Path, value: float, where
     assert all(parameter.isfinite().all() for parameter in run.stack.parameters())
 
 
-def test_large_numbers_are_finite(tmp_path: Path) -> None:
-    """Their squares are not."""
+def test_a_model_whose_squares_overflow_is_not_saved(tmp_path: Path) -> None:
+    """Its norms would make zeros of it, with a finite loss, and no gradient could mend it."""
     run = trained(0, CASE, tmp_path)
+    weight = next(run.stack.model.parameters())
     with torch.no_grad():
-        next(run.stack.model.parameters()).fill_(3e38)
+        weight.fill_(1e18)
     run.save(3)
+    with torch.no_grad():
+        weight.fill_(1e25)
+    with pytest.raises(NotFiniteError, match="its square is not"):
+        run.save(4)
 
 
 def poisoned_on_one(rank: int, case: Case, folder: Path) -> str:
