@@ -25,7 +25,7 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
-from penstock.train.alike import check_alike
+from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Ranks
@@ -144,11 +144,7 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
 def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple[RunConfig, Ranks]:
     """Return the configuration with its layout chosen, and the ranks that run it."""
     control = Control(info.rank, info.world_size)
-    check_alike(config, control)
-    control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
-    config = on_device(config.resolved(info.world_size), device)
-    if config.model.config is not None:
-        check_alike(config, control)  # files of the same name may differ between machines
+    config = on_device(resolved_alike(config, control), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
     return Autopilot.layout(config, ranks, None, _speaker(info.rank)), ranks

@@ -18,6 +18,9 @@ LANE_WORDS = {"compute": "computation", "inter": "network", "intra": "network in
 """What lanes are called for people. "network" is that between ranks, where there is one node."""
 BETWEEN_NODES = "network between nodes"
 
+MOST_NAMED = 4
+"""Most names in a message."""
+
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
@@ -25,6 +28,12 @@ LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 def lane_words(lane: str, *, nodes: bool) -> str:
     """Return what a lane is called for people. nodes: whether there are several."""
     return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first few of some names, such as those of tensors, and how many more there are."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"
 
 
 def counted(number: int, word: str, plural: str = "s") -> str:

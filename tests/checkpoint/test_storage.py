@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from penstock.checkpoint.folder import DamagedError, digest_of
-from penstock.checkpoint.storage import CODES, Outgoing, Part, Place, Stored, misfits, write_shard
+from penstock.checkpoint.storage import CODES, Outgoing, Part, Place, Stored, _overlap, misfits, write_shard
 
 
 def outgoing(tensors: Mapping[str, Tensor], offsets: Place | None = None) -> list[Outgoing]:
@@ -169,3 +170,24 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         read(folder)
     except DamagedError:
         return
+
+
+Boxes = list[tuple[tuple[int, int], tuple[int, int]]]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "overlap"),
+    [
+        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], False),
+        ([((2, 0), (2, 4)), ((0, 0), (1, 4)), ((1, 0), (1, 4))], False),
+        ([((0, 0), (4, 2)), ((0, 2), (4, 2))], False),
+        ([((0, 0), (4, 2)), ((1, 2), (3, 2)), ((0, 2), (1, 2))], False),
+        ([((0, 0), (3, 4)), ((1, 0), (2, 4)), ((3, 0), (1, 4))], True),
+        ([((0, 0), (4, 1)), ((1, 1), (1, 3)), ((3, 0), (1, 4))], True),
+        ([((0, 0), (2, 4)), ((0, 0), (2, 4))], True),
+    ],
+)
+def test_boxes_that_have_a_number_in_common_are_found(boxes: Boxes, overlap: bool) -> None:
+    """Whatever their order, and with others between them."""
+    chunks = [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size)) for at, size in boxes]
+    assert _overlap(chunks) is _overlap(chunks[::-1]) is overlap

@@ -344,7 +344,8 @@ def test_a_save_whose_folder_is_taken_away_saves_nothing(tmp_path: Path) -> None
     run.begin(2)
     run._pending[0].saving.wait()
     shutil.rmtree(run._pending[0].saving.folder)
-    assert run.finish() is None and complete_checkpoints(tmp_path) == []
+    gone = run.finish()
+    assert gone is not None and not gone.exists() and complete_checkpoints(tmp_path) == []
 
 
 def test_older_checkpoints_that_cannot_be_removed_are_told(

@@ -128,6 +128,14 @@ def test_weights_of_another_model_are_refused(
     assert caught.value.key == "model.config" and words in caught.value.why
 
 
+@pytest.mark.parametrize("text", ['{"weight_map": {"lm_head.weight": "../gone.safetensors"}}', "{}", "[]"])
+def test_an_index_leads_to_files_of_its_folder_alone(folder: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"index\.json (names \.\./gone|has no weight_map)") as caught:
+        read_weights(MoEDecoder(*configs(folder)), tmp_path)
+    assert caught.value.key == "model.config"
+
+
 def test_a_folder_without_weights_is_a_configuration_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text())))
     assert not files_of(tmp_path) and not files_of(folder / "config.json")

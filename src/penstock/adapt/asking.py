@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
-from penstock.adapt.described import CONFIG, GENERATION, in_one_line, setting_of
+from penstock.adapt.described import GENERATION, in_one_line, setting_of
 from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.words import Words, words_of
 from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is_complete
 from penstock.config import ConfigError
+from penstock.models.qwen3_moe import CONFIG
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""

@@ -21,19 +21,20 @@ import torch
 from torch import Tensor
 
 from penstock.adapt.adapters import ExpertAxis, InTurn
-from penstock.adapt.described import CONFIG, FORMER, FORMER_CHECKPOINT, refuse_cut_off
+from penstock.adapt.described import FORMER, FORMER_CHECKPOINT, refuse_cut_off
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
-from penstock.adapt.weights import some_of
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, Stored, misfits, together
 from penstock.config import UNSET, ConfigError, read_json
+from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.sharding import Sharding, sharding_of
 from penstock.train.run_state import OPTIMIZER
+from penstock.words import some_of
 from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
 STATE, GROUPS = "optimizer", "optimizer.json"

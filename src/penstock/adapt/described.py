@@ -13,8 +13,8 @@ import torch
 
 from penstock.adapt.limits import COPY, Held, check_code, check_memory, check_sizes, few_modules
 from penstock.config import UNSET, ConfigError, read_text, shorten
+from penstock.models.qwen3_moe import CONFIG
 
-CONFIG = "config.json"
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k")
 """Names in configurations for the number of experts, and for the number that a token chooses."""

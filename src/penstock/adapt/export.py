@@ -15,10 +15,10 @@ from penstock.adapt.cut import Cut
 from penstock.adapt.decoder import CutLayer
 from penstock.adapt.described import quiet
 from penstock.adapt.engine import Engine
-from penstock.adapt.weights import some_of
 from penstock.mesh import Group
 from penstock.partial_state import check_marks, without_marks
 from penstock.sharding import sharding_of
+from penstock.words import some_of
 
 
 def whole_state(

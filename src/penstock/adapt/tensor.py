@@ -26,7 +26,7 @@ from penstock.adapt.outside import Inside
 from penstock.config import ConfigError
 from penstock.graph import Lane
 from penstock.mesh import Group
-from penstock.models.decoder import TensorShard
+from penstock.models.decoder import TensorShard, held_rows
 from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport import Transport
@@ -143,19 +143,16 @@ class Embedded(StandIn):
     def __init__(self, module: Any, ranks: TensorRanks) -> None:
         super().__init__(module, ranks)
         self.vocabulary, padding = module.weight.shape[0], module.padding_idx
-        self.rows = ranks.shard.cut(0, module.weight.shape).part_shape[0]
-        self.first = ranks.shard.rank * self.rows
-        here = padding is not None and self.first <= padding < self.first + self.rows
+        rows = ranks.shard.cut(0, module.weight.shape).part_shape[0]
+        self.first = ranks.shard.rank * rows
+        here = padding is not None and self.first <= padding < self.first + rows
         self.padding = padding - self.first if here else None
 
     def __call__(self, input: Tensor) -> Tensor:  # torch's name
         check_vocabulary("token", input, self.vocabulary)
         self.ranks.compare(input)
-        places = input - self.first
-        here = (places >= 0) & (places < self.rows)
         module: Any = self.module
-        rows = F.embedding(places.clamp(0, self.rows - 1), module.weight, self.padding)
-        return self.ranks.added(rows * here.unsqueeze(-1))
+        return self.ranks.added(held_rows(input, module.weight, self.first, self.padding))
 
 
 class Head(StandIn):

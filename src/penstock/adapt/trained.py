@@ -24,7 +24,6 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from penstock.adapt.described import quiet
-from penstock.adapt.weights import some_of
 from penstock.checkpoint.storage import Part
 from penstock.config import from_dict
 from penstock.models import ModelConfig, MoEDecoder
@@ -34,6 +33,7 @@ from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
 from penstock.train.resume_settings import check_sizes_given
 from penstock.train.run_state import model_tensors, of_model
+from penstock.words import some_of
 
 
 class WrappedDecoder(PreTrainedModel, GenerationMixin):

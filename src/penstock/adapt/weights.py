@@ -12,17 +12,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.described import CONFIG, read_table, refuse_cut_off
+from penstock.adapt.described import read_table, refuse_cut_off
 from penstock.adapt.limits import COPY, Held
+from penstock.checkpoint.folder import INDEX, ONE, listed_files
+from penstock.models.qwen3_moe import CONFIG
+from penstock.words import some_of
 
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
 """Beginnings of names in a model that also sees or hears: in its text part, and in others."""
 
-MOST_NAMED = 4
-"""Most tensors that a message names."""
-
-INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 MOST_INDEX_BYTES = 1 << 28
 """Largest size of an index, which names every tensor."""
 
@@ -104,15 +103,7 @@ def _files(folder: Path) -> list[Path]:
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    listed = read_table(index, MOST_INDEX_BYTES).get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
-        raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {COPY}")
-    if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
-        raise ValueError(
-            f"{index} names {outside[0]}: files of a model lie in its folder, and it may "
-            f"lead nowhere else. {COPY}"
-        )
-    return [folder / name for name in sorted(set(listed.values()))]
+    return [folder / name for name in listed_files(index, read_table(index, MOST_INDEX_BYTES))]
 
 
 def share_of_experts(
@@ -182,9 +173,3 @@ def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
             f"{folder} does not hold the model of its {CONFIG}: {'; '.join(problems)}. Copy the weights and "
             f"{CONFIG} from one place"
         )
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first few names, in words."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "") or "nothing"

@@ -20,6 +20,10 @@ from typing import Any, Final
 from penstock.config import ConfigError
 from penstock.writing import UNFINISHED, make_durable, remove_tree, write_whole
 
+ONE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+"""Where transformers finds a model's tensors: in a single file, which goes before the files of an index."""
+
 PREFIX: Final = "step-"
 DAMAGED: Final = "damaged-"
 RECORD: Final = "checkpoint.json"
@@ -182,6 +186,23 @@ class Record:
                 raise ConfigError(
                     key, value, why, "Use the same value, or start a new run in another output.dir."
                 )
+
+
+def listed_files(index: Path, table: Any) -> list[str]:
+    """Return the names of the files that an index of tensors names; they lie in its folder.
+
+    table: the content of the index. Raises ValueError for anything else.
+    """
+    listed = table.get("weight_map") if isinstance(table, dict) else None
+    again = "Copy it again from where the model's files come from"
+    if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
+        raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {again}")
+    if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
+        raise ValueError(
+            f"{index} names {outside[0]}: files of a model lie in its folder, and it may "
+            f"lead nowhere else. {again}"
+        )
+    return sorted(set(listed.values()))
 
 
 # ---- names -------------------------------------------------------------------------------------------------

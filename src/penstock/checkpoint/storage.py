@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -50,7 +49,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from penstock.checkpoint.folder import DamagedError, open_regular
+from penstock.checkpoint.folder import INDEX, DamagedError, open_regular
 from penstock.sharding import Sharding
 from penstock.topology import Control
 from penstock.topology.faults import reason
@@ -63,7 +62,6 @@ SUFFIX: Final = ".safetensors"
 SHARD, MODEL = "shard", "model"
 """How names of files begin: of all tensors but the model's, and of these where transformers reads them."""
 
-INDEX: Final = f"{MODEL}{SUFFIX}.index.json"
 ALIGNMENT: Final = 8
 
 CODES: Final[dict[torch.dtype, str]] = {
@@ -477,13 +475,27 @@ def _checked(name: str, found: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Return whether two boxes of a tensor have a number in common. They are few: one per rank or two."""
-    return any(
-        all(
-            a < b + n and b < a + m
-            for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-        )
-        for one, other in combinations(chunks, 2)
+    """Return whether two boxes of a tensor have a number in common.
+
+    Boxes are met by the first row that they have, and compared with those that reach it: of a thousand ranks'
+    shares, which follow one another, only with their neighbours.
+    """
+    open_boxes: list[ChunkStorageMetadata] = []
+    for box in sorted(chunks, key=lambda each: tuple(each.offsets)):
+        first = box.offsets[0] if box.offsets else 0
+        open_boxes = [
+            each for each in open_boxes if not each.offsets or each.offsets[0] + each.sizes[0] > first
+        ]
+        if any(_meet(each, box) for each in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+def _meet(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    return all(
+        a < b + n and b < a + m
+        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
 
 

@@ -9,7 +9,7 @@ vocabulary, T = B * L tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -24,6 +24,7 @@ from penstock.models.dropout import CounterDropout
 from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
+from penstock.moe.layer import LogicalNames
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import Shard, shardings_of
@@ -186,10 +187,22 @@ class VocabularyShard(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         check_vocabulary("token", input, self.vocabulary)
-        places_BL = input - self.first
-        here_BL = (places_BL >= 0) & (places_BL < self.num_embeddings)
-        rows_BLM = super().forward(places_BL.where(here_BL, places_BL.new_zeros(())))
-        return rows_BLM * here_BL.unsqueeze(-1)
+        return held_rows(input, self.weight, self.first)
+
+
+def held_rows(tokens_BL: Tensor, weight_VM: Tensor, first: int, padding: int | None = None) -> Tensor:
+    """Return the embeddings [B, L, M] of the tokens of this rank's vocabulary, and zeros for all others.
+
+    Args:
+        tokens_BL: Of the whole vocabulary.
+        weight_VM: The rows of this rank.
+        first: The token of the first row.
+        padding: The row that gets no gradient; None = all get one.
+    """
+    places_BL = tokens_BL - first
+    here_BL = (places_BL >= 0) & (places_BL < len(weight_VM))
+    rows_BLM = F.embedding(places_BL.where(here_BL, places_BL.new_zeros(())), weight_VM, padding)
+    return rows_BLM * here_BL.unsqueeze(-1)
 
 
 class Block(nn.Module):
@@ -304,32 +317,18 @@ class MoEDecoder(nn.Module):
 
     def initialise(self, seed: int) -> None:
         """Fill all weights, equally for any layout. Projections into the residual stream are smaller."""
-        shardings = shardings_of(self)
+        shardings, names = shardings_of(self), LogicalNames(self)
         for name, parameter in self.named_parameters():
             if name.endswith(".noise_weight") or _is_constant(parameter):
                 continue  # norms keep PyTorch's initial ones and zeros, and a noisy gate starts without noise
             into_residual = name.endswith(("self_attn.o_proj.weight", "w_down", "mlp.down_proj.weight"))
             std = INITIAL_STD / math.sqrt(2 * self.config.num_layers) if into_residual else INITIAL_STD
-            for logical, weight in self.logical(name, parameter):
+            for logical, weight in names.split(name, parameter):
                 fill_normal(weight, logical, seed, std, shardings.get(name))
 
-    def logical(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what belongs to a parameter by the names that one process has for it.
-
-        Args:
-            name: Of the parameter, or one that ends in it.
-            tensor: The parameter, or a tensor of its shape; of experts, those of this rank.
-
-        Yields:
-            The tensor under its own name; for experts a view of each one, whose name ends in its number.
-        """
-        if ".experts." not in name:
-            yield name, tensor
-            return
-        layer = int(name.partition("model.layers.")[2].partition(".")[0])
-        moe = self.parts[layer].moe
-        assert moe is not None, name
-        yield from moe.by_number(name, tensor)
+    def logical(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """Return what belongs to a parameter by the names that one process has for it; see `LogicalNames`."""
+        return LogicalNames(self).split(name, tensor)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         """Return the logits [B, L, V] of a whole model, on one process and without a schedule."""

@@ -6,7 +6,7 @@ Shapes: T tokens, M hidden size, E experts (total), R rows in expert order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -411,3 +411,27 @@ def update_expert_biases(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.update_expert_bias()
+
+
+class LogicalNames:
+    """The names that one process has for the parameters of a model, whose layers hold this rank's experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {
+            f"{prefix}.experts.": module
+            for prefix, module in model.named_modules()
+            if isinstance(module, MoELayer)
+        }
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[tuple[str, Tensor]]:
+        """Return what belongs to a parameter by its name; for experts a view of each one, by its number.
+
+        Args:
+            name: Of the parameter in the model.
+            tensor: The parameter, or a tensor of its shape.
+            suffix: Of the name, for a state of the parameter.
+        """
+        for prefix, layer in self._layers.items():
+            if name.startswith(prefix):
+                return layer.by_number(f"{name}{suffix}", tensor)
+        return [(f"{name}{suffix}", tensor)]

@@ -92,6 +92,11 @@ class ParallelConfig:
         return self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
 
     @property
+    def at_checkpoints(self) -> tuple[float, float, str]:
+        """What `Control.waiting` takes while files of a model are written or read."""
+        return self.checkpoint_s, self.timeout_s, "parallel.checkpoint_timeout_s"
+
+    @property
     def checkpoint_s(self) -> float:
         """How long a rank waits for the others while a checkpoint is written or read."""
         return self.timeout_s if self.checkpoint_timeout_s is None else self.checkpoint_timeout_s

@@ -30,6 +30,19 @@ MOST_NAMED = 5
 HINT = "Start all ranks with the same configuration file, overrides and version."
 
 
+def resolved_alike(config: RunConfig, control: Control) -> RunConfig:
+    """Return the run with the sizes that follow from others and from files, the same on all ranks.
+
+    Raises ConfigError, on all ranks, for settings that differ or that one cannot use.
+    """
+    check_alike(config, control)
+    control.agreed(lambda: config.resolved(control.world_size), "reading the settings")
+    found = config.resolved(control.world_size)
+    if found.model.config is not None:  # files of the same name may differ between machines
+        check_alike(found, control)
+    return found
+
+
 def check_alike(config: RunConfig, control: Control) -> None:
     """Raise ConfigError, the same on all ranks, naming a setting that differs between ranks.
 

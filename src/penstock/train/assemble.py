@@ -110,8 +110,7 @@ def build_stack(
     if begins:
         from penstock.train.pretrained import begin_with  # reads checkpoints, which takes a second to load
 
-        waits = config.parallel
-        with machinery.control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s"):
+        with machinery.control.waiting(*config.parallel.at_checkpoints):
             begin_with(model, config.model.config, machinery.control)
     make_plan = partial(first_plan, config, layout) if plan is None else lambda *_: plan
     placement = config.placement

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.checkpoint.folder import (
     PREFIX,
@@ -168,7 +169,8 @@ class Checkpoints:
     def finish(self) -> Path | None:
         """Wait for the checkpoint that is being written, if any; return its folder. Raises as `poll` does.
 
-        None, too, if somebody has removed the folder meanwhile. Warns of older ones that cannot be removed.
+        The folder is gone, and that is no error, if somebody has removed it meanwhile. Warns of older ones
+        that cannot be removed.
         """
         if not self._pending:
             return None
@@ -187,9 +189,7 @@ class Checkpoints:
             if unnamed:
                 self._remove(work)
                 raise
-            if not named:
-                return None
-            if self._control.rank == 0:  # it is whole, and what failed came after: removing older ones
+            if named and self._control.rank == 0:  # what failed came after: removing older ones
                 warnings.warn(f"{each.final} is saved, and then {error}", HintWarning, stacklevel=2)
         return each.final
 
@@ -217,8 +217,7 @@ class Checkpoints:
                 remove_tree(work)
 
     def _check_finite(self, state: State, purpose: str) -> None:
-        model = {name: part for name, part in state.items() if of_model(name)}
-        mine = _first_not_finite(state) or _first_not_finite(model, MOST_SQUARED)
+        mine = first_not_finite(_boxes(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
         found = self._control.gather(mine, "checking that all numbers are finite")
         for rank, name in enumerate(found):
             if name is not None:
@@ -267,7 +266,7 @@ class Checkpoints:
         (step,) = state[STEP].boxes.values()
         if int(step) != step_of(path):
             raise DamagedError(f"it holds step {int(step)}")
-        if (broken := _first_not_finite(state)) is not None:
+        if (broken := first_not_finite(_boxes(state))) is not None:
             raise DamagedError(f"{broken} in it is not finite")
         set_generators(state, self.stack)
 
@@ -280,10 +279,9 @@ def _kind_of(name: str) -> str:
     return MODEL if of_model(name) else SHARD
 
 
-def _first_not_finite(state: State, most: float = math.inf) -> str | None:
-    """Return the name of a tensor with a number that is not finite, or above `most`, or None."""
-    boxes = ((name, box) for name, part in state.items() for box in part.boxes.values())
-    return first_not_finite(boxes, most)
+def _boxes(state: State) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank has of every tensor, by the tensor's name."""
+    return ((name, box) for name, part in state.items() for box in part.boxes.values())
 
 
 # ---- one checkpoint ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
@@ -13,8 +13,10 @@ MOST_SQUARED: Final = math.sqrt(torch.finfo(torch.float32).max)
 """The largest number whose square is one in float32: norms of larger ones are zero or infinite."""
 
 
-def first_not_finite(tensors: Iterable[tuple[str, Tensor]], most: float = math.inf) -> str | None:
-    """Return the name of the first tensor with a NaN, an infinity or a number above `most`, or None.
+def first_not_finite(
+    tensors: Iterable[tuple[str, Tensor]], most: Callable[[str], float] = lambda name: math.inf
+) -> str | None:
+    """Return the name of the first tensor with a NaN, an infinity or a number above its `most`, or None.
 
     It takes one pass over memory and allocates nothing. Integer tensors are always finite.
     """
@@ -25,5 +27,6 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]], most: float = math.i
     # The largest magnitude is taken, since a norm of squares could overflow although every number is finite.
     largest = torch._foreach_norm(list(numbers), math.inf)
     sizes = torch.stack([each.double().cpu() for each in largest])
-    finite = (sizes.isfinite() & (sizes <= most)).tolist()
+    limits = torch.tensor([most(name) for name in names], dtype=torch.float64)
+    finite = (sizes.isfinite() & (sizes <= limits)).tolist()
     return next((name for name, whole in zip(names, finite, strict=True) if not whole), None)

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.storage import INDEX, SUFFIX, Part, Stored
-from penstock.config import UNSET, ConfigError, read_json
+from penstock.checkpoint.folder import INDEX, ONE, DamagedError, listed_files
+from penstock.checkpoint.storage import SUFFIX, Part, Stored
+from penstock.config import ConfigError, read_json
 from penstock.models import MoEDecoder
 from penstock.models.meta import on_meta
 from penstock.topology import Control
 from penstock.train.run_state import model_tensors, of_model
+from penstock.words import some_of
 
-ONE = "model.safetensors"
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD = "lm_head.weight"
-MOST_NAMED = 4
 COPY = "Copy the folder again, or begin with fresh weights: give the path of its config.json alone."
 
 
@@ -32,13 +31,12 @@ def files_of(path: Path) -> list[str]:
     if (path / ONE).exists():
         return [ONE]
     if (path / INDEX).exists():
-        table = read_json(path / INDEX, COPY)
-        listed = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-            raise ConfigError(
-                f"{path / INDEX}: weight_map", UNSET, "does not say which file has which tensor", COPY
-            )
-        return sorted(set(listed.values()))
+        try:
+            return listed_files(path / INDEX, read_json(path / INDEX, COPY))
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError("model.config", str(path), str(error), COPY) from error
     if strange := sorted(each.name for each in path.iterdir() if each.suffix in (SUFFIX, ".bin", ".pth")):
         why = f"holds {strange[0]}, and neither {ONE} nor {INDEX}, by which weights are found"
         raise ConfigError("model.config", str(path), why, COPY)
@@ -106,7 +104,5 @@ def _check(decoder: MoEDecoder, folder: Path, held: dict[str, tuple[int, ...]]) 
         ("has in another shape", misshapen),
     ):
         if names:
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            named = ", ".join(sorted(names)[:MOST_NAMED])
-            why = f"is the folder of another model: it {what} {named}{more}"
+            why = f"is the folder of another model: it {what} {some_of(sorted(names))}"
             raise ConfigError("model.config", str(folder), why, COPY)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from penstock.checkpoint.storage import Part, State
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.qwen3_moe import in_files
-from penstock.moe import MoELayer
+from penstock.moe.layer import LogicalNames
 from penstock.moe.routes import Counts
 from penstock.placement import Hosting
 from penstock.placing.told import hosting_of, plain_of
@@ -64,16 +64,16 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
     if there is not None:
         state[generator_name(rank, on_device=True)] = Part.of(there)
     state |= learnt(stack)
-    model, shardings, experts = stack.model, shardings_of(stack.model), Experts(stack.model)
+    model, shardings, names = stack.model, shardings_of(stack.model), LogicalNames(stack.model)
     state |= {name: Part.of(part, sharding) for name, part, sharding in model_tensors(model)}
     for name, parameter in model.named_parameters():
         sharding = shardings.get(name)
         if isinstance(optimizer, ShardedAdamW):
-            state |= _shares(optimizer, name, parameter, sharding, experts)
+            state |= _shares(optimizer, name, parameter, sharding, names)
         elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
             state[f"{OPTIMIZER}{name}.step"] = Part.of(moments["step"])
             for moment in MOMENTS:
-                for each, part in experts.split(name, moments[moment], f".{moment}"):
+                for each, part in names.split(name, moments[moment], f".{moment}"):
                     state[f"{OPTIMIZER}{each}"] = Part.of(part, sharding)
     return state
 
@@ -81,11 +81,11 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding | None]]:
     """Yield views of what a checkpoint has of a model: by the names that files of transformers have, with
     what part of the whole this rank has."""
-    kept, shardings, experts = model.state_dict().keys(), shardings_of(model), Experts(model)
+    kept, shardings, names = model.state_dict().keys(), shardings_of(model), LogicalNames(model)
     buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth keeping
     for name, tensor in chain(buffers, model.named_parameters()):
         sharding = shardings.get(name)
-        for each, part in experts.split(name, tensor.detach()):
+        for each, part in names.split(name, tensor.detach()):
             there, transposed = in_files(each)
             if transposed:
                 yield there, part.t(), None if sharding is None else sharding.transposed
@@ -121,29 +121,12 @@ def of_model(name: str) -> bool:
     return not name.startswith(BESIDE_MODEL)
 
 
-class Experts:
-    """The experts of a model: what ranks hold together is split into tensors of single experts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = {
-            f"{prefix}.experts.": module
-            for prefix, module in model.named_modules()
-            if isinstance(module, MoELayer)
-        }
-
-    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[tuple[str, Tensor]]:
-        """Return the tensor of a parameter under its own name or, for experts, a view for each by number.
-
-        suffix: of the name, for a state of the parameter.
-        """
-        for prefix, layer in self._layers.items():
-            if name.startswith(prefix):
-                return layer.by_number(f"{name}{suffix}", tensor)
-        return [(f"{name}{suffix}", tensor)]
-
-
 def _shares(
-    optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, sharding: Sharding | None, experts: Experts
+    optimizer: ShardedAdamW,
+    name: str,
+    parameter: nn.Parameter,
+    sharding: Sharding | None,
+    names: LogicalNames,
 ) -> State:
     """Return this rank's share of a parameter's state; nothing for a frozen one."""
     found = optimizer.updates.share_of(parameter)
@@ -152,7 +135,7 @@ def _shares(
     share = found[1]
     state = {f"{OPTIMIZER}{name}.step": Part.of(optimizer.updates.steps[parameter])}
     for key, numbers in share.states.items():
-        for each, part in experts.split(name, parameter.data, f".{key}"):
+        for each, part in names.split(name, parameter.data, f".{key}"):
             assert part.is_contiguous(), "experts are stacked"
             begin = int(part.storage_offset() - parameter.data.storage_offset())
             runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it

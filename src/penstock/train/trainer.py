@@ -27,7 +27,7 @@ from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
-from penstock.train.alike import check_alike
+from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack, model_config, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
@@ -85,18 +85,13 @@ class Trainer:
         on_step: OnStep | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
-        check_alike(config, control)
-        control.agreed(lambda: config.resolved(info.world_size), "reading the settings")
-        self._saved_config = config = config.resolved(info.world_size)
-        if config.model.config is not None:
-            check_alike(config, control)  # files of the same name may differ between machines
+        self._saved_config = config = resolved_alike(config, control)
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader = info.rank == 0
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
-        waits = config.parallel
-        with control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s"):
+        with control.waiting(*config.parallel.at_checkpoints):
             self.resumption = find_resumption(config, control, say)  # before anything is measured
         folder, keep = config.output.dir, self.resumption is not None
         control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
@@ -298,6 +293,13 @@ class Trainer:
             self._save(metrics, last=last)
             if last or saves:
                 self.saved = self._finish_saving() or self.saved
+                self._look_for_newest()
+
+    def _look_for_newest(self) -> None:
+        """Say, once, if the newest checkpoint is where it was no more."""
+        if self.saved is not None and not self.saved.exists():
+            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
+            self.saved = None
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
         """Keep the loads that pictures show."""
@@ -320,8 +322,7 @@ class Trainer:
             self._describe()
             return
         self.saved = self._finish_saving() or self.saved
-        if self.saved is not None and not self.saved.exists():
-            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
+        self._look_for_newest()
         try:
             with self._waiting_for_a_checkpoint():
                 self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
@@ -473,8 +474,7 @@ class Trainer:
             return self.checkpoints.finish()
 
     def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
-        waits = self._saved_config.parallel
-        return self.control.waiting(waits.checkpoint_s, waits.timeout_s, "parallel.checkpoint_timeout_s")
+        return self.control.waiting(*self._saved_config.parallel.at_checkpoints)
 
     def _diverged(self, problem: str) -> str:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -142,7 +142,7 @@ def batch_of(model: ModelConfig, samples: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randint(model.vocab_size, shape, generator=generator)
 
 
-def logical(stack: PipelinedStack, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a local tensor by the names that one process has for it: experts one by one, by their numbers."""
+def logical(stack: PipelinedStack, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Return a local tensor by the names that one process has for it: of experts, each by its number."""
     assert isinstance(stack.model, MoEDecoder), "the small model is one"
     return stack.model.logical(name, tensor)
