@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 import penstock
-from penstock.adapt.adapters import ExpertAxis, axes_of
+from penstock.families.adapters import ExpertAxis, axes_of
 from tests.adapt.test_checkpoint import losses_of
 from tests.support.adapted import Batch, distance, exactly, grads_of, small, without_labels
 from tests.support.ranks import Pools

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import penstock
-from penstock.adapt.limits import DEEPEST
 from penstock.cli import main
 from penstock.cli.codes import BAD_USAGE
 from penstock.config import ConfigError
+from penstock.families.limits import DEEPEST
 from tests.support.adapted import small
 from tests.support.runs import refused
 

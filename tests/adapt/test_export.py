@@ -10,7 +10,7 @@ import torch
 
 import penstock
 from penstock.adapt.export import check_names
-from penstock.adapt.weights import stored_tensors
+from penstock.families.weights import stored_tensors
 from tests.support.adapted import small
 from tests.support.ranks import Pools
 

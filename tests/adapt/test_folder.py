@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.described import FORMER
 from penstock.adapt.folder import SEEN, UNFINISHED, _begin, _finish
+from penstock.families.described import FORMER
 from tests.support.adapted import small
 from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools

@@ -16,7 +16,7 @@ from tests.support.adapted import Batch, small
 
 def test_what_is_not_a_number_agrees_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    monkeypatch.setattr("penstock.families.known.FAMILIES", few)
     model = small("olmoe")
     with torch.no_grad():
         model.lm_head.weight[3, 3] = torch.nan
@@ -50,7 +50,7 @@ class WeighedTwice(Weighed):
 
 def test_what_weighs_a_router_loss_is_found_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    monkeypatch.setattr("penstock.families.known.FAMILIES", few)
     given = {**Batch().inputs(), "output_router_logits": True}
     config = small("olmoe").config
     wanted = Weighed(config).train()
@@ -88,7 +88,7 @@ def test_a_router_loss_that_is_not_understood_is_refused_when_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, kind: type[OlmoeForCausalLM]
 ) -> None:
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    monkeypatch.setattr("penstock.families.known.FAMILIES", few)
     model = penstock.parallelize(kind(small("olmoe").config).train())
     assert model(**Batch().inputs()).loss.item() > 0
     with pytest.raises(ValueError, match=f"how {kind.__name__} weighs its router loss was not understood"):

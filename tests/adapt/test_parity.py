@@ -195,7 +195,7 @@ def test_every_family_has_a_model_here() -> None:
 
 
 def test_the_family_that_the_documentation_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", known := dict(FAMILIES))
+    monkeypatch.setattr("penstock.families.known.FAMILIES", known := dict(FAMILIES))
     monkeypatch.setattr("penstock.adapt.FAMILIES", known)
     (code,) = blocks(EXTENDING, "A family of models")
     assert run_block(code)["granite"] is known[OWN]
@@ -205,7 +205,7 @@ def test_the_family_that_the_documentation_adds(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name not in ("olmoe", "granitemoe")}
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    monkeypatch.setattr("penstock.families.known.FAMILIES", few)
     found = agreement(0, 1, "olmoe", "flowmoe", torch.float64)
     assert max(found.values()) < LIMITS[torch.float64], found
     penstock.parallelize(small("olmoe", attention_dropout=0.1))
@@ -225,7 +225,7 @@ def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: 
 def test_a_plan_of_expert_parallelism_says_where_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own, or one that is given, also for a family that is not known."""
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
-    monkeypatch.setattr("penstock.adapt.families.FAMILIES", few)
+    monkeypatch.setattr("penstock.families.known.FAMILIES", few)
     own = {"layers.*.mlp.experts": "ep_dispatch_experts", "layers.*.mlp.experts.down_proj": "grouped_gemm"}
     for family in ("olmoe", "qwen3_moe"):
         assert penstock.parallelize(small(family), plan="flowmoe", ep_plan=own) is not None

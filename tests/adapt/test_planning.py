@@ -11,9 +11,10 @@ from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.engine import Engine
-from penstock.adapt.planning import GivenPlan, ModelSizes, SearchedPlan
+from penstock.adapt.planning import GivenPlan, SearchedPlan, stand_in
 from penstock.cost import ClusterFile
 from penstock.decision import Decision, GradientBytes
+from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
 from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.step import StepShape
@@ -82,8 +83,8 @@ def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
     engine: Engine = penstock.parallelize(small("mixtral")).__dict__["_penstock"]
     given = engine._planner
     assert isinstance(given, GivenPlan)
-    stand_in = given.sizes.stand_in(engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
-    assert stand_in.data.batch_per_device == 1
+    like = stand_in(given.sizes, engine.stack.base_shape, ParallelConfig(), samples, 12 * samples)
+    assert like.data.batch_per_device == 1
 
 
 def test_heads_of_any_width_are_planned_for() -> None:
@@ -105,7 +106,7 @@ def test_heads_of_any_width_are_planned_for() -> None:
     assert sizes.workload(layout, gradients, 2, 8).head_sizes == (64 * 46, 8 * 46)
     said = replace(sizes, head_dim=64)
     assert said.workload(layout, gradients, 2, 8).head_sizes == (64 * 64, 8 * 64)
-    model = said.stand_in(StepShape(moe_layers=(True,)), ParallelConfig(), 2, 8).model
+    model = stand_in(said, StepShape(moe_layers=(True,)), ParallelConfig(), 2, 8).model
     assert (model.attention_size, model.key_value_size) == (4096, 512)
     odd = replace(sizes, key_value_heads=5)
     assert odd.groups == 64, "where groups are uneven each head counts"

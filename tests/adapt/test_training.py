@@ -12,9 +12,9 @@ import torch
 
 import penstock
 from penstock.adapt import FAMILIES
-from penstock.adapt.experts import keep_shares
 from penstock.adapt.scheduled import engine_of
 from penstock.config import ConfigError
+from penstock.families.experts import keep_shares
 from penstock.sharding import sharding_of
 from tests.support.adapted import (
     DIVISIBLE,

@@ -2,10 +2,10 @@
 
 from penstock.adapt.build import parallelize
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint
-from penstock.adapt.families import FAMILIES
-from penstock.adapt.family import AttentionCut, Family
 from penstock.adapt.loading import load_pretrained
 from penstock.adapt.scheduled import stack_of
+from penstock.families.family import AttentionCut, Family
+from penstock.families.known import FAMILIES
 
 __all__ = [
     "FAMILIES",

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.adapt.checkpoint import ADAPTERS, refuse_adapters
-from penstock.adapt.described import GENERATION, in_one_line, setting_of
-from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.words import Words, words_of
 from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is_complete
 from penstock.config import ConfigError
+from penstock.families.described import GENERATION, in_one_line, setting_of
+from penstock.families.model_folder import ModelFolder
 from penstock.models.qwen3_moe import CONFIG
 
 MOST_NATS = 700

@@ -10,16 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import core_of
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine
 from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
-from penstock.adapt.experts import ModelExperts, Shares
-from penstock.adapt.families import family_of
-from penstock.adapt.family import Family
 from penstock.adapt.guess import check, coefficient_of, guess
-from penstock.adapt.look import Found, look
 from penstock.adapt.outside import watch_outside
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import choice_of, moving_of, planner_of
@@ -29,6 +24,11 @@ from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
 from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.decision import Decision
 from penstock.dispatch import find_dispatch
+from penstock.families.adapters import core_of
+from penstock.families.experts import ModelExperts, Shares
+from penstock.families.family import Family
+from penstock.families.known import family_of
+from penstock.families.look import Found, look
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard

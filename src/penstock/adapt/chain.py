@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from penstock.adapt.decoder import Decoder, Inputs, LayerCall
-from penstock.adapt.described import in_one_line
+from penstock.families.described import in_one_line
 from penstock.moe import SampleKeys
 
 SHOWN = 8

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.adapt.adapters import ExpertAxis, InTurn
-from penstock.adapt.described import FORMER, FORMER_CHECKPOINT, refuse_cut_off
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
 from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
@@ -29,6 +27,8 @@ from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_togeth
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, Stored, misfits, together
 from penstock.config import UNSET, ConfigError, read_json
+from penstock.families.adapters import ExpertAxis, InTurn
+from penstock.families.described import FORMER, FORMER_CHECKPOINT, refuse_cut_off
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import check_adapters, core_of, settle
-from penstock.adapt.experts import ModelExperts
-from penstock.adapt.family import Family
-from penstock.adapt.forms import RouterCall
+from penstock.families.adapters import check_adapters, core_of, settle
+from penstock.families.experts import ModelExperts
+from penstock.families.family import Family
+from penstock.families.forms import RouterCall
 from penstock.moe.choices import GateSums, TokenChoice, count_choices, sum_by_sample
 from penstock.moe.gates.base import Gate
 from penstock.moe.tokens import Tokens

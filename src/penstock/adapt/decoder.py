@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.code import code_of, in_parts
 from penstock.adapt.cut import Caught, Cut
-from penstock.adapt.family import Family
 from penstock.adapt.outside import Inside
+from penstock.families.code import code_of, in_parts
+from penstock.families.family import Family
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.cross_entropy import cross_entropy_sum
 

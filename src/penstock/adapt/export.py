@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import ExpertAxis, axes_of, core_of
 from penstock.adapt.cut import Cut
 from penstock.adapt.decoder import CutLayer
-from penstock.adapt.described import quiet
 from penstock.adapt.engine import Engine
+from penstock.families.adapters import ExpertAxis, axes_of, core_of
+from penstock.families.described import quiet
 from penstock.mesh import Group
 from penstock.partial_state import check_marks, without_marks
 from penstock.sharding import sharding_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
-from penstock.adapt.family import Family
 from penstock.adapt.planning import UNKNOWN
+from penstock.families.family import Family
 
 YES, NO = "yes", "no"
 Serves = Callable[[Family], str | None]

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.adapt.described import FORMER, quiet
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import whole_state
 from penstock.adapt.saving import Writing
 from penstock.checkpoint.folder import INDEX, ONE
 from penstock.checkpoint.storage import together
+from penstock.families.described import FORMER, quiet
 from penstock.partial_state import without_marks
 from penstock.writing import make_durable, write_whole
 

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import core_of
 from penstock.adapt.chain import WatchedCall, chain_of, naming
 from penstock.adapt.cut import Caught
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs, WholeLayer
 from penstock.adapt.ep_plan import EpPlan, modules_of
-from penstock.adapt.family import Family
-from penstock.adapt.forms import TRAITS
+from penstock.families.adapters import core_of
+from penstock.families.family import Family
+from penstock.families.forms import TRAITS
 from penstock.moe import SampleKeys
 
 INSIDE = ".base_layer"

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _modules
 
-from penstock.adapt.adapters import around
-from penstock.adapt.code import Code, code_of
 from penstock.adapt.decoder import CutLayer, Decoder
+from penstock.families.adapters import around
+from penstock.families.code import Code, code_of, is_patched, patched
 
 READERS = ("transformers.",)
 """Package of hooks that only record outputs, and only on request: those of transformers."""
@@ -56,19 +56,6 @@ def check_intact(decoder: Decoder, *, balances: bool) -> None:
             _check_cut(part, layer, decoder)
             if balances:
                 _check_logits(part)
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Return whether a module's own `forward` was replaced, as by accelerate or hooks of device maps."""
-    return "forward" in module.__dict__
-
-
-def patched(module: nn.Module, hint: str) -> str:
-    """Return the message about such a module."""
-    return (
-        f"{type(module).__name__}.forward was replaced in this one module (accelerate does that for mixed "
-        f"precision and device maps), and steps would go on without what that adds: {hint}"
-    )
 
 
 def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:

@@ -13,17 +13,17 @@ import torch
 
 from penstock.adapt.build import machinery_for, scheduled
 from penstock.adapt.ep_plan import brought_by
-from penstock.adapt.experts import keep_shares
-from penstock.adapt.families import FAMILIES, family_of
-from penstock.adapt.family import Family
 from penstock.adapt.guess import guess
-from penstock.adapt.look import Found, look
-from penstock.adapt.model_folder import ModelFolder
 from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of
 from penstock.adapt.tensor import TensorShares, check_can_share
-from penstock.adapt.weights import StoredTensor, share_of_experts
 from penstock.decision import Decision
+from penstock.families.experts import keep_shares
+from penstock.families.family import Family
+from penstock.families.known import FAMILIES, family_of
+from penstock.families.look import Found, look
+from penstock.families.model_folder import ModelFolder
+from penstock.families.weights import StoredTensor, share_of_experts
 from penstock.models.decoder import TensorShard
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement

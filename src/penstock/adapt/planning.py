@@ -11,11 +11,11 @@ from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.start import find
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, HeldBytes, ProfiledCluster, StepCost, Workload
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
+from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
-from penstock.moe import MoEConfig
 from penstock.plan import Problem
 from penstock.runtime import PipelinedStack
 from penstock.runtime.moving import ExpertMoving
@@ -45,97 +45,23 @@ UNKNOWN = (("samples", "masks and positions, which are the model's own, do not m
 """Settings of a decision that a model of transformers does not allow, and the reasons."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSizes:
-    """Sizes of a model for a plan. key_value_heads, head_dim: None = as many as heads, of the width that is
-    left. element_bytes: of its activations."""
+def stand_in(
+    sizes: ModelSizes, shape: StepShape, parallel: ParallelConfig, batch: int, length: int
+) -> RunConfig:
+    """Return a decoder of Penstock's own with these sizes, to measure the cost of computation.
 
-    hidden_size: int
-    vocab_size: int
-    heads: int
-    key_value_heads: int | None
-    head_dim: int | None
-    dense_width: int
-    shared_width: int
-    expert_matrices: int
-    element_bytes: int
-    moe: MoEConfig
-
-    @property
-    def groups(self) -> int:
-        """Heads of keys and values, as far as several of queries share one evenly."""
-        groups = self.key_value_heads or self.heads
-        return groups if self.heads % groups == 0 else self.heads
-
-    @property
-    def width(self) -> int:
-        """Width of a head, rounded up to an even number."""
-        width = self.head_dim or max(1, self.hidden_size // self.heads)
-        return width + width % 2
-
-    def workload(
-        self,
-        layout: Layout,
-        gradients: GradientBytes,
-        batch: int,
-        length: int,
-        held: HeldBytes | None = None,
-    ) -> Workload:
-        """Return the sizes of a step with these samples on every rank. held: a rank's bytes of weights."""
-        return Workload(
-            batch=max(1, batch),
-            seq_len=max(1, length),
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.moe.moe_ffn_hidden_size,
-            vocab_size=self.vocab_size,
-            num_experts=self.moe.num_experts,
-            top_k=self.moe.top_k,
-            expert_matrices=self.expert_matrices,
-            capacity_factor=self.moe.slots_factor,
-            min_capacity=self.moe.min_capacity,
-            world_size=layout.world_size,
-            ep_size=layout.ep_size,
-            element_bytes=self.element_bytes,
-            all_reduce_bytes=gradients.replicated,
-            expert_all_reduce_bytes=gradients.experts,
-            partial_all_reduce_bytes=gradients.partial,
-            partial_by_form=gradients.partial_by_form,
-            mp_size=layout.mp_size,
-            esp_size=layout.esp_size,
-            attention_size=self.heads * self.width,
-            key_value_size=self.groups * self.width,
-            dense_ffn_hidden_size=self.dense_width,
-            wire_row_bytes=self.moe.row_bytes(self.hidden_size, self.element_bytes),
-            dispatch=self.moe.dispatch,
-            node_size=layout.ep_node_size,
-            devices_per_node=layout.node_size,
-            shared_ffn_hidden_size=self.shared_width,
-            held=held,
-        )
-
-    def stand_in(self, shape: StepShape, parallel: ParallelConfig, batch: int, length: int) -> RunConfig:
-        """Return a decoder of Penstock's own with these sizes, to measure the cost of computation.
-
-        Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet,
-        it has one.
-        """
-        return RunConfig(
-            model=ModelConfig(
-                num_layers=shape.num_layers,
-                hidden_size=self.hidden_size,
-                num_heads=self.heads,
-                num_key_value_heads=self.groups,
-                head_dim=self.width,
-                seq_len=max(1, length),
-                vocab_size=max(256, self.vocab_size),
-                moe_layers=tuple(layer for layer, moe in enumerate(shape.moe_layers) if moe),
-                ffn_hidden_size=self.dense_width or None,
-            ),
-            moe=replace(self.moe, shared_ffn_hidden_size=self.shared_width),
-            schedule=ScheduleConfig(name="sequential"),
-            data=DataConfig(batch_per_device=max(1, batch)),
-            parallel=parallel,
-        )
+    Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet, it
+    has one.
+    """
+    settings = sizes.model_settings(shape.moe_layers)
+    settings["vocab_size"] = max(256, sizes.vocab_size)
+    return RunConfig(
+        model=ModelConfig(seq_len=max(1, length), **settings),
+        moe=replace(sizes.moe, shared_ffn_hidden_size=sizes.shared_width),
+        schedule=ScheduleConfig(name="sequential"),
+        data=DataConfig(batch_per_device=max(1, batch)),
+        parallel=parallel,
+    )
 
 
 class Planner(Protocol):
@@ -234,8 +160,8 @@ class SearchedPlan:
         sizes, shape = self.meanwhile.sizes, stack.base_shape
         key = shape, batch, length
         if key not in self.measured:
-            stand_in = sizes.stand_in(shape, self.parallel, batch, length)
-            self.measured[key] = profile_run(stand_in, stack.machinery, budget_s=PROFILE_S)
+            like = stand_in(sizes, shape, self.parallel, batch, length)
+            self.measured[key] = profile_run(like, stack.machinery, budget_s=PROFILE_S)
         return self.measured[key]
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.adapt.adapters import ALONG_ROWS
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_names
-from penstock.adapt.weights import EXPERT, LAYER
 from penstock.checkpoint.folder import INDEX, ONE
 from penstock.checkpoint.storage import CODES, Outgoing, together, write_shard, writing_order
+from penstock.families.adapters import ALONG_ROWS
+from penstock.families.weights import EXPERT, LAYER
 from penstock.mesh import Group
 from penstock.writing import write_whole
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from penstock.adapt.cut import Cut
 from penstock.adapt.decoder import Calls, CutLayer, WholeLayer, run
-from penstock.adapt.family import Family
 from penstock.adapt.tensor import SharedLayer
+from penstock.families.family import Family
 from penstock.moe import MoELayer, SampleKeys
 
 

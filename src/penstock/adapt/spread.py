@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import ExpertAxis, axes_of, core_of
 from penstock.adapt.cut import Cut
 from penstock.adapt.passes import Passes
 from penstock.dispatch import find_dispatch
+from penstock.families.adapters import ExpertAxis, axes_of, core_of
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.orders.sort import SortOrder

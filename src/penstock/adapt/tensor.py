@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.adapt.family import AttentionCut
 from penstock.adapt.intact import is_foreign
-from penstock.adapt.look import Found
 from penstock.adapt.outside import Inside
 from penstock.config import ConfigError
+from penstock.families.family import AttentionCut
+from penstock.families.look import Found
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows

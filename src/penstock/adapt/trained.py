@@ -23,9 +23,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from penstock.adapt.described import quiet
 from penstock.checkpoint.storage import Part
 from penstock.config import from_dict
+from penstock.families.described import quiet
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig

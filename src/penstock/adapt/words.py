@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from penstock.adapt.described import in_one_line, quiet
 from penstock.config import ConfigError, HintWarning
 from penstock.data.text import BYTES
 from penstock.data.tokenizer import Bytes, read_tokenizer
+from penstock.families.described import in_one_line, quiet
 from penstock.models.qwen3_moe import CONFIG
 
 UNKNOWN: Final = 0xFF

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import core_of
 from penstock.device import on_device
+from penstock.families.adapters import core_of
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 """Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""

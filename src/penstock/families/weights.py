@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.adapt.described import read_table, refuse_cut_off
-from penstock.adapt.limits import COPY, Held
 from penstock.checkpoint.folder import INDEX, ONE, listed_files
+from penstock.families.described import read_table, refuse_cut_off
+from penstock.families.limits import COPY, Held
 from penstock.models.qwen3_moe import CONFIG
 from penstock.words import some_of
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.adapt.adapters import core_of
-from penstock.adapt.family import Family
+from penstock.families.adapters import core_of
+from penstock.families.family import Family
 
 LIBRARIES = ("transformers.", "torch.")
 """Packages of the functions that run where nothing was changed."""
@@ -60,3 +60,16 @@ def _layers(function: Any) -> Iterator[Any]:
 def _is_of_library(function: Any) -> bool:
     defined_in: object = getattr(function, "__globals__", {}).get("__name__", "")
     return str(defined_in).startswith(LIBRARIES)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Return whether a module's own `forward` was replaced, as by accelerate or hooks of device maps."""
+    return "forward" in module.__dict__
+
+
+def patched(module: nn.Module, hint: str) -> str:
+    """Return the message about such a module."""
+    return (
+        f"{type(module).__name__}.forward was replaced in this one module (accelerate does that for mixed "
+        f"precision and device maps), and steps would go on without what that adds: {hint}"
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.adapt.forms import STACKED, ExpertForm
+from penstock.families.forms import STACKED, ExpertForm
 
 Finish = Callable[[Any, Tensor, Tensor], Tensor]
 """Maps layer, its output where experts return zeros and the MoE block's output to its output, [B, L, M]."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.adapt.adapters import active, axes_of, core_of, wrappers
-from penstock.adapt.forms import ExpertForm
+from penstock.families.adapters import active, axes_of, core_of, wrappers
+from penstock.families.forms import ExpertForm
 from penstock.moe.experts.base import Experts, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from penstock.adapt.limits import COPY, Held, check_code, check_memory, check_sizes, few_modules
 from penstock.config import UNSET, ConfigError, read_text, shorten
+from penstock.families.limits import COPY, Held, check_code, check_memory, check_sizes, few_modules
 from penstock.models.qwen3_moe import CONFIG
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

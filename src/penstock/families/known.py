@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.adapt.family import AttentionCut, Family
-from penstock.adapt.forms import FlatForm, WeighedForm
+from penstock.families.family import AttentionCut, Family
+from penstock.families.forms import FlatForm, WeighedForm
 
 
 def _shared_experts(block: Any, x_TM: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from penstock.adapt.described import (
+from penstock.config import UNSET, ConfigError
+from penstock.families.described import (
     config_of,
     empty_model,
     in_one_line,
@@ -21,9 +22,8 @@ from penstock.adapt.described import (
     read_description,
     read_generation,
 )
-from penstock.adapt.limits import COPY
-from penstock.adapt.weights import StoredTensor, held_by, refuse_misfits, stored_tensors
-from penstock.config import UNSET, ConfigError
+from penstock.families.limits import COPY
+from penstock.families.weights import StoredTensor, held_by, refuse_misfits, stored_tensors
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.adapt.adapters import around, check_adapters, core_of
-from penstock.adapt.code import changed_code, in_parts
-from penstock.adapt.described import setting_of
-from penstock.adapt.experts import check_experts
-from penstock.adapt.family import Family
-from penstock.adapt.intact import is_patched, patched
-from penstock.adapt.planning import ModelSizes
 from penstock.decision import Decision
+from penstock.families.adapters import around, check_adapters, core_of
+from penstock.families.code import changed_code, in_parts, is_patched, patched
+from penstock.families.described import setting_of
+from penstock.families.experts import check_experts
+from penstock.families.family import Family
+from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
 
 

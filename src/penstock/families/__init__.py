@@ -1,0 +1,1 @@
+"""Models of transformers as they are described in files: families, their parts and sizes, and weights."""
