@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from penstock.adapt.run import model_of_run
 from penstock.autopilot import Autopilot
-from penstock.config import load
+from penstock.config import ConfigError, load
 from penstock.device import device_of, pick_device
 from penstock.moe import MoELayer
 from penstock.plan.plan_config import given_schedule
@@ -154,9 +155,15 @@ def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) 
     """Build the model with its first plan, as `penstock train` does."""
     layout = machinery.layout
     pilot = Autopilot(config, machinery, None, _speaker(layout.rank))
-    make = None if make_moe is None else partial(_layer, make_moe, layout)
-    plan = pilot.plan if make is None else None  # other layers may have other tasks: only the choice holds
-    stack = build_stack(pilot.config, machinery, plan=plan, moving=pilot.moving, make_moe=make, begins=True)
+    if make_moe is None:
+        made = model_of_run(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving, begins=True)
+        stack = made.stack
+    elif config.model.of_transformers:
+        why = f"its layers are those of {config.model.model_type}, and make_moe makes other ones"
+        raise ConfigError("model.config", str(config.model.config), why, "Give one of the two.")
+    else:  # other layers may have other tasks: of the plan only the choice holds
+        make = partial(_layer, make_moe, layout)
+        stack = build_stack(pilot.config, machinery, moving=pilot.moving, make_moe=make, begins=True)
     stack.timed = False  # nothing here reads when tasks ran
     return Session(model=stack, config=pilot.config, layout=layout, device=machinery.device)
 

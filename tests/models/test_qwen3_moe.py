@@ -19,7 +19,7 @@ from penstock.config import ConfigError
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.qwen3_moe import LACKS, config_json, lack_of, sections_of
 from penstock.moe import MoEConfig
-from penstock.train.run_state import model_tensors
+from penstock.train.run_state import DecoderNaming
 from tests.support.draws import draws
 
 SMALL = ModelConfig(num_layers=2, hidden_size=16, num_heads=4, seq_len=12, vocab_size=29)
@@ -45,7 +45,9 @@ def test_transformers_computes_the_same(name: str) -> None:
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(6.0 if parameter.dim() >= 2 else torch.linspace(0.7, 1.3, parameter.numel()))
-    theirs = as_qwen3_moe(model, moe, {name: tensor for name, tensor, _ in model_tensors(decoder)}).eval()
+    theirs = as_qwen3_moe(
+        model, moe, {name: tensor for name, tensor, _ in DecoderNaming(decoder).in_files()}
+    ).eval()
     tokens_BL = torch.randint(29, (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours_BLV, theirs_BLV = decoder(tokens_BL), theirs(tokens_BL).logits

@@ -21,7 +21,7 @@ from penstock.runtime.moving import Plans
 from penstock.train.assemble import first_plan
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.optimizer import build_adamw, initialise_state
-from penstock.train.run_state import read_steps, take_steps
+from penstock.train.run_state import DecoderNaming, read_steps, take_steps
 from penstock.train.run_state import state_of as tensors_of
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
@@ -263,7 +263,11 @@ def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weig
     path = run.save(2)
     other = bare(rank, replace(case, seed=5), folder)
     other.load(path)
-    return state_of(run), state_of(other), list(tensors_of(run.stack, run.optimizer))
+    return (
+        state_of(run),
+        state_of(other),
+        list(tensors_of(run.stack, run.optimizer, DecoderNaming(run.stack.model))),
+    )
 
 
 def test_checkpoints_have_no_guests(ranks: Pools, tmp_path: Path) -> None:

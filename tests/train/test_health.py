@@ -51,7 +51,7 @@ def break_steps(broken: Trainer, *steps: int) -> None:
 
 
 def state_of(broken: Trainer) -> dict[str, torch.Tensor]:
-    tensors = run_state.state_of(broken.stack, broken.optimizer)
+    tensors = run_state.state_of(broken.stack, broken.optimizer, run_state.DecoderNaming(broken.stack.model))
     return {name: tensor.clone() for name, part in tensors.items() for tensor in part.boxes.values()}
 
 

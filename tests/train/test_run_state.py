@@ -13,7 +13,15 @@ from penstock.moe.sample_moves import SampleTable
 from penstock.placement import Hosting
 from penstock.runtime import PipelinedStack
 from penstock.runtime.bounds import Passes, RowBounds
-from penstock.train.run_state import FOLLOWING, learnt, read_steps, state_of, steps_of, take_steps
+from penstock.train.run_state import (
+    FOLLOWING,
+    DecoderNaming,
+    learnt,
+    read_steps,
+    state_of,
+    steps_of,
+    take_steps,
+)
 from penstock.workloads import Counts
 from tests.runtime.test_bounds import bounded
 from tests.runtime.test_guests_between_steps import checkpoints
@@ -110,7 +118,9 @@ def kept_without(rank: int, folder: Path) -> tuple[list[str], bool]:
     other.load(learns.save(1))
     learns.load(other.save(2))
     return [
-        name for name in state_of(learns.stack, learns.optimizer) if name.startswith(FOLLOWING)
+        name
+        for name in state_of(learns.stack, learns.optimizer, DecoderNaming(learns.stack.model))
+        if name.startswith(FOLLOWING)
     ], not learnt(other.stack)
 
 

@@ -22,7 +22,8 @@ from penstock.checkpoint.folder import RECORD, SUMS, Record, all_checkpoints, is
 from penstock.config import ConfigError
 from penstock.families.described import GENERATION, in_one_line, setting_of
 from penstock.families.model_folder import ModelFolder
-from penstock.models.qwen3_moe import CONFIG
+from penstock.models.config import QWEN3_MOE
+from penstock.models.qwen3_moe import CONFIG, model_type_of
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""
@@ -97,7 +98,8 @@ def open_model(path: Path, tokenizer: Path | None = None) -> Opened:
 
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
-        model = from_checkpoint(checkpoint)
+        of_decoder = not (checkpoint / CONFIG).is_file() or model_type_of(checkpoint) == QWEN3_MOE
+        model = from_checkpoint(checkpoint) if of_decoder else read_whole(checkpoint)
     elif (path / CONFIG).is_file():
         if (path / ADAPTERS).is_file():
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -205,28 +205,18 @@ def _engine(
     tensor: TensorShares | None,
     updating: Updating | None,
 ) -> Engine:
-    layout, calls = machinery.layout, Calls(None if tensor is None else tensor.ranks.inside)
+    layout = machinery.layout
     planner = planner_of(plan, found.sizes, layout, parallel)
-    cuts = _cuts(found)
-    try:
-        if find_dispatch(found.choice.dispatch).needs_table:
-            layout.require_nodes("plan.dispatch", found.choice.dispatch)
-        layers = _layers(found, cuts, calls, layout, tensor)
-        decoder = Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor)
+    with pieces_of(found, layout, tensor) as pieces:
+        decoder = pieces.decoder
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
-        if layout.ep_size > 1:
-            machinery.transports.open([(Lane.INTER, Group.EXPERT)])
-        if tensor is not None:
-            tensor.ranks.open(machinery)
-    except BaseException:
-        _undo(cuts)
-        raise
+        connect(machinery, tensor)
     stack.mark_experts()
     passes = Passes(machinery.control)
-    for layer, cut in cuts.items():
-        cut.ranks, moe = layout.world_size, layers[layer].moe
+    for layer, cut in pieces.cuts.items():
+        moe = decoder.parts[layer].moe
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
@@ -235,6 +225,43 @@ def _engine(
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     return Engine(stack, decoder, planner, passes)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model in the pieces that a step runs. cuts: of its layers with experts, by number."""
+
+    decoder: Decoder
+    cuts: Mapping[int, Cut]
+
+
+@contextmanager
+def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iterator[Pieces]:
+    """Cut a model, which has its share of experts; where what is inside fails, it is as it was.
+
+    tensor: its part of attention, where ranks share that.
+    """
+    calls, cuts = Calls(None if tensor is None else tensor.ranks.inside), _cuts(found)
+    try:
+        if find_dispatch(found.choice.dispatch).needs_table:
+            layout.require_nodes("plan.dispatch", found.choice.dispatch)
+        layers = _layers(found, cuts, calls, layout, tensor)
+        for each in cuts.values():
+            each.ranks = layout.world_size
+        yield Pieces(
+            Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
+        )
+    except BaseException:
+        _undo(cuts)
+        raise
+
+
+def connect(machinery: Machinery, tensor: TensorShares | None) -> None:
+    """Connect the ranks that share a model outside of steps; all ranks call it."""
+    if machinery.layout.ep_size > 1:
+        machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+    if tensor is not None:
+        tensor.ranks.open(machinery)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:

@@ -34,6 +34,7 @@ FEATURES: Mapping[str, Serves] = {
     "`plan.recompute`": _always,
     "`ShardedAdamW`": _always,
     "loading a share, saving": _always,
+    "`penstock train`: trials, checkpoints beside the steps, any layout into any other": _always,
 }
 """Features by what the table calls them."""
 

@@ -28,7 +28,7 @@ from penstock.models.decoder import TensorShard
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import Updating
-from penstock.topology import ParallelConfig
+from penstock.topology import Layout, ParallelConfig
 from penstock.topology.groups import TransportName
 
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -59,7 +59,7 @@ def load_pretrained(
     sizes that do not fit.
     """
     opened = ModelFolder.open(Path(folder))
-    found = replace(_skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
+    found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     if tp_size > 1:
         check_can_share(found, tp_size)
     parallel = ParallelConfig(
@@ -71,15 +71,21 @@ def load_pretrained(
     )
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout = machinery.layout
-        held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-        tensors = _share_of(found, opened, held)
-        model = _filled(found, opened, tensors, held, dtype or opened.config.dtype or torch.float32)
-        found = found.of(model.to(device))
+        found = read_share(found, opened, layout, dtype or opened.config.dtype or torch.float32, device)
         tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
         scheduled(found, machinery, parallel, plan, tensor, updating)
         if tensor is not None:
             tensor.settle()
         return found.model.train()
+
+
+def read_share(
+    found: Found, opened: ModelFolder, layout: Layout, dtype: torch.dtype, device: torch.device | str
+) -> Found:
+    """Return the parts of a model with this rank's share of experts, read from its folder."""
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    model = _filled(found, opened, _share_of(found, opened, held), held, dtype)
+    return found.of(model.to(device))
 
 
 def reload(model: Any, folder: str | Path) -> None:
@@ -88,7 +94,7 @@ def reload(model: Any, folder: str | Path) -> None:
     Raises ValueError if the folder holds another model.
     """
     opened = ModelFolder.open(Path(folder))
-    found = _skeleton(opened)
+    found = skeleton(opened)
     layout = engine_of(model).layout
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     tensors = _share_of(found, opened, held)
@@ -101,7 +107,7 @@ def reload(model: Any, folder: str | Path) -> None:
             tensor.copy_(state[name])
 
 
-def _skeleton(opened: ModelFolder) -> Found:
+def skeleton(opened: ModelFolder) -> Found:
     """Return the parts of the model in a folder, without its weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 

@@ -32,7 +32,7 @@ from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
 from penstock.train.resume_settings import check_sizes_given
-from penstock.train.run_state import model_tensors, of_model
+from penstock.train.run_state import DecoderNaming, of_model
 from penstock.words import some_of
 
 
@@ -87,7 +87,7 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
         return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)
-    stored.load({name: Part.of(tensor) for name, tensor, _ in model_tensors(wrapped.decoder)})
+    stored.load({name: Part.of(tensor) for name, tensor, _ in DecoderNaming(wrapped.decoder).in_files()})
     return wrapped.eval()
 
 
@@ -114,7 +114,7 @@ def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Siz
             f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
             "Give the path of another checkpoint"
         )
-    wanted = {name: tensor.shape for name, tensor, _ in model_tensors(decoder)}
+    wanted = {name: tensor.shape for name, tensor, _ in DecoderNaming(decoder).in_files()}
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
     if missing or unexpected or misshapen:

@@ -24,6 +24,7 @@ from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
 from penstock.train.health import DivergedError
+from penstock.train.model import MakeModel, decoder_of
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
 from penstock.words import terminal_width
@@ -88,7 +89,7 @@ class _Rank:
             keep_freed_memory()
             waits = config.parallel
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
-            self._trainer = Trainer(config, info, device, Autopilot, quiet=False)
+            self._trainer = Trainer(config, info, device, Autopilot, quiet=False, make_model=_maker(config))
             self._trainer.run()
         except (ConfigError, RefusalError) as error:
             return refused(error)
@@ -100,6 +101,15 @@ class _Rank:
             details = "" if full else f"\n\n{traceback.format_exc()}"
             return _report_failure(config, info, f"{headline}{details}", unexpected=True)
         return 0
+
+
+def _maker(config: RunConfig) -> MakeModel:
+    """Return what builds the model: only models of transformers need what loads for half a second."""
+    if config.model.config is None:
+        return decoder_of
+    from penstock.adapt.run import model_of_run
+
+    return model_of_run
 
 
 def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpected: bool = False) -> int:

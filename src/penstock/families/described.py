@@ -51,18 +51,17 @@ def read_description(folder: Path) -> dict[str, Any]:
     return table
 
 
-def config_of(folder: Path, table: Mapping[str, Any], held: Held) -> Any:
-    """Return the configuration that a folder describes, of a model no larger than its weights bear out.
+def config_of(file: Path, table: Mapping[str, Any], held: Held) -> Any:
+    """Return the configuration in a file, of a model no larger than its weights bear out.
 
-    table: as `read_description` returns it. Raises ValueError, naming the file, if it describes no model.
+    table: what the file holds. Raises ValueError, naming the file, if it describes no model.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    file = folder / CONFIG
     check_sizes(file, table, held)
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(file, trust_remote_code=False)
     except Exception as error:  # whatever a configuration's own checks raise
         raise ValueError(
             f"{file} describes no model that transformers knows: {in_one_line(error)}. {COPY}"
@@ -87,7 +86,7 @@ def refuse_cut_off(folder: Path) -> None:
             )
 
 
-def empty_model(folder: Path, config: Any, held: Held) -> Any:
+def empty_model(file: Path, config: Any, held: Held) -> Any:
     """Return the causal language model of a configuration, without values.
 
     Raises ValueError, naming the file, where transformers cannot make it, or weights do not bear it out.
@@ -99,8 +98,8 @@ def empty_model(folder: Path, config: Any, held: Held) -> Any:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
         why = f"transformers cannot make a causal language model of it: {in_one_line(error)}"
-        raise ValueError(f"{folder / CONFIG}: {why}. {COPY}") from error
-    check_memory(folder / CONFIG, model, held)
+        raise ValueError(f"{file}: {why}. {COPY}") from error
+    check_memory(file, model, held)
     return model
 
 

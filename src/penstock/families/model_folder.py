@@ -24,6 +24,7 @@ from penstock.families.described import (
 )
 from penstock.families.limits import COPY
 from penstock.families.weights import StoredTensor, held_by, refuse_misfits, stored_tensors
+from penstock.models.qwen3_moe import CONFIG
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class ModelFolder:
             raise ConfigError(str(pipe), UNSET, "is a pipe, not a file", f"{COPY}.")
         tensors = stored_tensors(path)
         held = held_by(tensors)
-        model = empty_model(path, config_of(path, table, held), held)
+        file = path / CONFIG
+        model = empty_model(file, config_of(file, table, held), held)
         return cls(path, model, tensors)
 
     @property

@@ -8,6 +8,9 @@ from typing import Annotated
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import FilePath
 
+QWEN3_MOE = "qwen3_moe"
+"""Architecture of Penstock's own decoder, as transformers names it."""
+
 MOST_LAYERS = 1024
 Layers = Annotated[int, Within(1, MOST_LAYERS, "every layer adds dozens of tasks to a step's plan")]
 Layer = Annotated[int, Within(0, MOST_LAYERS - 1, "layers are counted from 0")]
@@ -20,11 +23,12 @@ Symbols = Annotated[int, Within(1, 1 << 24, "the largest vocabularies have a mil
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder with the architecture of Qwen3-MoE.
+    """A decoder: Penstock's own, with the architecture of Qwen3-MoE, or a model of transformers.
 
     preset: name of a published model that replaces the sizes of [model] and [moe]; none = as given here.
-    config: the config.json of a Qwen3-MoE of transformers, or its folder, which replaces them likewise; the
+    config: the config.json of a model of transformers, or its folder, which replaces them likewise; the
     weights in a folder are where training begins. none = as given here.
+    model_type: architecture, as transformers names it. Others than qwen3_moe come from `config` alone.
     num_layers: blocks. hidden_size: width of the residual stream. num_heads: of queries.
     num_key_value_heads: each serves as many heads of queries; must divide num_heads; none = num_heads.
     head_dim: width of a head, even; none = hidden_size / num_heads.
@@ -38,6 +42,7 @@ class ModelConfig:
 
     preset: str | None = None
     config: FilePath | None = None
+    model_type: str = QWEN3_MOE
     num_layers: Layers = 4
     hidden_size: Width = 128
     num_heads: Width = 4
@@ -57,6 +62,9 @@ class ModelConfig:
         if self.preset is not None and self.config is not None:
             why = f"the sizes are those of preset {self.preset}"
             raise ConfigError("config", str(self.config), why, "Give one of the two.")
+        if self.model_type != QWEN3_MOE and self.config is None:
+            why = "the sizes of such a model are in a config.json of transformers"
+            raise ConfigError("model_type", self.model_type, why, "Give that file, or its folder, as config.")
         self._check_heads()
         for layer in self.moe_layers or ():
             if layer >= self.num_layers:
@@ -80,6 +88,11 @@ class ModelConfig:
             why = f"must divide num_heads ({self.num_heads}), which share keys and values"
             nearest = min(valid, key=lambda n: abs(n - self.key_value_heads))
             raise ConfigError("num_key_value_heads", self.key_value_heads, why, f"Nearest valid: {nearest}.")
+
+    @property
+    def of_transformers(self) -> bool:
+        """Whether transformers computes the model, and not Penstock's own decoder."""
+        return self.model_type != QWEN3_MOE
 
     @property
     def key_value_heads(self) -> int:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.config import UNSET, ConfigError, from_dict, read_json
-from penstock.models.config import ModelConfig
+from penstock.models.config import QWEN3_MOE, ModelConfig
 from penstock.moe import MoEConfig
 
-MODEL_TYPE: Final = "qwen3_moe"
 CONFIG: Final = "config.json"
 
 EXPERT: Final = re.compile(r"(?P<experts>.*\.experts)\.w_(?P<matrix>gate|up|down)\.(?P<number>\d+)")
@@ -101,7 +100,7 @@ def config_json(
     dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": MODEL_TYPE,
+        "model_type": QWEN3_MOE,
         "dtype": "float32",
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
@@ -215,13 +214,23 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def model_type_of(path: Path) -> str:
+    """Return the architecture of a `config.json`, or of that in a folder. Raises ConfigError if none."""
+    file = path / CONFIG if path.is_dir() else path
+    table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
+    kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
+    if not isinstance(kind, str):
+        raise ConfigError(f"{file}: model_type", kind, "must name an architecture", "Copy the file again.")
+    return kind
+
+
 def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
     """Return the file and the table of a Qwen3-MoE. Raises ConfigError for any other."""
     file = path / CONFIG if path.is_dir() else path
     table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
-    if not isinstance(table, dict) or table.get("model_type") != MODEL_TYPE:
+    if not isinstance(table, dict) or table.get("model_type") != QWEN3_MOE:
         kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
-        why = f"the decoder is a {MODEL_TYPE}"
+        why = f"the decoder is a {QWEN3_MOE}"
         raise ConfigError(f"{file}: model_type", kind, why, "Train another family with penstock.parallelize.")
     return file, table
 

@@ -15,7 +15,6 @@ from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
-from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
@@ -124,7 +123,7 @@ def build_stack(
         sample_moving=SampleMoving(NetMoE(placement.solver), placement.prediction),
         gathers_loads=base_shape(config, layout).gathers_loads,
         updating=updating_of(config.optimizer, layout),
-        moving=moving or _assumed_moving(config, layout),
+        moving=moving or assumed_moving(config, layout),
     )
 
 
@@ -144,7 +143,8 @@ def expert_moving(
     return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
 
 
-def _assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
+def assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
+    """Return how guests are planned with the costs of section [cluster]; None where experts stay."""
     choice = config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute)
     if choice.experts == "none":
         return None
@@ -170,13 +170,6 @@ def model_of(
         shard=TensorShard(layout.mp_rank, layout.mp_size),
         expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
     )
-
-
-def model_config(config: RunConfig, tokenizer: str | None) -> dict[str, object] | None:
-    """Return what transformers reads as `config.json` of the run's model; None where it has no such model."""
-    if lack_of(config.moe) is not None:
-        return None
-    return config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=config.model.config)
 
 
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
@@ -245,7 +238,7 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
 def _carries_residual(config: RunConfig) -> bool:
     """Tell whether rows are as exact as the residual stream and are added to it unchanged."""
     exact = config.train.precision != "bfloat16" and config.moe.compression is None
-    return exact and config.model.dropout == 0
+    return exact and config.model.dropout == 0 and not config.model.of_transformers
 
 
 def is_sharded(config: OptimizerConfig) -> bool:

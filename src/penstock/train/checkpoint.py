@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.checkpoint.folder import (
     PREFIX,
@@ -45,13 +45,14 @@ from penstock.checkpoint.storage import (
     write_index,
 )
 from penstock.config import ConfigError, HintWarning
-from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import PipelinedStack
 from penstock.topology import CommunicationError, Control
 from penstock.train.finite import MOST_SQUARED, first_not_finite
 from penstock.train.run_state import (
     OPTIONAL,
     STEP,
+    DecoderNaming,
+    Naming,
     join_model,
     needed,
     of_model,
@@ -83,8 +84,8 @@ class Checkpoints:
 
     identity: settings that must be the same for the run to be continued, by configuration key. settings: all
     settings, kept in every checkpoint. tokenizer: sha256 of what made the run's tokens, or `bytes`.
-    model_config: what transformers reads as `config.json`, for which tensors that ranks share are joined, so
-    that each checkpoint is a folder of transformers; None = it has no such model.
+    files: JSON files that transformers reads, for which tensors that ranks share are joined, so that each
+    checkpoint is a folder of transformers; none where it has no such model.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class Checkpoints:
         identity: Mapping[str, object],
         settings: Mapping[str, object] | None = None,
         tokenizer: str | None = None,
-        model_config: Mapping[str, object] | None = None,
+        files: Mapping[str, Mapping[str, object]] | None = None,
+        naming: Callable[[nn.Module], Naming] = DecoderNaming,
     ) -> None:
         self.folder, self.stack, self.optimizer, self.keep = folder, stack, optimizer, keep
         self.identity, self.settings, self.tokenizer = dict(identity), settings, tokenizer
-        self.model_config, self._control = model_config, stack.machinery.control
+        self.files, self._control = files or {}, stack.machinery.control
+        self.naming = naming
         self._dealing, self._pending = Dealing(self._control), list[_Pending]()
 
     # ---- saving --------------------------------------------------------------------------------------------
@@ -127,10 +130,11 @@ class Checkpoints:
         assert not self._pending, "one is written at a time"
         final, work = self.folder / f"{PREFIX}{step:08d}", self.folder / f"{UNFINISHED}{step:08d}"
         purpose = f"saving the checkpoint of step {step}"
-        state = state_of(self.stack, self.optimizer) | {STEP: Part.of(torch.tensor(step))}
+        naming = self.naming(self.stack.model)
+        state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
         self._check_finite(state, f"{purpose} refused")
-        if self.model_config is not None:
-            join_model(state, self.stack, purpose)
+        if self.files:
+            join_model(state, self.stack, naming, purpose)
         record = Record(
             step=step,
             processes=self._control.world_size,
@@ -146,8 +150,8 @@ class Checkpoints:
             work.mkdir(parents=True)
             if papers is not None:
                 papers(work)
-            if self.model_config is not None:
-                write_whole(work / CONFIG, json.dumps(self.model_config, indent=2) + "\n", durable=True)
+            for name, content in self.files.items():
+                write_whole(work / name, json.dumps(content, indent=2) + "\n", durable=True)
 
         try:
             together(self._control, purpose, prepare, rank=0)
@@ -195,7 +199,7 @@ class Checkpoints:
 
     def _complete(self, each: _Pending, digests: Mapping[str, str]) -> None:
         """Give a checkpoint that is on disk its name, on rank 0."""
-        if self.model_config is not None:
+        if self.files:
             write_index(each.saving.folder, MODEL)
         complete(each.saving.folder, each.final, each.record, digests, self.keep)
 
@@ -240,7 +244,8 @@ class Checkpoints:
         record.check_identity(path, self.identity)
         purpose = f"reading {path}"
         stored = together(self._control, purpose, lambda: open_stored(path))
-        state = state_of(self.stack, self.optimizer) | {STEP: Part.of(torch.tensor(0))}
+        state = state_of(self.stack, self.optimizer, self.naming(self.stack.model))
+        state |= {STEP: Part.of(torch.tensor(0))}
         state = needed(state, stored.whole)  # saved on fewer ranks: generators of others start from the seed
         self._check_fits(path, state, stored)
         together(self._control, purpose, lambda: stored.load(state))

@@ -13,11 +13,13 @@ from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.models import PRESETS, ModelConfig
-from penstock.models.qwen3_moe import sections_of
+from penstock.models.config import QWEN3_MOE
+from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
 from penstock.train.moves import check_movable, check_moves
+from penstock.train.of_family import check_features, check_sections, staying
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.shares import check_shares
 from penstock.train.wandb_sink import MetricsConfig
@@ -137,6 +139,8 @@ class RunConfig:
     def _with_config(self) -> RunConfig:
         if self.model.config is None:
             return self
+        if model_type_of(self.model.config) != QWEN3_MOE:
+            return self._of_family(self.model.config)
         sizes = sections_of(self.model.config)
         layers, usual = sizes["model"]["moe_layers"], ModelConfig.num_layers
         if layers is not None and self.model.num_layers != usual:  # the user's number goes before the file's
@@ -144,6 +148,16 @@ class RunConfig:
         return replace(
             self, model=_laid_under(self.model, sizes["model"]), moe=_laid_under(self.moe, sizes["moe"])
         )
+
+    def _of_family(self, path: Path) -> RunConfig:
+        """Return the run of a model that transformers computes, with what its file decides."""
+        from penstock.families.sections import sections_of  # transformers takes seconds to load
+
+        sizes = sections_of(path)
+        model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
+        check_sections(path, sizes, model, moe)
+        check_features(model.model_type, self.placement, self.data)
+        return replace(self, model=model, moe=moe, placement=staying(model.model_type, self.placement))
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:

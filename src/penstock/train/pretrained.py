@@ -12,7 +12,7 @@ from penstock.config import ConfigError, read_json
 from penstock.models import MoEDecoder
 from penstock.models.meta import on_meta
 from penstock.topology import Control
-from penstock.train.run_state import model_tensors, of_model
+from penstock.train.run_state import DecoderNaming, of_model
 from penstock.words import some_of
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -75,7 +75,7 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     """
     if not (files := files_of(folder)):
         return
-    state = {name: Part.of(part, sharding) for name, part, sharding in model_tensors(decoder)}
+    state = {name: Part.of(part, sharding) for name, part, sharding in DecoderNaming(decoder).in_files()}
     try:
         stored = Stored(folder, files, others=True)
         held = {name: each for name, each in stored.whole.items() if of_model(name)}
@@ -93,7 +93,8 @@ def _check(decoder: MoEDecoder, folder: Path, held: dict[str, tuple[int, ...]]) 
     """Raise ConfigError unless a folder holds the tensors of the whole decoder, and no others."""
     with on_meta():
         wanted = {
-            name: part.shape for name, part, _ in model_tensors(MoEDecoder(decoder.config, decoder.moe))
+            name: part.shape
+            for name, part, _ in DecoderNaming(MoEDecoder(decoder.config, decoder.moe)).in_files()
         }
     if decoder.config.tie_word_embeddings:
         held.pop(HEAD, None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -53,7 +53,51 @@ Known = Mapping[Passes, Sequence[Counts]]
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 
-def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
+Named = tuple[str, Tensor, Sharding | None]
+"""A view of a tensor by its name on any layout, with what part of the whole this rank has."""
+
+
+class Naming(Protocol):
+    """How a rank's tensors of a model are named in checkpoints."""
+
+    def in_files(self) -> Iterator[Named]:
+        """Yield the model's tensors, by the names and with the shapes that files of transformers have."""
+        ...
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
+        """Return what belongs to a parameter, of one shape with it: the optimiser's state, say.
+
+        Args:
+            name: Of the parameter in the model.
+            tensor: The parameter, or a tensor of its shape.
+            suffix: Of the name, for a state of the parameter.
+        """
+        ...
+
+
+class DecoderNaming:
+    """The names of tensors of Penstock's own decoder: every expert has tensors of its own, by its number."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._shardings, self._names = model, shardings_of(model), LogicalNames(model)
+
+    def in_files(self) -> Iterator[Named]:
+        model, kept = self._model, self._model.state_dict().keys()
+        buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth it
+        for name, tensor in chain(buffers, model.named_parameters()):
+            for each, part, sharding in self.split(name, tensor.detach()):
+                there, transposed = in_files(each)
+                if transposed:
+                    yield there, part.t(), None if sharding is None else sharding.transposed
+                else:
+                    yield there, part, sharding
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
+        sharding = self._shardings.get(name)
+        return [(each, part, sharding) for each, part in self._names.split(name, tensor, suffix)]
+
+
+def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer, naming: Naming) -> State:
     """Return all tensors of a run but its step. All ranks call it: a sharded optimiser gathers parameters."""
     rank, device = stack.machinery.control.rank, stack.machinery.device
     if isinstance(optimizer, ShardedAdamW):
@@ -64,36 +108,19 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer) -> State:
     if there is not None:
         state[generator_name(rank, on_device=True)] = Part.of(there)
     state |= learnt(stack)
-    model, shardings, names = stack.model, shardings_of(stack.model), LogicalNames(stack.model)
-    state |= {name: Part.of(part, sharding) for name, part, sharding in model_tensors(model)}
-    for name, parameter in model.named_parameters():
-        sharding = shardings.get(name)
+    state |= {name: Part.of(part, sharding) for name, part, sharding in naming.in_files()}
+    for name, parameter in stack.model.named_parameters():
         if isinstance(optimizer, ShardedAdamW):
-            state |= _shares(optimizer, name, parameter, sharding, names)
+            state |= _shares(optimizer, name, parameter, naming)
         elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
             state[f"{OPTIMIZER}{name}.step"] = Part.of(moments["step"])
             for moment in MOMENTS:
-                for each, part in names.split(name, moments[moment], f".{moment}"):
+                for each, part, sharding in naming.split(name, moments[moment], f".{moment}"):
                     state[f"{OPTIMIZER}{each}"] = Part.of(part, sharding)
     return state
 
 
-def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Sharding | None]]:
-    """Yield views of what a checkpoint has of a model: by the names that files of transformers have, with
-    what part of the whole this rank has."""
-    kept, shardings, names = model.state_dict().keys(), shardings_of(model), LogicalNames(model)
-    buffers = [named for named in model.named_buffers() if named[0] in kept]  # others are not worth keeping
-    for name, tensor in chain(buffers, model.named_parameters()):
-        sharding = shardings.get(name)
-        for each, part in names.split(name, tensor.detach()):
-            there, transposed = in_files(each)
-            if transposed:
-                yield there, part.t(), None if sharding is None else sharding.transposed
-            else:
-                yield there, part, sharding
-
-
-def join_model(state: State, stack: PipelinedStack, purpose: str) -> None:
+def join_model(state: State, stack: PipelinedStack, naming: Naming, purpose: str) -> None:
     """Make tensors of the model whole that ranks share, each on one of these: transformers reads no parts.
 
     All ranks call it. A rank needs memory on the host for the tensors that become whole on it, and sends or
@@ -102,10 +129,11 @@ def join_model(state: State, stack: PipelinedStack, purpose: str) -> None:
     Args:
         state: Of `state_of`; of shared tensors it then has those that this rank is to write.
         stack: The stack.
+        naming: As in `state_of`.
         purpose: What is said of a failure.
     """
     mesh, control = stack.machinery.layout.mesh, stack.machinery.control
-    shared = (each for each in model_tensors(stack.model) if each[2] is not None)
+    shared = (each for each in naming.in_files() if each[2] is not None)
     for number, (name, part, sharding) in enumerate(shared):
         assert sharding is not None, "it is shared"
         members = mesh.members(control.rank, sharding.axes)
@@ -121,13 +149,7 @@ def of_model(name: str) -> bool:
     return not name.startswith(BESIDE_MODEL)
 
 
-def _shares(
-    optimizer: ShardedAdamW,
-    name: str,
-    parameter: nn.Parameter,
-    sharding: Sharding | None,
-    names: LogicalNames,
-) -> State:
+def _shares(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, naming: Naming) -> State:
     """Return this rank's share of a parameter's state; nothing for a frozen one."""
     found = optimizer.updates.share_of(parameter)
     if found is None:
@@ -135,7 +157,7 @@ def _shares(
     share = found[1]
     state = {f"{OPTIMIZER}{name}.step": Part.of(optimizer.updates.steps[parameter])}
     for key, numbers in share.states.items():
-        for each, part in names.split(name, parameter.data, f".{key}"):
+        for each, part, sharding in naming.split(name, parameter.data, f".{key}"):
             assert part.is_contiguous(), "experts are stacked"
             begin = int(part.storage_offset() - parameter.data.storage_offset())
             runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it

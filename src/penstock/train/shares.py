@@ -9,6 +9,7 @@ from penstock.mesh import group_sizes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import ParallelConfig
+from penstock.train.of_family import check_layout
 
 
 def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, ranks: int) -> None:
@@ -17,6 +18,8 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     ranks: total number; sizes of groups that these cannot form are not proposed. Raises ConfigError for more
     ranks than a sample has tokens.
     """
+    if model.of_transformers:
+        check_layout(model.model_type, parallel)
     shared = {
         "model.num_heads": model.num_heads,
         "model.num_key_value_heads": model.key_value_heads,

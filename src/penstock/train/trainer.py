@@ -28,7 +28,7 @@ from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.trace.stragglers import Straggler
 from penstock.train.alike import resolved_alike
-from penstock.train.assemble import build_machinery, build_optimizer, build_stack, model_config, on_device
+from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
@@ -41,6 +41,7 @@ from penstock.train.loads import LoadBook, expert_loads, with_loads
 from penstock.train.logs import open_logs
 from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
+from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
@@ -70,8 +71,8 @@ OnStep = Callable[[int, StepStatistics], None]
 class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
-    make_pilot: makes the pilot, which decides by which plan steps run. on_step: called before a step's
-    checkpoint is written; the output folder exists by then.
+    make_pilot: makes the pilot, which decides by which plan steps run. make_model: builds the model. on_step:
+    called before a step's checkpoint is written; the output folder exists by then.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Trainer:
         make_pilot: MakePilot,
         *,
         quiet: bool,
+        make_model: MakeModel = decoder_of,
         on_step: OnStep | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
@@ -111,14 +113,16 @@ class Trainer:
         self.batches = ReadAhead(self.source.stream, device)
         self.pilot = make_pilot(config, machinery, self.resumption, say)
         config = self.pilot.config
-        self.stack = build_stack(
+        model = make_model(
             config,
             machinery,
             plan=self.pilot.plan,
             moving=self.pilot.moving,
             begins=self.resumption is None,
         )
-        self.stack.bounds.late = device_of(device).is_gpu  # this loop reads no loss before backward
+        self.stack = model.stack
+        # This loop reads no loss before backward.
+        self.stack.bounds.late = device_of(device).is_gpu and model.repeats_late
         self.pilot.take_over(self.stack)
         self.guard = StepGuard(self.control, config.train.max_skipped_steps)
         self.optimizer = build_optimizer(self.stack, config.optimizer)
@@ -131,7 +135,8 @@ class Trainer:
             identity=self.source.identity,
             settings=to_dict(self._saved_config),
             tokenizer=self.source.tokenizer,
-            model_config=model_config(self._saved_config, self.source.tokenizer),
+            files=model.files(self.source.tokenizer),
+            naming=model.naming,
         )
         self.history = History()
         self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())

@@ -28,6 +28,7 @@ from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.device import device_of, wait_for_gpu
 from penstock.graph import Phase, Task
 from penstock.models import ModelConfig
+from penstock.models.config import QWEN3_MOE
 from penstock.moe import MoEConfig
 from penstock.ops import OPS
 from penstock.runtime import Machinery, PipelinedStack
@@ -128,9 +129,16 @@ def sample_of(config: RunConfig) -> RunConfig:
 
 
 def two_layers(model: ModelConfig) -> ModelConfig:
-    """Return the model with two layers, one of each kind that it has."""
+    """Return a decoder of the model's sizes with two layers, one of each kind that it has."""
     dense = any(not model.is_moe(layer) for layer in range(model.num_layers))
-    return replace(model, preset=None, config=None, num_layers=2, moe_layers=(0,) if dense else None)
+    return replace(
+        model,
+        preset=None,
+        config=None,
+        model_type=QWEN3_MOE,
+        num_layers=2,
+        moe_layers=(0,) if dense else None,
+    )
 
 
 def _imitable(moe: MoEConfig) -> MoEConfig:

@@ -1,0 +1,235 @@
+"""A model of transformers as the model of a run: any family, trained by `penstock train` and sessions.
+
+Shapes: B samples, L tokens per sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.adapt.balance import BalanceOverLayers
+from penstock.adapt.build import connect, pieces_of
+from penstock.adapt.decoder import Decoder, Inputs
+from penstock.adapt.intact import check_intact
+from penstock.adapt.loading import read_share, skeleton
+from penstock.adapt.tensor import TensorShares, check_can_share
+from penstock.config import ConfigError
+from penstock.decision import Decision
+from penstock.device import device_of
+from penstock.families.described import GENERATION, quiet
+from penstock.families.experts import Shares
+from penstock.families.in_files import places_of, saved_tensors
+from penstock.families.look import Found
+from penstock.families.model_folder import ModelFolder
+from penstock.families.sections import described
+from penstock.families.weights import EXPERT
+from penstock.mesh import Group
+from penstock.models.decoder import TensorShard
+from penstock.models.qwen3_moe import CONFIG
+from penstock.moe.build import dispatch_of
+from penstock.placement import ExpertPlacement
+from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.moving import ExpertMoving
+from penstock.schedule import StepPlan
+from penstock.sharding import Sharding, shardings_of
+from penstock.topology import Layout
+from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
+from penstock.train.config import RunConfig
+from penstock.train.model import Files, RunModel, decoder_of
+from penstock.train.pretrained import files_of
+from penstock.train.run_state import Named
+
+
+def model_of_run(
+    config: RunConfig,
+    machinery: Machinery,
+    *,
+    plan: StepPlan | None,
+    moving: ExpertMoving | None,
+    begins: bool,
+) -> RunModel:
+    """Return the model of a run: Penstock's own decoder, or a model of transformers.
+
+    Raises:
+        ConfigError: The model cannot be built from `model.config`, or not on this layout.
+    """
+    make = _of_transformers if config.model.of_transformers else decoder_of
+    return make(config, machinery, plan=plan, moving=moving, begins=begins)
+
+
+class ModelStack(PipelinedStack):
+    """Runs a model of transformers in a loop that gives it tokens and the tokens that follow them."""
+
+    parts: Decoder
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        labels_BL: Tensor,
+        sample_ids_B: Tensor | None = None,
+        valid_BL: Tensor | None = None,
+        *,
+        largest_batch: int | None = None,
+        documents_BL: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the whole batch of all ranks; see `PipelinedStack.forward`.
+
+        Raises ValueError if the model has been changed in a way that a step would miss.
+        """
+        balances = self.moe.aux_loss_coeff > 0
+        check_intact(self.parts, balances=balances)
+        self.parts.begin(Inputs(balances=balances), keep_logits=False)
+        loss: Tensor = super().forward(
+            tokens_BL,
+            labels_BL,
+            sample_ids_B,
+            valid_BL,
+            largest_batch=largest_batch,
+            documents_BL=documents_BL,
+        )
+        self.parts.end_with(loss)
+        return loss
+
+
+class ModelNaming:
+    """The names of tensors of a model of transformers.
+
+    Files have those of transformers; the optimiser's state those of the model, whose experts are stacked.
+    """
+
+    def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module) -> None:
+        self._layout, self._model, self._shardings = layout, model, shardings_of(model)
+        experts = {id(p) for layer in range(len(decoder.parts)) for p in decoder.expert_parameters(layer)}
+        self._spread = {name for name, p in model.named_parameters() if id(p) in experts}
+        placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
+        self._first = placement.held(layout.ep_rank)[0]
+
+    def in_files(self) -> Iterator[Named]:
+        """Yield views of the model's tensors, as files of transformers have them."""
+        tensors = {name: each.detach() for name, each in saved_tensors(self._model)}
+        for name, place in places_of(self._model, tensors, self._spread, self._first).items():
+            view = place.view(tensors[place.source])
+            alone = place.source in self._spread and EXPERT.search(name)  # of one expert, which is here
+            yield name, view, None if alone else self._sharding(place.source, view)
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
+        """Return a tensor of a parameter's shape, by the parameter's name."""
+        return [(f"{name}{suffix}", tensor, self._sharding(name, tensor))]
+
+    def _sharding(self, name: str, part: Tensor) -> Sharding | None:
+        """Return what part of the whole this rank has of a parameter."""
+        layout = self._layout
+        if name not in self._spread or layout.ep_size == 1:
+            return self._shardings.get(name)
+        whole = (part.shape[0] * layout.ep_size, *part.shape[1:])
+        return Sharding.along(0, whole, Group.EXPERT, layout.ep_rank, layout.ep_size)
+
+
+def _of_transformers(
+    config: RunConfig,
+    machinery: Machinery,
+    *,
+    plan: StepPlan | None,
+    moving: ExpertMoving | None,
+    begins: bool,
+) -> RunModel:
+    """Return a model of transformers as the model of a run; see `model_of_run`."""
+    layout = machinery.layout
+    with machinery.control.waiting(*config.parallel.at_checkpoints):
+        built: list[Found] = []
+        purpose = "building the model of model.config"
+        machinery.control.agreed(lambda: built.append(_built(config, machinery, begins=begins)), purpose)
+    (found,) = built
+    tensor = None
+    if layout.mp_size > 1:
+        check_can_share(found, layout.mp_size)
+        tensor = TensorShares.of(found, TensorShard(layout.mp_rank, layout.mp_size))
+    with pieces_of(found, layout, tensor) as pieces:
+        stack = ModelStack(
+            found.model,
+            pieces.decoder,
+            found.moe,
+            machinery,
+            partial(first_plan, config, layout) if plan is None else lambda *_: plan,
+            seed=config.train.seed,
+            moving=moving or assumed_moving(config, layout),
+            gathers_loads=base_shape(config, layout).gathers_loads,
+            updating=updating_of(config.optimizer, layout),
+        )
+        connect(machinery, tensor)
+    if tensor is not None:
+        tensor.settle()
+    stack.minimise(
+        replace(found.moe, aux_loss_coeff=config.moe.aux_loss_coeff), BalanceOverLayers(found.top_k)
+    )
+    stack.train()  # from_pretrained leaves a model in evaluation mode
+    return RunModel(
+        stack=stack,
+        naming=partial(ModelNaming, layout, pieces.decoder),
+        files=partial(_files, found.model),
+        repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
+    )
+
+
+def _built(config: RunConfig, machinery: Machinery, *, begins: bool) -> Found:
+    """Return the model with this rank's share of experts, read from its folder or drawn from the seed."""
+    path, layout, device = config.model.config, machinery.layout, machinery.device
+    assert path is not None, "sizes of other architectures come from there"
+    if begins and files_of(path):
+        try:
+            opened = ModelFolder.open(path)
+            found = read_share(skeleton(opened), opened, layout, torch.float32, device)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError("model.config", str(path), str(error)) from error
+    else:
+        found = _drawn(described(path / CONFIG if path.is_dir() else path), config.train.seed, layout)
+        found = found.of(found.model.to(device))
+    _prepare(found, config.moe.aux_loss_coeff)
+    choice = Decision(dispatch=dispatch_of(config.moe), compression=config.moe.compression or "none")
+    return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
+
+
+def _drawn(empty: Found, seed: int, layout: Layout) -> Found:
+    """Return a model with transformers' initial weights, the same on any layout.
+
+    A rank draws the whole model and keeps its share, and so needs memory for all of it at the start.
+    """
+    from transformers import AutoModelForCausalLM
+
+    cpu = torch.device("cpu")
+    with quiet(), device_of(cpu).fork_random(cpu):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(empty.model.config, dtype=torch.float32)
+    found = empty.of(model)
+    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
+    Shares(found.experts, held, found.num_experts).settle()
+    return found
+
+
+def _prepare(found: Found, coefficient: float) -> None:
+    """Write into the model, and its configuration, what the run decides."""
+    model, config = found.model, found.model.config
+    config.architectures, config.dtype = [type(model).__name__], torch.float32
+    if found.family.coefficient is not None and coefficient:
+        *path, name = found.family.coefficient.split(".")
+        setattr(model.get_submodule(".".join(path)), name, coefficient)
+        if hasattr(found.config, name):
+            setattr(found.config, name, coefficient)
+
+
+def _files(model: Any, tokenizer: str | None) -> Files:
+    """Return the JSON files that transformers reads with the weights."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string())
+    files: dict[str, dict[str, Any]] = {CONFIG: {**config, "tokenizer_digest": tokenizer}}
+    if model.can_generate():
+        files[GENERATION] = json.loads(model.generation_config.to_json_string())
+    return files

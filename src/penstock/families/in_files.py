@@ -1,0 +1,101 @@
+"""Where the tensors of a model's files lie in its parameters.
+
+transformers stacks the experts of a layer when it reads a model, and takes them apart when it writes one.
+What it takes apart are views of the parameters, so a checkpoint reads and writes a model in place, by the
+names that its files have, and no tensor is in memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.families.weights import EXPERT
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a file lies.
+
+    Attributes:
+        source: Name of the parameter or buffer.
+        shape: Of the tensor in the file.
+        stride: Between its elements in the parameter.
+        offset: Of its first element in the parameter.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of the file as a view of its source."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+def places_of(
+    model: Any, tensors: Mapping[str, Tensor], spread: Collection[str], first: int
+) -> Mapping[str, Place]:
+    """Return where the tensors of a model's files lie, by their names.
+
+    Args:
+        model: Of transformers. Of its experts it may hold a part alone.
+        tensors: Its parameters and buffers that are saved, contiguous, by name.
+        spread: Names of parameters that hold a part of the experts.
+        first: The number of the first expert of that part.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    described = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
+    with _InPlace():
+        written = revert_weight_conversion(model, dict(described))
+    sources = {each.untyped_storage()._cdata: name for name, each in described.items()}
+    found: dict[str, Place] = {}
+    for name, each in written.items():
+        source = sources.get(each.untyped_storage()._cdata)
+        if source is not None:
+            place = Place(source, tuple(each.shape), each.stride(), each.storage_offset())
+            found[_renumbered(name, first) if source in spread else name] = place
+    # What is no view is left as the model has it: transformers reads that, too.
+    for source in tensors.keys() - _whole(found.values(), tensors):
+        found = {name: place for name, place in found.items() if place.source != source}
+        each = described[source]
+        found[source] = Place(source, tuple(each.shape), each.stride(), 0)
+    return found
+
+
+def _whole(places: Collection[Place], tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors of which every element lies in a file."""
+    numbers = dict.fromkeys(tensors, 0)
+    for place in places:
+        numbers[place.source] += torch.Size(place.shape).numel()
+    return {name for name, each in tensors.items() if numbers[name] == each.numel()}
+
+
+def _renumbered(name: str, first: int) -> str:
+    """Return the name of an expert's tensor by the expert's number in the whole model."""
+    return EXPERT.sub(lambda found: f".experts.{int(found[1]) + first}.", name)
+
+
+class _InPlace(TorchFunctionMode):
+    """Leaves out copies: what transformers copies to write it stays a view."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func in (Tensor.contiguous, Tensor.clone, torch.clone):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what is saved of a model: every parameter once, and the buffers that its state has."""
+    kept = model.state_dict().keys() - set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if name in kept:
+            yield name, each

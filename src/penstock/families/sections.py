@@ -1,0 +1,110 @@
+"""Sections `[model]` and `[moe]` of a run that trains a model of transformers, from its `config.json`.
+
+Every rank and the command itself read the file, so that a run is refused before any process starts. The model
+is built for that, without memory for its weights: only transformers knows what a setting that is missing
+means.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.config import ConfigError
+from penstock.extras import install, is_there, needs
+from penstock.families.described import config_of, empty_model, read_table
+from penstock.families.known import FAMILIES, family_of
+from penstock.families.limits import Held, check_code
+from penstock.families.look import Found, look
+from penstock.models.qwen3_moe import CONFIG
+
+LARGEST: Final = Held(tensors=1024, bytes=1 << 44)
+"""Weights beyond those of any model that is published: nothing bears out the sizes in a file by itself."""
+
+Sections = dict[str, dict[str, Any]]
+
+
+def sections_of(path: Path) -> Sections:
+    """Return the settings of sections `[model]` and `[moe]` that a model of transformers has, and `family`:
+    whether it has a router loss, and how many positions (None: as many as one likes).
+
+    Args:
+        path: Its `config.json`, or the folder in which that lies.
+
+    Raises:
+        ConfigError: The file describes no model of a known family, or one that cannot be scheduled.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    changed = file.stat()
+    return _sections(file, changed.st_mtime_ns, changed.st_size)
+
+
+@lru_cache(maxsize=4)
+def _sections(file: Path, changed_ns: int, size_bytes: int) -> Sections:
+    """Return the sections of a file as it is now: a process asks for them several times."""
+    del changed_ns, size_bytes
+    found = described(file)
+    sizes, coefficient = found.sizes, coefficient_of(found)
+    config = found.config
+    return {
+        "model": {
+            **sizes.model_settings([block is not None for block in found.blocks]),
+            "model_type": found.family.name,
+            "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
+            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        },
+        "moe": {
+            "num_experts": found.num_experts,
+            "top_k": found.top_k,
+            "moe_ffn_hidden_size": sizes.moe.moe_ffn_hidden_size,
+            "expert": "swiglu" if sizes.expert_matrices == 3 else "gelu",
+            "shared_ffn_hidden_size": sizes.shared_width,
+            "norm_topk_prob": False,
+            "aux_loss_coeff": 0.0 if coefficient is None else coefficient,
+            "z_loss_coeff": 0.0,
+        },
+        "family": {
+            "router_loss": coefficient is not None,
+            "positions": getattr(config, "max_position_embeddings", None),
+        },
+    }
+
+
+def described(file: Path) -> Found:
+    """Return the parts of the model that a `config.json` describes, without values.
+
+    Raises:
+        ConfigError: See `sections_of`.
+    """
+    if not is_there("transformers"):
+        why = f"a model of another architecture than qwen3_moe {needs('transformers')}"
+        raise ConfigError("model.config", str(file), why, install("transformers"))
+    try:
+        table = read_table(file)
+        check_code(file, table)
+        model = empty_model(file, config_of(file, table, LARGEST), LARGEST)
+        family = family_of(model)
+        if family is None:
+            kind, known = table.get("model_type"), ", ".join(FAMILIES)
+            why = f"is not of a family that is known ({known})"
+            hint = "Load it with from_pretrained, and call penstock.parallelize, which looks at its numbers."
+            raise ConfigError(f"{file}: model_type", kind, why, hint)
+        found = look(model, family)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("model.config", str(file), str(error)) from error
+    if changed := found.changed_code():
+        why = f"{', '.join(changed)} is not the function that transformers defines"
+        raise ConfigError("model.config", str(file), why, "Load the model, and call penstock.parallelize.")
+    return found
+
+
+def coefficient_of(found: Found) -> float | None:
+    """Return the weight that a model gives its router loss; None if it has none."""
+    name = found.family.coefficient
+    if name is None or not hasattr(found.model, name.partition(".")[0]):
+        return None
+    return float(attrgetter(name)(found.model))

@@ -1,0 +1,393 @@
+"""Models of transformers as the models of runs: steps, checkpoints on any layout, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+import penstock
+from penstock.adapt import FAMILIES
+from penstock.adapt.run import model_of_run
+from penstock.config import ConfigError
+from penstock.data import DataConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.families.in_files import saved_tensors
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.plan.plan_config import PlanConfig
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import build_machinery, build_optimizer
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.optimizer import OptimizerConfig, build_adamw
+from penstock.train.update import build_update
+from tests.support.adapted import DIVISIBLE, DrawnFromScores, exactly, small
+from tests.support.forked import run_forked
+from tests.support.ranks import Pools
+from tests.support.runs import refused, write_config
+
+SAMPLES, LENGTH = 8, 12
+LIMIT = 1e-10
+"""In float64."""
+
+MAX_NORM = 0.3
+RANDOM = "phimoe"
+OTHERS = sorted(FAMILIES.keys() - {"qwen3_moe"})
+"""Families that transformers computes: the other one is Penstock's own decoder in a run."""
+
+ADAMW = OptimizerConfig(lr=1e-3, clip_grad_norm=MAX_NORM, warmup_steps=0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a family on a layout."""
+
+    family: str
+    ranks: int = 1
+    tp_size: int = 1
+    ep_size: int | None = None
+    schedule: str = "penstock"
+    sharded: bool = False
+    experts: str = "none"
+    dispatch: str = "flat"
+
+    def __str__(self) -> str:
+        extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
+        return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size}{extra}"
+
+    def config(self, folder: Path) -> RunConfig:
+        """The run that begins with the model in a folder."""
+        groups = self.ranks // self.tp_size
+        return RunConfig(
+            model=ModelConfig(config=folder, seq_len=LENGTH),
+            moe=MoEConfig(dispatch=self.dispatch),
+            schedule=ScheduleConfig(name=self.schedule),
+            placement=PlacementConfig(experts=self.experts),  # type: ignore[arg-type]
+            plan=PlanConfig(source="given"),
+            parallel=ParallelConfig(
+                ep_size=self.ep_size,
+                mp_size=self.tp_size,
+                ranks_per_node=max(self.tp_size, self.ranks // 2),
+            ),
+            data=DataConfig(batch_per_device=SAMPLES // groups),
+            optimizer=replace(ADAMW, sharded=self.sharded),
+            train=TrainConfig(precision="float32"),
+        ).resolved(self.ranks)
+
+
+def text(step: int) -> tuple[Tensor, Tensor]:
+    """The tokens of all samples of a step, and those that follow them."""
+    tokens_BN = torch.randint(3, 61, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    return tokens_BN[:, :-1].contiguous(), tokens_BN[:, 1:].contiguous()
+
+
+class Trained:
+    """A run of a family in a process that has joined, with its optimiser and checkpoints."""
+
+    def __init__(
+        self, rank: int, case: Case, start: Path, out: Path, dtype: torch.dtype = torch.float32
+    ) -> None:
+        config = case.config(start)
+        layout = Layout.build(config.parallel, case.ranks, rank, config.moe.num_experts)
+        machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+        self.model = model_of_run(config, machinery, plan=None, moving=None, begins=True)
+        self.stack = self.model.stack
+        self.stack.model.to(dtype)
+        with torch._C.DisableTorchFunction():  # steps are counted in float32
+            self.optimizer = build_optimizer(self.stack, config.optimizer)
+        self.update = build_update(self.stack, self.optimizer, config.optimizer)
+        self.checkpoints = Checkpoints(
+            out,
+            self.stack,
+            self.optimizer,
+            keep=3,
+            identity={},
+            files=self.model.files(None),
+            naming=self.model.naming,
+        )
+        mine = SAMPLES * case.tp_size // case.ranks
+        self._rows = slice(layout.dp_rank * mine, (layout.dp_rank + 1) * mine)
+
+    def step(self, number: int) -> float:
+        """Train on the samples of a step; returns their loss."""
+        tokens_BL, labels_BL = text(number)
+        ids_B = torch.arange(SAMPLES) + number * SAMPLES
+        loss: Tensor = self.stack(
+            *(each[self._rows].contiguous() for each in (tokens_BL, labels_BL)), ids_B[self._rows]
+        )
+        self.update.backward(loss, number)
+        with torch._C.DisableTorchFunction():
+            self.update.apply(accepted=True)
+        return float(loss.detach())
+
+
+def plain_losses(folder: Path, steps: int, experts: float) -> list[float]:
+    """The losses of a run of the same model in transformers, on one process without Penstock."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    model.train()
+    optimizer = build_adamw(list(model.named_parameters()), ADAMW)
+    found = []
+    for number in range(steps):
+        tokens_BL, labels_BL = text(number)
+        asked = {"output_router_logits": True} if experts else {}
+        out = model(tokens_BL, labels=labels_BL, shift_labels=labels_BL, **asked)
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(out.loss))
+    return found
+
+
+def folder_of(family: str, folder: Path, **changes: Any) -> Path:
+    """A small model of a family, saved by transformers."""
+    small(family, **changes).save_pretrained(folder)
+    return folder
+
+
+def written(model: Any) -> dict[str, Tensor]:
+    """What transformers writes of a model, in memory of its own."""
+    found = revert_weight_conversion(model, dict(saved_tensors(model)))
+    return {name: each.detach().clone() for name, each in found.items()}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_tensors_of_files_are_views_of_every_family(family: str, tmp_path: Path) -> None:
+    """What a rank saves is what transformers would write, and is read in place."""
+    trained = Trained(0, Case(family), folder_of(family, tmp_path / "start"), tmp_path / "out")
+    model = trained.stack.model
+    wanted = written(model)
+    found = {name: part for name, part, _ in trained.model.naming(model).in_files()}
+    assert found.keys() == wanted.keys()
+    for name, part in found.items():
+        assert torch.equal(part, wanted[name]), name
+        part.add_(1.0)
+    for name, part in written(model).items():
+        assert torch.equal(part, wanted[name] + 1.0), name
+
+
+def test_what_is_no_view_keeps_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers may come to write something else than parts of parameters."""
+    trained = Trained(0, Case("mixtral"), folder_of("mixtral", tmp_path / "start"), tmp_path / "out")
+    model = trained.stack.model
+
+    def other(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = revert_weight_conversion(model, state)
+        return {name: each * 2 if ".w1." in name else each for name, each in found.items()}
+
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", other)
+    found = {name: part for name, part, _ in trained.model.naming(model).in_files()}
+    stacked = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(found[stacked], model.get_parameter(stacked))
+    assert not any(".w1." in name or ".w3." in name for name in found)
+    assert any(".w2." in name for name in found)
+
+
+def _drawing(case: Case) -> AbstractContextManager[Any]:
+    return DrawnFromScores() if case.family == RANDOM else nullcontext()
+
+
+def losses_and_folder(rank: int, case: Case, start: Path, out: Path, resumed: Case | None) -> list[float]:
+    """The losses of two steps, a save, and one more step; resumed: on the way of a checkpoint."""
+    with exactly(torch.float64):
+        trained = Trained(rank, case, start, out, torch.float64)
+        first = 0
+        if resumed is not None:
+            with torch._C.DisableTorchFunction():  # counts of steps stay in float32
+                first = trained.checkpoints.load(out / "step-00000002")
+        found = []
+        for number in range(first, 3):
+            with _drawing(case):
+                found.append(trained.step(number))
+            if number == 1:
+                trained.update.flush()
+                with torch._C.DisableTorchFunction():
+                    trained.checkpoints.save(2)
+        trained.stack.close()
+    return found
+
+
+CASES = [
+    (Case("mixtral", 2, schedule="flowmoe"), Case("mixtral", 1)),
+    (Case("deepseek_v3", 4, tp_size=2, sharded=True), Case("deepseek_v3", 2)),
+    (Case("gpt_oss", 4, ep_size=2, experts="shadowing", schedule="fsmoe"), Case("gpt_oss", 4, tp_size=4)),
+    (Case("olmoe", 1), Case("olmoe", 4, ep_size=2, tp_size=2)),
+    (Case("granitemoe", 2, sharded=True), Case("granitemoe", 4, dispatch="hierarchical_2d")),
+    (Case("dbrx", 2), Case("dbrx", 4)),
+    (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
+]
+"""A run, and the layout on which it is continued after two steps."""
+
+
+ALL = [
+    pytest.param(Case(family, 2), Case(family, 4, sharded=True), marks=pytest.mark.soak) for family in OTHERS
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [*CASES, *ALL], ids=str)
+def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
+    ranks: Pools, tmp_path: Path, first: Case, then: Case
+) -> None:
+    """Losses of three steps with clipping and AdamW, before and after a checkpoint; in float64."""
+    with exactly(torch.float64):
+        start = folder_of(first.family, tmp_path / "start", dtype=torch.float64, **DIVISIBLE)
+        balances = first.config(start).moe.aux_loss_coeff
+        with _drawing(first):
+            wanted = plain_losses(start, 3, balances)
+    out = tmp_path / "out"
+    for found in ranks(first.ranks).run(losses_and_folder, first, start, out, None):
+        assert found == pytest.approx(wanted, rel=LIMIT)
+    for found in ranks(then.ranks).run(losses_and_folder, then, start, out, first):
+        assert found == pytest.approx(wanted[2:], rel=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Mixtral for text as bytes."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    return folder_of("mixtral", folder, vocab_size=256, initializer_range=0.02)
+
+
+def losses_in(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def bare_config(folder: Path, start: Path) -> tuple[Path, list[str]]:
+    """A configuration file, and settings that leave the model to its own file."""
+    path = write_config(folder)
+    text = path.read_text().partition("[parallel]")[2]
+    path.write_text(f"[model]\nseq_len = 16\n\n[parallel]{text}")
+    return path, [f"model.config={start}", "train.steps=6", "train.checkpoint_every=3"]
+
+
+@pytest.mark.slow
+def test_the_command_trains_another_family_and_resumes_it(tmp_path: Path, start: Path) -> None:
+    """Equal in every bit; what is saved is a folder of transformers, with the loss that was measured."""
+    path, settings = bare_config(tmp_path, start)
+    whole, halves = (f"output.dir={tmp_path}/{name}" for name in ("whole", "halves"))
+    once = run_forked(2, "train", path, *settings, whole)
+    assert once.returncode == 0, once.stderr
+    for more in ("train.steps=3", "train.resume=true"):
+        half = run_forked(2, "train", path, *settings, halves, more)
+        assert half.returncode == 0, half.stderr
+    assert losses_in(tmp_path / "halves") == losses_in(tmp_path / "whole")
+    saved = [tmp_path / name / "checkpoints/step-00000006" for name in ("whole", "halves")]
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in saved]
+    assert [type(model).__name__ for model in models] == ["MixtralForCausalLM"] * 2
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(part, second[name]) for name, part in first.items())
+    before = AutoModelForCausalLM.from_pretrained(start).state_dict()
+    assert not any(torch.equal(part, first[name]) for name, part in before.items())
+    said = run_forked(1, "generate", tmp_path / "whole", "--prompt", "line 7", "--max-new-tokens", "4")
+    assert said.returncode == 0, said.stderr
+
+
+@pytest.mark.slow
+def test_a_configuration_alone_begins_with_the_same_weights_on_any_layout(
+    tmp_path: Path, start: Path
+) -> None:
+    path, settings = bare_config(tmp_path, start / "config.json")
+    found = []
+    for ranks, samples in ((1, 8), (2, 4)):
+        said = [f"parallel.processes={ranks}", f"data.batch_per_device={samples}"]
+        done = run_forked(
+            ranks, "train", path, *settings, "train.steps=2", f"output.dir={tmp_path}/{ranks}", *said
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(losses_in(tmp_path / str(ranks)))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("parallel.esp_size=2", "parallel.esp_size"),
+        ("placement.samples=netmoe", "placement.samples"),
+        ("data.separate_documents=true", "data.separate_documents"),
+        ("moe.gate=sigmoid", "moe.gate"),
+        ("moe.num_experts=16", "moe.num_experts"),
+        ("model.hidden_size=64", "model.hidden_size"),
+        ("model.dropout=0.1", "model.dropout"),
+        ("model.seq_len=999", "model.seq_len"),
+        ("model.model_type=olmoe", "model.model_type"),
+        ("moe.z_loss_coeff=0.5", "moe.z_loss_coeff"),
+    ],
+)
+def test_what_the_family_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, start: Path, setting: str, key: str
+) -> None:
+    path, settings = bare_config(tmp_path, start)
+    assert f"penstock: {key} = " in refused(capsys, "train", path, *settings, setting)
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "key"),
+    [
+        ("dbrx", "parallel.mp_size=2", "parallel.mp_size"),
+        ("dbrx", "placement.experts=shadowing", "placement.experts"),
+        ("deepseek_v3", "moe.aux_loss_coeff=0.5", "moe.aux_loss_coeff"),
+    ],
+)
+def test_what_one_family_lacks_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, family: str, setting: str, key: str
+) -> None:
+    start = folder_of(family, tmp_path / "start", vocab_size=256)
+    path, settings = bare_config(tmp_path, start)
+    assert f"penstock: {key} = " in refused(capsys, "train", path, *settings, setting)
+
+
+def test_models_of_unknown_families_and_damaged_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, start: Path
+) -> None:
+    path, settings = bare_config(tmp_path, tmp_path / "config.json")
+    table = json.loads((start / "config.json").read_text())
+    for content, key in (
+        ({**table, "model_type": "llama"}, f"{tmp_path}/config.json: model_type"),
+        ({**table, "model_type": "unheard_of"}, "model.config"),
+        ({**table, "num_local_experts": 1 << 60}, f"{tmp_path}/config.json: num_local_experts"),
+        ({**table, "router_jitter_noise": 0.1}, "model.config"),
+        (
+            {**table, "auto_map": {"AutoConfig": "x.Y"}, "model_type": 3},
+            f"{tmp_path}/config.json: model_type",
+        ),
+        ([], f"{tmp_path}/config.json: model_type"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert f"penstock: {key}" in refused(capsys, "train", path, *settings), content
+
+
+def test_other_layers_are_made_for_the_own_decoder_alone(start: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"model\.config"),
+        penstock.session(
+            None, f"model.config={start}", "model.seq_len=8", make_moe=lambda *_: pytest.fail("made")
+        ),
+    ):
+        pass
+
+
+def test_a_session_trains_any_family(start: Path) -> None:
+    settings = (f"model.config={start}", f"model.seq_len={LENGTH}", "plan.source=given")
+    wanted = AutoModelForCausalLM.from_pretrained(start)
+    tokens_BL, labels_BL = text(0)
+    with penstock.session(None, *settings) as session:
+        loss = session.model(tokens_BL, labels_BL)
+        loss.backward()
+        theirs = wanted(tokens_BL, labels=labels_BL, shift_labels=labels_BL, output_router_logits=True).loss
+        theirs.backward()
+        assert float(loss.detach()) == pytest.approx(theirs.item(), rel=1e-5)
+        grads = {name: p.grad for name, p in session.model.model.named_parameters()}
+        for name, p in wanted.named_parameters():
+            assert p.grad is not None and grads[name] is not None
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-6)
