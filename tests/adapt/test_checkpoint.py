@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.adapt.checkpoint import _begin
+from penstock.adapt.scheduled import stack_of
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
+from penstock.step.shape import Updating
 from tests.support.adapted import DIVISIBLE, Batch, small
 from tests.support.killed import left_by_kills
 from tests.support.patience import HANG_S
@@ -23,11 +25,14 @@ from tests.support.ranks import Pools
 SAVED_AT, STEPS = 2, 5
 
 
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
+def optimizer_of(model: Any, *, sharded: bool = False) -> torch.optim.Optimizer:
     """Two groups, as fine-tuning has them."""
     named = list(model.named_parameters())
     thin, thick = ([p for _, p in named if (p.dim() < 2) == short] for short in (True, False))
     groups: list[dict[str, Any]] = [{"params": thin, "weight_decay": 0.0}, {"params": thick}]
+    if sharded:
+        groups[1]["weight_decay"] = 0.01
+        return penstock.ShardedAdamW(stack_of(model), groups, lr=1e-2)
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -47,17 +52,25 @@ def losses_of(
     return losses
 
 
-def begin(rank: int, world: int, family: str, folder: str, tp_size: int) -> list[float]:
+def updating(*, sharded: bool) -> Updating | None:
+    return Updating(clips=False) if sharded else None
+
+
+def begin(rank: int, world: int, family: str, folder: str, tp_size: int, sharded: bool) -> list[float]:
     sizes: dict[str, Any] = {} if tp_size == 1 else DIVISIBLE
     whole = small(family, initializer_range=0.1, **sizes)
-    model = penstock.parallelize(whole, ep_size=world, tp_size=tp_size, plan="flowmoe")
+    model = penstock.parallelize(
+        whole, ep_size=world, tp_size=tp_size, plan="flowmoe", updating=updating(sharded=sharded)
+    )
     place, groups = rank // tp_size, world // tp_size
-    return losses_of(model, optimizer_of(model), place, groups, range(STEPS), folder)
+    return losses_of(model, optimizer_of(model, sharded=sharded), place, groups, range(STEPS), folder)
 
 
-def go_on(rank: int, world: int, folder: str, tp_size: int) -> list[float]:
-    model = penstock.load_pretrained(folder, ep_size=world, tp_size=tp_size, plan="flowmoe")
-    optimizer = optimizer_of(model)
+def go_on(rank: int, world: int, folder: str, tp_size: int, sharded: bool) -> list[float]:
+    model = penstock.load_pretrained(
+        folder, ep_size=world, tp_size=tp_size, plan="flowmoe", updating=updating(sharded=sharded)
+    )
+    optimizer = optimizer_of(model, sharded=sharded)
     for group in optimizer.param_groups:
         group["lr"] = 1.0  # what was saved counts
     penstock.load_optimizer(model, optimizer, folder)
@@ -66,9 +79,19 @@ def go_on(rank: int, world: int, folder: str, tp_size: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp_size"), [("mixtral", 1), ("gpt_oss", 2), pytest.param("dbrx", 1, marks=pytest.mark.soak)]
+    ("family", "tp_size", "sharded"),
+    [
+        ("mixtral", 1, False),
+        ("mixtral", 1, True),
+        ("gpt_oss", 2, False),
+        ("gpt_oss", 2, True),
+        pytest.param("dbrx", 1, False, marks=pytest.mark.soak),
+    ],
 )
-def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family: str, tp_size: int) -> None:
+def test_a_run_goes_on_from_its_checkpoint(
+    ranks: Pools, tmp_path: Path, family: str, tp_size: int, sharded: bool
+) -> None:
+    """On other ranks, with the optimiser that has saved, and from a sharded one with a plain one and back."""
     folder = tmp_path / "saved"
     killed = tmp_path / ".unfinished-former-saved"  # while it was removed, or before another had its name
     folder.mkdir()
@@ -76,14 +99,14 @@ def test_a_run_goes_on_from_its_checkpoint(ranks: Pools, tmp_path: Path, family:
     (killed / "tokenizer.json").touch()
     (folder / "notes").touch()
     (folder / "model-00001-of-00009.safetensors").touch()
-    began = ranks(2).run(begin, 2, family, str(folder), tp_size)
+    began = ranks(2).run(begin, 2, family, str(folder), tp_size, sharded)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (folder / "tokenizer.json").exists() and (folder / "notes").exists()
     assert not (folder / "model-00001-of-00009.safetensors").exists()
-    for sharing in {1, tp_size}:
-        for found in ranks(2).run(go_on, 2, str(folder), sharing):
+    for sharing, shares in {(1, sharded), (tp_size, not sharded)}:
+        for found in ranks(2).run(go_on, 2, str(folder), sharing, shares):
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
-    assert go_on(0, 1, str(folder), 1) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
+    assert go_on(0, 1, str(folder), 1, False) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(folder)
 
 

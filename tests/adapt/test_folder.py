@@ -13,7 +13,7 @@ import torch
 import penstock
 from penstock.adapt.folder import SEEN, UNFINISHED, _begin, _finish
 from penstock.families.described import FORMER
-from tests.support.adapted import small
+from tests.support.adapted import DIVISIBLE, small
 from tests.support.killed import left_by_kills
 from tests.support.ranks import Pools
 
@@ -195,3 +195,28 @@ def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, 
     said = ranks(2).run(save_and_lose, 2, str(tmp_path))
     assert all("FileNotFoundError" in each for each in said)
     assert is_read(tmp_path, small("mixtral"))
+
+
+def saved_in_parts(rank: int, world: int, family: str, tp_size: int, folder: Path) -> set[str]:
+    """The names of the files of a model whose attention ranks share, where rank 0 may not join it all."""
+    del rank
+    model = penstock.parallelize(small(family, **DIVISIBLE), ep_size=world, tp_size=tp_size, plan="flowmoe")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("penstock.adapt.folder.whole_state", lambda *_: pytest.fail("rank 0 joins it all"))
+        model.save_pretrained(folder, max_shard_size=f"{LIMIT // 1000}KB")
+    return names_in(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "world"), [("deepseek_v3", 2), ("olmoe", 4), ("gpt_oss", 4)])
+def test_ranks_that_share_attention_write_it_in_turn(
+    ranks: Pools, tmp_path: Path, family: str, world: int
+) -> None:
+    """Latent vectors, norms over all heads and sinks among what is saved."""
+    files = ranks(world).run(saved_in_parts, world, family, 2, tmp_path)[0]
+    assert len([name for name in files if name.endswith(".safetensors")]) > world
+    wanted = small(family, **DIVISIBLE)
+    read, told = type(wanted).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(told.values())
+    for name, each in wanted.state_dict().items():
+        assert torch.equal(each, read.state_dict()[name]), name

@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """By family: the beginning of the names of its classes, and a configuration."""
 
 
-DIVISIBLE = {"vocab_size": 64, "num_key_value_heads": 4}
+DIVISIBLE: dict[str, Any] = {"vocab_size": 64, "num_key_value_heads": 4}
 """Sizes that four ranks can share."""
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
 from penstock.adapt.export import expert_axes
@@ -33,7 +33,7 @@ from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
 from penstock.sharding import Sharding, sharding_of
-from penstock.train.run_state import OPTIMIZER
+from penstock.train.run_state import OPTIMIZER, Named, shares_of
 from penstock.words import some_of
 from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
 
@@ -52,6 +52,9 @@ OF_ADAPTERS = re.compile(
 
 OWN = re.compile(rf"{OF_ADAPTERS.pattern}|model.*\.safetensors(\.index\.json)?|(generation_)?config\.json")
 """Names of the files of any checkpoint."""
+
+SHARED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+"""Settings of a group that a ShardedAdamW has."""
 
 Group = dict[str, Any]
 """Settings of a group of parameters, and the parameters' names as `parameters`."""
@@ -136,24 +139,33 @@ def refuse_adapters(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _States:
-    """An optimiser's state by the names of its parameters. axes: how experts lie in parameters of experts."""
+    """An optimiser's state by the names of its parameters. axes: how experts lie in parameters of experts.
+
+    All ranks construct it together: a sharded optimiser gathers parameters.
+    """
 
     engine: Engine
     optimizer: torch.optim.Optimizer
-    names: Mapping[Tensor, str]
+    names: Mapping[nn.Parameter, str]
     axes: Mapping[str, ExpertAxis]
+    shardings: Mapping[str, Sharding]
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
         if isinstance(optimizer, ShardedAdamW):
-            raise ValueError(
-                "the state of a ShardedAdamW is in shares: save optimizer.state_dict() by itself"
-            )
+            optimizer.flush()
+            engine.stack.settle()
         names = {parameter: name for name, parameter in model.named_parameters()}
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise ValueError(f"the optimizer has {strangers} parameters that are not the model's")
-        return _States(engine, optimizer, names, expert_axes(model, engine))
+        shardings = {name: found for p, name in names.items() if (found := sharding_of(p)) is not None}
+        return _States(engine, optimizer, names, expert_axes(model, engine), shardings)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the optimiser has, in its order."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     @property
     def groups(self) -> list[Group]:
@@ -169,7 +181,7 @@ class _States:
     @property
     def written(self) -> list[Group]:
         """The groups as they are written, with the names of parameters that have no state."""
-        bare = {name for parameter, name in self.names.items() if not self.optimizer.state.get(parameter)}
+        bare = {name for parameter, name in self.names.items() if not self._has_state(parameter)}
         return [
             {**group, WITHOUT: [name for name in group["parameters"] if name in bare]}
             for group in self.groups
@@ -182,8 +194,8 @@ class _States:
         """
         watch_optimizer(self.optimizer)
         json.dumps(self.groups, default=_number)
-        for parameter, state in self.optimizer.state.items():
-            for key, value in state.items():
+        for parameter in self.parameters:
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 shape = torch.as_tensor(value).shape
                 if shape not in ((), parameter.shape):
                     raise ValueError(
@@ -197,12 +209,7 @@ class _States:
         control = self.engine.stack.machinery.control
         purpose = f"saving the optimizer's state in {folder}"
         together(control, purpose, lambda: _remove_state(folder), rank=0)
-        state = {
-            f"{OPTIMIZER}{self.names[parameter]}.{key}": self._part(parameter, torch.as_tensor(value))
-            for parameter, values in self.optimizer.state.items()
-            for key, value in values.items()
-        }
-        digests = Saving(state, folder, Dealing(control), control, purpose, lambda _: STATE).digests()
+        digests = Saving(self._state(), folder, Dealing(control), control, purpose, lambda _: STATE).digests()
 
         def finish() -> None:
             if unseen := [name for name in digests if not (folder / name).exists()]:
@@ -212,35 +219,60 @@ class _States:
 
         together(control, purpose, finish, rank=0)
 
-    def _part(self, parameter: Tensor, tensor: Tensor) -> Part:
-        """Return this rank's part of a tensor of the state; experts that lie in turn get their own axis."""
-        axis, layout = self.axes.get(self.names[parameter]), self.engine.layout
-        if not tensor.dim():
-            return Part.of(tensor)
+    def _has_state(self, parameter: nn.Parameter) -> bool:
+        if isinstance(self.optimizer, ShardedAdamW):
+            return self.optimizer.updates.share_of(parameter) is not None
+        return bool(self.optimizer.state.get(parameter))
+
+    def _state(self) -> State:
+        """Return views of what this rank has of the state."""
+        state: State = {}
+        if isinstance(self.optimizer, ShardedAdamW):
+            for parameter, name in self.names.items():
+                state |= shares_of(self.optimizer, name, parameter, self)
+            return state
+        for parameter in self.parameters:
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state |= self._part(parameter, key, torch.as_tensor(value))
+        return state
+
+    def split(self, name: str, tensor: Tensor, suffix: str = "") -> list[Named]:
+        """Return a tensor of a parameter's shape; experts that lie in turn get their own axis."""
+        axis, layout = self.axes.get(name), self.engine.layout
         if axis is None:
-            return Part.of(tensor, sharding_of(parameter))
+            return [(f"{name}{suffix}", tensor, self.shardings.get(name))]
         dim = 0
         if isinstance(axis, InTurn):
             tensor, dim = tensor.unflatten(1, (axis.rank, -1)), 2
         shape = [size * (layout.ep_size if at == dim else 1) for at, size in enumerate(tensor.shape)]
-        return Part.of(tensor, Sharding.along(dim, shape, (), layout.ep_rank, layout.ep_size))
+        sharding = Sharding.along(dim, shape, (), layout.ep_rank, layout.ep_size)
+        return [(f"{name}{suffix}", tensor, sharding)]
+
+    def _part(self, parameter: nn.Parameter, key: str, tensor: Tensor) -> State:
+        """Return this rank's part of a tensor of the state, by its name."""
+        name = self.names[parameter]
+        if not tensor.dim():
+            return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
+        named = self.split(name, tensor, f".{key}")
+        return {f"{OPTIMIZER}{each}": Part.of(part, sharding) for each, part, sharding in named}
 
     def take(self, folder: Path, saved: list[Group]) -> None:
         """Fill the optimiser's state from a folder, and its groups' settings from `saved`."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self.parameters
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
-        state: State = {}
+        sharded = isinstance(self.optimizer, ShardedAdamW)
+        state = self._state() if sharded else {}
         try:
             stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
             places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in stored.whole}
             _check_complete(folder, {name for name, _, _ in places.values()}, saved)
-            for logical, (shape, dtype) in stored.whole.items():
+            for logical, (shape, dtype) in () if sharded else stored.whole.items():
                 name, _, key = places[logical]
                 parameter = parameters[numbers[name]]
                 tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
                 states.setdefault(numbers[name], {})[key] = tensor
-                state[logical] = self._part(parameter, tensor)
+                state |= self._part(parameter, key, tensor)
             if (found := misfits(state, stored.whole, state)) is not None:
                 raise DamagedError(found)
             stored.load(state)
@@ -249,6 +281,14 @@ class _States:
                 f"{folder} has no state of this optimizer: {error}. Copy it again, or go on from another "
                 "checkpoint"
             ) from error
+        self._take_settings(states, saved)
+
+    def _take_settings(self, states: dict[int, dict[str, Tensor]], saved: list[Group]) -> None:
+        """Give the optimiser its states, by the numbers of parameters, and its groups' settings."""
+        if isinstance(self.optimizer, ShardedAdamW):  # its states are filled already
+            for mine, group in zip(self.optimizer.param_groups, saved, strict=True):
+                mine.update({key: group[key] for key in SHARED_SETTINGS if key in group})
+            return
         groups, first = [], 0
         for group in saved:
             settings = {key: value for key, value in group.items() if key not in ("parameters", WITHOUT)}

@@ -44,8 +44,8 @@ def save_folder(
 ) -> None:
     """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
-    Each rank writes what it holds. Where ranks share attention, or do not see the same folder, rank 0 writes
-    everything, and needs memory for the whole model. If a process ends meanwhile, the former files remain, in
+    Each rank writes what it holds. Where ranks do not see the same folder, rank 0 writes everything, and
+    needs memory for the whole model. If a process ends meanwhile, the former files remain, in
     their place or in the hidden folder `FORMER`, from where the next save takes them back. Raises
     CheckpointError, on all ranks.
     """
@@ -56,8 +56,7 @@ def save_folder(
     try:
         token = together(control, purpose, lambda: _begin(folder, lambda: write(state_dict={})), rank=0)
         writing, token = None, control.gather(token, purpose)[0]
-        joins = not _is_known() or engine.layout.mp_size > 1  # rank 0 joins what ranks share
-        if not control.any(joins, "looking how transformers writes a model"):
+        if not control.any(not _is_known(), "looking how transformers writes a model"):
             writing = _writing(model, engine, max_shard_size, original=save_original_format)
         alone = writing is None or not writing.fits or not _sees(work, token)
         if not control.any(alone, "looking whether all ranks can write the model") and writing is not None:

@@ -1,13 +1,14 @@
 """A model of transformers written by all ranks together: each writes shards of what it holds.
 
-Nothing is gathered but weights that a file stores for all experts together, one after the other, at the rank
-that writes them. Besides the model a rank needs memory for its share of one layer, or one such weight.
+Nothing is gathered but weights that a file stores whole and ranks hold in parts (those of all experts
+together, and of shared attention), one after the other, at the rank that writes them. Besides the model a
+rank needs memory for its share of one layer, or one such weight.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -24,6 +25,7 @@ from penstock.checkpoint.storage import CODES, Outgoing, together, write_shard, 
 from penstock.families.adapters import ALONG_ROWS
 from penstock.families.weights import EXPERT, LAYER
 from penstock.mesh import Group
+from penstock.sharding import Sharding, sharding_of
 from penstock.writing import write_whole
 
 Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -62,17 +64,30 @@ class _Part:
         return EXPERT.sub(lambda found: f".experts.{int(found[1]) + self.first}.", name)
 
 
+Join = Callable[[list[Tensor]], Tensor]
+"""Joins the parts that ranks hold of a tensor, in the order of the ranks."""
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of a file. entry: for the whole tensor, even where `part` has this rank's rows alone."""
+    """A tensor of a file. entry: for the whole tensor, even where `part` has this rank's part alone."""
 
     name: str
     entry: _Entry
     part: _Part
+    join: Join = ALONG_ROWS.join
 
     @property
     def size_bytes(self) -> int:
         return torch.Size(self.entry.shape).numel() * self.entry.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A shard of pieces that these ranks join, one of which writes it. members: those with rank 0."""
+
+    shard: Shard
+    members: Sequence[int]
 
 
 @dataclass
@@ -99,54 +114,77 @@ class Writing:
         self, model: Any, engine: Engine, state: Mapping[str, Tensor], convert: Convert, most_bytes: int
     ) -> None:
         self._layout, self._control = engine.layout, engine.stack.machinery.control
-        self._members = self._layout.mesh.members(0, Group.EXPERT)
+        self._experts, self._tensor = (
+            self._layout.mesh.members(0, axes) for axes in (Group.EXPERT, Group.TENSOR)
+        )
         self._made = _Made()
         spread = expert_names(model, engine).keys() if self._layout.ep_size > 1 else set[str]()
-        own, joined = self._pieces(state, spread, convert)
-        self._own, self._joined = (_shards(pieces, most_bytes) for pieces in (own, joined))
+        shared = _shared_names(model) if self._layout.mp_size > 1 else {}
+        own, joined, cut = self._pieces(state, spread, shared, convert)
+        self._own = _shards(own, most_bytes)
+        self._joined = [_Joined(shard, self._experts) for shard in _shards(joined, most_bytes)]
+        self._joined += [_Joined(shard, self._tensor) for shard in _shards(cut, most_bytes)]
         described = [[(each.name, each.entry, each.size_bytes) for each in shard] for shard in self._own]
         everyone = self._control.gather(described, "telling what each rank writes")
-        last = [[(each.name, each.entry, each.size_bytes) for each in shard] for shard in self._joined]
+        last = [[(p.name, p.entry, p.size_bytes) for p in each.shard] for each in self._joined]
         self._written = [*chain.from_iterable(everyone), *last]
         self._before = sum(map(len, everyone[: self._control.rank]))
-        self.fits = self._is_all_of(state, spread, convert)
+        self.fits = self._is_all_of(state, spread, shared, convert)
 
     def write(self, folder: Path) -> None:
         """Write all shards and their index. Raises CheckpointError, on all ranks."""
         purpose, names = f"saving {folder}", self._names()
         own = names[self._before : self._before + len(self._own)]
         together(self._control, purpose, lambda: self._write_own(folder, own))
-        for number, shard in enumerate(self._joined):
+        for number, each in enumerate(self._joined):
             path = folder / names[len(names) - len(self._joined) + number]
-            writer = self._members[number % len(self._members)]
-            joining = partial(self._write_joined, path, sorted(shard, key=_place), writer)
-            together(self._control, purpose, joining)
+            writer = each.members[number % len(each.members)]
+            together(self._control, purpose, partial(self._write_joined, path, each, writer))
         together(self._control, purpose, lambda: self._write_index(folder, names), rank=0)
         together(self._control, purpose, lambda: self._check_files(folder, names), rank=0)
 
     def _pieces(
-        self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert
-    ) -> tuple[list[_Piece], list[_Piece]]:
-        """Return the pieces that this rank writes by itself, and those that ranks join.
+        self,
+        state: Mapping[str, Tensor],
+        spread: Iterable[str],
+        shared: Mapping[str, Sharding],
+        convert: Convert,
+    ) -> tuple[list[_Piece], list[_Piece], list[_Piece]]:
+        """Return the pieces that this rank writes by itself, and those that ranks of experts and of shared
+        attention join.
 
         Of the ranks that hold a piece the first writes it.
         """
-        layout, own, joined = self._layout, [], []
-        for of_experts, tensors in _by_layer(state, set(spread)):
+        layout, own, joined, cut = self._layout, list[_Piece](), list[_Piece](), list[_Piece]()
+        for name, sharding in shared.items():
+            if name in state:
+                part = _Part({name: state[name]}, convert)
+                for there, each in part.made(described=True).items():
+                    entry = _Entry(shape=sharding.shape, dtype=each.dtype)
+                    cut.append(_Piece(there, entry, part, sharding.join))
+        whole = {name: each for name, each in state.items() if name not in shared}
+        for of_experts, tensors in _by_layer(whole, set(spread)):
             count = len(next(iter(tensors.values())))
             part = _Part(tensors, convert, layout.ep_rank * count if of_experts else 0)
             for name, each in part.made(described=True).items():
                 if of_experts and not EXPERT.search(name):
                     joined.append(_Piece(name, _entry(each, layout.ep_size), part))
-                elif layout.rank in (self._members if of_experts else (0,)):
+                elif layout.rank in (self._experts if of_experts else (0,)):
                     own.append(_Piece(name, _entry(each), part))
-        return own, joined
+        return own, joined, cut
 
-    def _is_all_of(self, state: Mapping[str, Tensor], spread: Iterable[str], convert: Convert) -> bool:
+    def _is_all_of(
+        self,
+        state: Mapping[str, Tensor],
+        spread: Iterable[str],
+        shared: Mapping[str, Sharding],
+        convert: Convert,
+    ) -> bool:
         """Return whether all ranks together write what one rank with the whole model would write."""
         whole, spread, ranks = {}, set(spread), self._layout.ep_size
         for name, each in state.items():
             shape = ALONG_ROWS.whole_shape(tuple(each.shape), ranks) if name in spread else each.shape
+            shape = shared[name].shape if name in shared else shape
             whole[name] = torch.empty(shape, dtype=each.dtype, device="meta")
         wanted = {name: _entry(each) for name, each in convert(whole).items()}
         written = [(name, entry) for shard in self._written for name, entry, _ in shard]
@@ -164,21 +202,24 @@ class Writing:
         for name, shard in zip(names, self._own, strict=True):
             write_shard(folder / name, [_outgoing(each, partial(self._made.take, each)) for each in shard])
 
-    def _write_joined(self, path: Path, shard: Shard, writer: int) -> None:
+    def _write_joined(self, path: Path, joined: _Joined, writer: int) -> None:
         """Write pieces that ranks join; where the writer fails, it still takes what the others send."""
+        shard, members = sorted(joined.shard, key=_place), joined.members
         left = iter(shard)
         try:
             if self._control.rank == writer:
-                taken = [_outgoing(each, lambda: self._collect(next(left), writer)) for each in shard]
+                taken = [
+                    _outgoing(each, lambda: self._collect(next(left), members, writer)) for each in shard
+                ]
                 write_shard(path, taken)
         finally:
-            for each in left if self._control.rank in self._members else ():
-                self._collect(each, writer)
+            for each in left if self._control.rank in members else ():
+                self._collect(each, members, writer)
 
-    def _collect(self, piece: _Piece, writer: int) -> Tensor:
-        rows = self._made.take(piece).detach().cpu()
-        parts = self._control.collect(rows, self._members, writer, f"saving {piece.name}")
-        return ALONG_ROWS.join(parts) if parts else rows
+    def _collect(self, piece: _Piece, members: Sequence[int], writer: int) -> Tensor:
+        held = self._made.take(piece).detach().cpu()
+        parts = self._control.collect(held, members, writer, f"saving {piece.name}")
+        return piece.join(parts) if parts else held
 
     def _write_index(self, folder: Path, names: list[str]) -> None:
         if len(names) < 2:
@@ -201,6 +242,12 @@ class Writing:
             expected = header_bytes + sum(size_bytes for _, _, size_bytes in shard)
             if (found := (folder / name).stat().st_size) != expected:
                 raise OSError(f"{folder / name} has {found} bytes instead of {expected}")
+
+
+def _shared_names(model: Any) -> dict[str, Sharding]:
+    """Return how ranks share parameters with others, by the names of these parameters."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found for name, p in named if (found := sharding_of(p)) is not None}
 
 
 def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[bool, dict[str, Tensor]]]:

@@ -57,12 +57,8 @@ Named = tuple[str, Tensor, Sharding | None]
 """A view of a tensor by its name on any layout, with what part of the whole this rank has."""
 
 
-class Naming(Protocol):
-    """How a rank's tensors of a model are named in checkpoints."""
-
-    def in_files(self) -> Iterator[Named]:
-        """Yield the model's tensors, by the names and with the shapes that files of transformers have."""
-        ...
+class Splitting(Protocol):
+    """How tensors of parameters' shapes are named in checkpoints."""
 
     def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
         """Return what belongs to a parameter, of one shape with it: the optimiser's state, say.
@@ -72,6 +68,14 @@ class Naming(Protocol):
             tensor: The parameter, or a tensor of its shape.
             suffix: Of the name, for a state of the parameter.
         """
+        ...
+
+
+class Naming(Splitting, Protocol):
+    """How a rank's tensors of a model are named in checkpoints."""
+
+    def in_files(self) -> Iterator[Named]:
+        """Yield the model's tensors, by the names and with the shapes that files of transformers have."""
         ...
 
 
@@ -111,7 +115,7 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer, naming: Na
     state |= {name: Part.of(part, sharding) for name, part, sharding in naming.in_files()}
     for name, parameter in stack.model.named_parameters():
         if isinstance(optimizer, ShardedAdamW):
-            state |= _shares(optimizer, name, parameter, naming)
+            state |= shares_of(optimizer, name, parameter, naming)
         elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
             state[f"{OPTIMIZER}{name}.step"] = Part.of(moments["step"])
             for moment in MOMENTS:
@@ -149,7 +153,7 @@ def of_model(name: str) -> bool:
     return not name.startswith(BESIDE_MODEL)
 
 
-def _shares(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, naming: Naming) -> State:
+def shares_of(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, splitting: Splitting) -> State:
     """Return this rank's share of a parameter's state; nothing for a frozen one."""
     found = optimizer.updates.share_of(parameter)
     if found is None:
@@ -157,7 +161,7 @@ def _shares(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, naming:
     share = found[1]
     state = {f"{OPTIMIZER}{name}.step": Part.of(optimizer.updates.steps[parameter])}
     for key, numbers in share.states.items():
-        for each, part, sharding in naming.split(name, parameter.data, f".{key}"):
+        for each, part, sharding in splitting.split(name, parameter.data, f".{key}"):
             assert part.is_contiguous(), "experts are stacked"
             begin = int(part.storage_offset() - parameter.data.storage_offset())
             runs = [(0, numbers[:0])]  # of the type of the state, also where this rank has none of it
