@@ -22,12 +22,12 @@ from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 
 ROOT = Path(__file__).parent.parent
-TRAINING = (ROOT / "docs" / "training.md").read_text()
+OWN_LOOP = (ROOT / "docs" / "own-loop.md").read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_example_in_the_text_is_the_file() -> None:
-    block = re.search(r"```python\n(.*?)```", TRAINING, re.DOTALL)
+    block = re.search(r"```python\n(.*?)```", OWN_LOOP, re.DOTALL)
     assert block is not None
     assert block[1] == (ROOT / "docs" / "example_training.py").read_text()
 

@@ -23,6 +23,7 @@ BEFORE = RunConfig(moe=MoEConfig(num_experts=8, num_groups=4, group_top_k=2, cap
 OTHER: dict[str, Any] = {
     "model.preset": "GPT2-Tiny-MoE",
     "model.config": Path("config.json"),
+    "model.model_type": "mixtral",
     "model.num_layers": 5,
     "model.hidden_size": 64,
     "model.num_heads": 8,
@@ -75,10 +76,11 @@ def changed(key: str) -> RunConfig:
         assert isinstance(value, bool), f"{key}: write another value of it into OTHER"
         return replace(BEFORE, **{key.partition(".")[0]: replace(section, **{name: not value})})
     section, _, name = key.partition(".")
-    if key in ("moe.one_copy_per_rank", "moe.bound_factor"):  # they exclude capacity_factor
-        moved = replace(BEFORE.moe)
+    # They exclude capacity_factor, or need a file.
+    if key in ("moe.one_copy_per_rank", "moe.bound_factor", "model.model_type"):
+        moved = replace(getattr(BEFORE, section))
         object.__setattr__(moved, name, OTHER[key])
-        return replace(BEFORE, moe=moved)
+        return replace(BEFORE, **{section: moved})
     return replace(BEFORE, **{section: replace(getattr(BEFORE, section), **{name: OTHER[key]})})
 
 
