@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import penstock
 from penstock.adapt import FAMILIES
+from penstock.adapt.build import ALONE
 from penstock.adapt.run import model_of_run
 from penstock.config import ConfigError
 from penstock.data import DataConfig
@@ -25,9 +26,10 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import build_machinery, build_optimizer
+from penstock.train.assemble import build_machinery, build_optimizer, gradient_bytes
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.fits import COPIES, memory_of
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from penstock.train.update import build_update
 from tests.support.adapted import DIVISIBLE, DrawnFromScores, exactly, small
@@ -101,6 +103,8 @@ class Trained:
         machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
         self.model = model_of_run(config, machinery, plan=None, moving=None, begins=True)
         self.stack = self.model.stack
+        planned = gradient_bytes(config.model, config.moe, layout, sharded=case.sharded)
+        assert planned == self.stack.gradients.sizes_bytes
         self.stack.model.to(dtype)
         with torch._C.DisableTorchFunction():  # steps are counted in float32
             self.optimizer = build_optimizer(self.stack, config.optimizer)
@@ -251,6 +255,29 @@ def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
         assert found == pytest.approx(wanted[2:], rel=LIMIT)
 
 
+def planned_and_found(rank: int, cases: list[tuple[Case, Path]]) -> None:
+    """Built, and compared with what plans reckon with."""
+    for case, start in cases:
+        Trained(rank, case, start, start).stack.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "families", [["glm4_moe", "flex_olmo"], pytest.param(OTHERS, marks=pytest.mark.soak)]
+)
+def test_plans_reckon_with_the_gradients_that_ranks_find(
+    ranks: Pools, tmp_path: Path, families: list[str]
+) -> None:
+    """With attention shared and not, and replicas of experts."""
+    cases = [
+        (Case(family, 4, tp_size=tp_size, ep_size=2), folder_of(family, tmp_path / family, **DIVISIBLE))
+        for family in families
+        for tp_size in (1, 2)
+        if tp_size == 1 or FAMILIES[family].attention is not None
+    ]
+    ranks(4).run(planned_and_found, cases)
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Mixtral for text as bytes."""
@@ -391,3 +418,26 @@ def test_a_session_trains_any_family(start: Path) -> None:
         for name, p in wanted.named_parameters():
             assert p.grad is not None and grads[name] is not None
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_memory_is_that_of_the_model_and_not_of_one_with_as_many_heads(tmp_path: Path) -> None:
+    """DeepSeek's latent vectors make its attention smaller than heads of that width would be."""
+    folder = folder_of("deepseek_v3", tmp_path / "start", kv_lora_rank=2, q_lora_rank=2)
+    config = Case("deepseek_v3").config(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    need = memory_of(config, ALONE)
+    assert need.state_bytes == COPIES * trained
+    assert need.vocabulary_bytes == COPIES * 2 * model.lm_head.weight.nbytes
+
+
+def test_a_model_beyond_the_memory_is_refused_before_a_rank_starts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, start: Path
+) -> None:
+    """By its own sizes: the file alone is read."""
+    table = json.loads((start / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(table | {"num_local_experts": 1 << 15, "hidden_size": 4096})
+    )
+    path, settings = bare_config(tmp_path, tmp_path / "config.json")
+    assert "penstock: moe.num_experts = 32768: " in refused(capsys, "train", path, *settings)

@@ -28,7 +28,7 @@ from penstock.families.experts import Shares
 from penstock.families.in_files import places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
-from penstock.families.sections import described
+from penstock.families.sections import described_in
 from penstock.families.weights import EXPERT
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard
@@ -191,7 +191,7 @@ def _built(config: RunConfig, machinery: Machinery, *, begins: bool) -> Found:
         except ValueError as error:
             raise ConfigError("model.config", str(path), str(error)) from error
     else:
-        found = _drawn(described(path / CONFIG if path.is_dir() else path), config.train.seed, layout)
+        found = _drawn(described_in(path), config.train.seed, layout)
         found = found.of(found.model.to(device))
     _prepare(found, config.moe.aux_loss_coeff)
     choice = Decision(dispatch=dispatch_of(config.moe), compression=config.moe.compression or "none")

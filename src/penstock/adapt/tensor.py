@@ -23,6 +23,7 @@ from penstock.adapt.intact import is_foreign
 from penstock.adapt.outside import Inside
 from penstock.config import ConfigError
 from penstock.families.family import AttentionCut
+from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
 from penstock.families.look import Found
 from penstock.graph import Lane
 from penstock.mesh import Group
@@ -33,8 +34,6 @@ from penstock.runtime.transport import Transport
 from penstock.sharding import Sharding
 
 KEY = "tp_size"
-DENSE_ROWS = ("gate_proj", "up_proj")
-DENSE_COLUMN = "down_proj"
 
 
 class TensorRanks:

@@ -36,16 +36,7 @@ def sections_of(path: Path) -> Sections:
     Raises:
         ConfigError: The file describes no model of a known family, or one that cannot be scheduled.
     """
-    file = path / CONFIG if path.is_dir() else path
-    changed = file.stat()
-    return _sections(file, changed.st_mtime_ns, changed.st_size)
-
-
-@lru_cache(maxsize=4)
-def _sections(file: Path, changed_ns: int, size_bytes: int) -> Sections:
-    """Return the sections of a file as it is now: a process asks for them several times."""
-    del changed_ns, size_bytes
-    found = described(file)
+    found = described_in(path)
     sizes, coefficient = found.sizes, coefficient_of(found)
     config = found.config
     return {
@@ -72,12 +63,23 @@ def _sections(file: Path, changed_ns: int, size_bytes: int) -> Sections:
     }
 
 
-def described(file: Path) -> Found:
-    """Return the parts of the model that a `config.json` describes, without values.
+def described_in(path: Path) -> Found:
+    """Return the parts of the model that a `config.json` describes, without values; not to be changed.
+
+    Args:
+        path: The file, or the folder in which it lies.
 
     Raises:
         ConfigError: See `sections_of`.
     """
+    file = path / CONFIG if path.is_dir() else path
+    return _described(file, file.read_bytes())
+
+
+@lru_cache(maxsize=4)
+def _described(file: Path, content: bytes) -> Found:
+    """Return the parts of a file's model: a process asks for them several times."""
+    del content
     if not is_there("transformers"):
         why = f"a model of another architecture than qwen3_moe {needs('transformers')}"
         raise ConfigError("model.config", str(file), why, install("transformers"))

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from penstock.config import ConfigError
-from penstock.cost import StepCost, Workload
+from penstock.cost import HeldBytes, StepCost, Workload
 from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
@@ -217,7 +217,16 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Wor
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
         shared_ffn_hidden_size=config.moe.shared_ffn_hidden_size,
+        held=_held(config, layout) if config.model.of_transformers else None,
     )
+
+
+def _held(config: RunConfig, layout: Layout) -> HeldBytes:
+    """Return what a rank holds of a model of transformers, which sizes alone do not tell."""
+    every = gradient_bytes(config.model, config.moe, layout, sharded=True)
+    experts = sum(every.experts)
+    weights = sum(every.replicated) + sum(every.partial) + experts
+    return HeldBytes(weights=weights, trained_experts=experts)
 
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:
@@ -281,10 +290,17 @@ def gradient_bytes(
 
     They are read from the real model, built without memory for its weights.
     """
+    replicas, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
+    if model.config is not None and model.of_transformers:
+        from penstock.families.gradients import gradient_bytes_of  # transformers takes seconds to load
+
+        moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
+        shape = StepShape(moe_layers=moe_layers, sharing=sharing)
+        return gradient_bytes_of(model.config, layout, shape, replicas=replicas)
     with on_meta():
         parts = model_of(model, moe, layout)
-    shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, moe.aux_loss_group))
-    return sizes_bytes(parts, parts, shape, replicas=sharded or layout.edp_size > 1)
+    shape = shape_of([part.moe for part in parts.parts], sharing)
+    return sizes_bytes(parts, parts, shape, replicas=replicas)
 
 
 def on_device(config: RunConfig, device: torch.device) -> RunConfig:

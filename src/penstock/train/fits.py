@@ -16,7 +16,7 @@ from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.topology import Control, Layout
 from penstock.topology.cgroup import memory_limit
-from penstock.train.assemble import model_of
+from penstock.train.assemble import gradient_bytes, model_of
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
 
@@ -28,7 +28,7 @@ KEPT_COPIES, KEPT_HEADS, KEPT_AGAIN = 4, 3, 1
 its heads' (of queries and of keys): all that attention saves; or the block's input alone where the block is
 recomputed. See `plan.memory`, which also counts what norms keep that are not one kernel."""
 
-SMALLEST_ELEMENT_BYTES = 2
+SMALLEST_ELEMENT_BYTES, FLOAT32_BYTES = 2, 4
 
 RANK_BYTES = 160 << 20
 """Memory of a process with torch before there is a model. Measured: 190 MiB."""
@@ -89,11 +89,7 @@ def rank_memory(
     """
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
-    moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
-    sizes = [_bytes(model, moe, layout, *layers) for layers in ((1, 1), (2, 2), (2, 1))]
-    (one, experts), (two, _), (mixed, _) = sizes
-    ends, dense = 2 * one - two, mixed - one
-    layers = moe_layers * (two - one) + (model.num_layers - moe_layers) * dense
+    ends, layers, experts = (_bytes_of_file if model.of_transformers else _bytes)(model, moe, layout)
     tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
     heads = (model.attention_size + model.key_value_size) // layout.mp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
@@ -102,13 +98,33 @@ def rank_memory(
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
-        experts_bytes=int(expert_copies * moe_layers * experts),
+        experts_bytes=int(expert_copies * experts),
         activations_bytes=model.num_layers * batch * tokens * token_bytes,
         masks_bytes=model.num_layers * mask_bytes,
     )
 
 
-def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, experts: int) -> tuple[int, int]:
+def _bytes(model: ModelConfig, moe: MoEConfig, layout: Layout) -> tuple[int, int, int]:
+    """Return a rank's weight bytes of the vocabulary, of all layers but their experts, and of all experts."""
+    moe_layers = sum(model.is_moe(layer) for layer in range(model.num_layers))
+    sizes = [_bytes_of(model, moe, layout, *layers) for layers in ((1, 1), (2, 2), (2, 1))]
+    (one, experts), (two, _), (mixed, _) = sizes
+    ends, dense = 2 * one - two, mixed - one
+    layers = moe_layers * (two - one) + (model.num_layers - moe_layers) * dense
+    return ends, layers, moe_layers * experts
+
+
+def _bytes_of_file(model: ModelConfig, moe: MoEConfig, layout: Layout) -> tuple[int, int, int]:
+    """Return what `_bytes` does, for a model that transformers makes of a file."""
+    held = gradient_bytes(model, moe, layout, sharded=True)
+    matrices = 1 if model.tie_word_embeddings else 2
+    ends = matrices * model.vocab_size * model.hidden_size * FLOAT32_BYTES // layout.mp_size
+    return ends, sum(held.replicated) + sum(held.partial) - ends, sum(held.experts)
+
+
+def _bytes_of(
+    model: ModelConfig, moe: MoEConfig, layout: Layout, layers: int, experts: int
+) -> tuple[int, int]:
     """Return a rank's weight bytes of `layers` layers, the first `experts` of them MoE; of a layer's experts.
 
     They are read from the real model, built without memory for its weights.
