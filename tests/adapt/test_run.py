@@ -18,7 +18,9 @@ import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.build import ALONE
 from penstock.adapt.run import model_of_run
+from penstock.autopilot.run_subject import run_subject
 from penstock.config import ConfigError
+from penstock.cost import ClusterFile
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.families.in_files import saved_tensors
@@ -441,3 +443,15 @@ def test_a_model_beyond_the_memory_is_refused_before_a_rank_starts(
     )
     path, settings = bare_config(tmp_path, tmp_path / "config.json")
     assert "penstock: moe.num_experts = 32768: " in refused(capsys, "train", path, *settings)
+
+
+def test_a_folder_is_planned_for_as_it_is(start: Path) -> None:
+    """For ranks of a cluster, with the shape of steps that the model's ranks would have."""
+    file = ClusterFile(name="by hand", nodes=2, ranks_per_node=2, device="H100")
+    for path in (start, start / "config.json"):
+        subject = run_subject(path, ["model.seq_len=16", "data.batch_per_device=2"], file)
+        work, shape = subject.problem.workload, subject.problem.shape
+        assert (work.num_experts, work.top_k, work.hidden_size, work.ep_size) == (8, 2, 32, 4)
+        assert shape.moe_layers == (True, True) and not shape.carries_residual
+        assert subject.problem.movable.samples == ("none",)
+        assert work.held is not None and subject.title == str(path)

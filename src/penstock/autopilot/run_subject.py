@@ -40,25 +40,29 @@ def run_subject(
 ) -> Subject:
     """Return the step of a configuration on this cluster's ranks.
 
+    path: a TOML file; or the config.json of a model of transformers, or its folder, with defaults for the
+    rest.
     Section [schedule] of a file is for runs that do not search. What `overrides` set of it holds in every
     plan. layout: instead of plan.layout. Raises ConfigError for overrides that would have no effect.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)
     # Whatever a run of this file would do, this is a search: so what is open, is.
-    config = load(RunConfig, path, [*overrides, f"plan.source={AUTO}"])
+    of_model = path.is_dir() or path.suffix == ".json"
+    given, model = (None, [f"model.config={path}"]) if of_model else (path, [])
+    config = load(RunConfig, given, [*model, *overrides, f"plan.source={AUTO}"])
     check_overrides(config, keys, file)
     config = config.resolved(file.ranks)
     wanted = config.train.precision
     precision, why = precision_of(file, None if wanted == "auto" else wanted)
     config = config.computing_in(precision)
-    notes, given = tuple(rate_notes(file, precision)), given_decisions(config, keys)
+    notes, decided = tuple(rate_notes(file, precision)), given_decisions(config, keys)
     if (layout or config.plan.layout) == AUTO:
-        found = layouts.run_layouts(config, file, memory, given)
+        found = layouts.run_layouts(config, file, memory, decided)
         config, notes = layouts.with_layout(config, found.best.sizes), (*notes, *found.lines)
     experts = config.moe.num_experts
     ranks = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
-    plain, *sharded = [forced(run_problem(run, ranks, file), given) for run in open_runs(config)]
+    plain, *sharded = [forced(run_problem(run, ranks, file), decided) for run in open_runs(config)]
     return Subject(
         title=str(path),
         cluster_name=file.name,

@@ -88,7 +88,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         nargs="?",
         type=user_path,
         metavar="CONFIG",
-        help="a training configuration, such as configs/tiny.toml",
+        help="a training configuration, such as configs/tiny.toml; or the config.json of a model of "
+        "transformers, or its folder",
     )
     plan.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
