@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -44,6 +45,7 @@ LIMIT = 1e-10
 """In float64."""
 
 MAX_NORM = 0.3
+USUAL = MoEConfig().aux_loss_coeff
 RANDOM = "phimoe"
 OTHERS = sorted(FAMILIES.keys() - {"qwen3_moe"})
 """Families that transformers computes: the other one is Penstock's own decoder in a run."""
@@ -63,6 +65,7 @@ class Case:
     sharded: bool = False
     experts: str = "none"
     dispatch: str = "flat"
+    documents: bool = False
 
     def __str__(self) -> str:
         extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
@@ -73,7 +76,7 @@ class Case:
         groups = self.ranks // self.tp_size
         return RunConfig(
             model=ModelConfig(config=folder, seq_len=LENGTH),
-            moe=MoEConfig(dispatch=self.dispatch),
+            moe=MoEConfig(dispatch=self.dispatch, aux_loss_coeff=0.0 if self.documents else USUAL),
             schedule=ScheduleConfig(name=self.schedule),
             placement=PlacementConfig(experts=self.experts),  # type: ignore[arg-type]
             plan=PlanConfig(source="given"),
@@ -82,7 +85,7 @@ class Case:
                 mp_size=self.tp_size,
                 ranks_per_node=max(self.tp_size, self.ranks // 2),
             ),
-            data=DataConfig(batch_per_device=SAMPLES // groups),
+            data=DataConfig(batch_per_device=SAMPLES // groups, separate_documents=self.documents),
             optimizer=replace(ADAMW, sharded=self.sharded),
             train=TrainConfig(precision="float32"),
         ).resolved(self.ranks)
@@ -92,6 +95,13 @@ def text(step: int) -> tuple[Tensor, Tensor]:
     """The tokens of all samples of a step, and those that follow them."""
     tokens_BN = torch.randint(3, 61, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     return tokens_BN[:, :-1].contiguous(), tokens_BN[:, 1:].contiguous()
+
+
+def begins() -> Tensor:
+    """Where the document of every token begins: two documents in every sample, of other lengths in each."""
+    places_BL = torch.arange(LENGTH).expand(SAMPLES, -1)
+    cuts_B1 = 3 + torch.arange(SAMPLES).unsqueeze(1)
+    return torch.where(places_BL < cuts_B1, 0, cuts_B1)
 
 
 class Trained:
@@ -121,15 +131,16 @@ class Trained:
             naming=self.model.naming,
         )
         mine = SAMPLES * case.tp_size // case.ranks
+        self._documents = case.documents
         self._rows = slice(layout.dp_rank * mine, (layout.dp_rank + 1) * mine)
 
     def step(self, number: int) -> float:
         """Train on the samples of a step; returns their loss."""
         tokens_BL, labels_BL = text(number)
         ids_B = torch.arange(SAMPLES) + number * SAMPLES
-        loss: Tensor = self.stack(
-            *(each[self._rows].contiguous() for each in (tokens_BL, labels_BL)), ids_B[self._rows]
-        )
+        mine = [each[self._rows].contiguous() for each in (tokens_BL, labels_BL)]
+        documents_BL = begins()[self._rows].contiguous() if self._documents else None
+        loss: Tensor = self.stack(*mine, ids_B[self._rows], documents_BL=documents_BL)
         self.update.backward(loss, number)
         with torch._C.DisableTorchFunction():
             self.update.apply(accepted=True)
@@ -280,6 +291,57 @@ def test_plans_reckon_with_the_gradients_that_ranks_find(
     ranks(4).run(planned_and_found, cases)
 
 
+def losses_of_documents(folder: Path) -> list[float]:
+    """The losses of two steps of the plain model on documents one by one."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    model.train()
+    optimizer = build_adamw(list(model.named_parameters()), ADAMW)
+    found = []
+    for number in range(2):
+        tokens_BL, labels_BL = text(number)
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens_L, labels_L, cut in zip(tokens_BL, labels_BL, begins()[:, -1].tolist(), strict=True):
+            for part in (slice(cut), slice(cut, None)):
+                out = model(tokens_L[part].unsqueeze(0), use_cache=False)
+                total = total + cross_entropy(out.logits[0], labels_L[part], reduction="sum")
+        loss = total / labels_BL.numel()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def losses_of_run(rank: int, case: Case, start: Path, out: Path) -> list[float]:
+    with exactly(torch.float64), _drawing(case):
+        trained = Trained(rank, case, start, out, torch.float64)
+        found = [trained.step(number) for number in range(2)]
+        trained.stack.close()
+    return found
+
+
+SEPARATE = [name for name in OTHERS if FAMILIES[name].separates_documents and name != RANDOM]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("mixtral", 2, documents=True, schedule="flowmoe"),
+        Case("deepseek_v3", 4, tp_size=2, documents=True),
+        *(pytest.param(Case(name, documents=True), marks=pytest.mark.soak) for name in SEPARATE),
+    ],
+    ids=str,
+)
+def test_documents_of_a_sample_do_not_see_each_other(ranks: Pools, tmp_path: Path, case: Case) -> None:
+    with exactly(torch.float64):
+        start = folder_of(case.family, tmp_path / "start", dtype=torch.float64, **DIVISIBLE)
+        wanted = losses_of_documents(start)
+    for found in ranks(case.ranks).run(losses_of_run, case, start, tmp_path / "out"):
+        assert found == pytest.approx(wanted, rel=LIMIT)
+
+
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Mixtral for text as bytes."""
@@ -343,7 +405,6 @@ def test_a_configuration_alone_begins_with_the_same_weights_on_any_layout(
     [
         ("parallel.esp_size=2", "parallel.esp_size"),
         ("placement.samples=netmoe", "placement.samples"),
-        ("data.separate_documents=true", "data.separate_documents"),
         ("moe.gate=sigmoid", "moe.gate"),
         ("moe.num_experts=16", "moe.num_experts"),
         ("model.hidden_size=64", "model.hidden_size"),
@@ -364,6 +425,7 @@ def test_what_the_family_does_not_have_is_refused(
     ("family", "setting", "key"),
     [
         ("dbrx", "parallel.mp_size=2", "parallel.mp_size"),
+        ("gpt_oss", "data.separate_documents=true", "data.separate_documents"),
         ("dbrx", "placement.experts=shadowing", "placement.experts"),
         ("deepseek_v3", "moe.aux_loss_coeff=0.5", "moe.aux_loss_coeff"),
     ],

@@ -267,9 +267,14 @@ class Decoder:
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
         with self._recording(calls, entered) as base, self.inside.step():
-            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys))
+            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys), **_positions(keys))
         self._calls.put(keys, calls, self._inputs)
         return entered[0]
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether tokens attend to their own document alone, if keys tell documents apart."""
+        return self.family.separates_documents
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
         logits_TV = self.logits(h_BLM)
@@ -369,6 +374,13 @@ class Decoder:
             yield base
         finally:
             parent._modules[name] = layers
+
+
+def _positions(keys: SampleKeys) -> dict[str, Tensor]:
+    """Return positions that begin anew with every document, by which transformers separates them."""
+    if (documents_BL := keys.documents_BL) is None:
+        return {}
+    return {"position_ids": torch.arange(documents_BL.shape[1], device=documents_BL.device) - documents_BL}
 
 
 @contextmanager

@@ -25,6 +25,10 @@ def _moves(family: Family) -> str | None:
     return None if family.form.moves else "parameters have several rows for each expert"
 
 
+def _separates(family: Family) -> str | None:
+    return None if family.separates_documents else "some of its layers go on where another document begins"
+
+
 FEATURES: Mapping[str, Serves] = {
     "experts spread over ranks (`ep_size`)": _always,
     "attention shared by ranks (`tp_size`)": _tensor,
@@ -35,6 +39,7 @@ FEATURES: Mapping[str, Serves] = {
     "`ShardedAdamW`": _always,
     "loading a share, saving": _always,
     "`penstock train`: trials, checkpoints beside the steps, any layout into any other": _always,
+    "packed documents kept apart (`data.separate_documents`, `position_ids`)": _separates,
 }
 """Features by what the table calls them."""
 

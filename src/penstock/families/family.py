@@ -61,7 +61,8 @@ class Family:
     the output of its block. coefficient: the model's name for the weight of its router loss; None: its
     weighting is not known. form: how experts are called and multiply. only: settings of the configuration,
     the only values with which the model can be scheduled, and the reason. attention: how ranks share it;
-    None: they cannot, and `uncut` says why.
+    None: they cannot, and `uncut` says why. separates_documents: whether tokens whose positions begin anew
+    attend to none before them.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Family:
     only: tuple[tuple[str, object, str], ...] = ()
     attention: AttentionCut | None = None
     uncut: str = "how heads lie in its attention is not described"
+    separates_documents: bool = True
 
     def decoder(self, model: nn.Module) -> Any:
         """Return the part of the model with the layers."""

@@ -69,9 +69,15 @@ FAMILIES = {
         Family(name="mixtral", attention=USUAL, only=(("router_jitter_noise", 0.0, JITTER),)),
         Family(name="qwen3_moe", attention=USUAL),
         Family(name="qwen2_moe", attention=USUAL, shared_module="shared_expert", shared=_gated_shared_expert),
-        Family(name="qwen3_next", uncut=LINEAR, shared_module="shared_expert", shared=_gated_shared_expert),
-        Family(
-            name="qwen3_5_moe_text", uncut=LINEAR, shared_module="shared_expert", shared=_gated_shared_expert
+        *(
+            Family(
+                name=name,
+                uncut=LINEAR,
+                shared_module="shared_expert",
+                shared=_gated_shared_expert,
+                separates_documents=False,
+            )
+            for name in ("qwen3_next", "qwen3_5_moe_text")
         ),
         Family(name="olmoe", attention=NORMED),
         Family(name="flex_olmo", attention=replace(NORMED, norm=None), finish=_normed),
@@ -80,11 +86,29 @@ FAMILIES = {
         Family(name="glm4_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
         Family(name="dots1", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
         Family(name="ernie4_5_moe", attention=USUAL, shared_module="shared_experts", shared=_shared_experts),
-        Family(name="gpt_oss", attention=AttentionCut(heads=("sinks",)), router="router"),
+        Family(
+            name="gpt_oss",
+            attention=AttentionCut(heads=("sinks",)),
+            router="router",
+            separates_documents=False,  # with sinks transformers makes no mask of positions
+        ),
         Family(name="phimoe", attention=USUAL, router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
         Family(name="granitemoe", attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled),
-        Family(name="minimax", uncut=LINEAR, finish=_weighed, only=(("router_jitter_noise", 0.0, JITTER),)),
-        Family(name="jamba", uncut=LINEAR, norm="final_layernorm", block="feed_forward", router="router"),
+        Family(
+            name="minimax",
+            uncut=LINEAR,
+            finish=_weighed,
+            only=(("router_jitter_noise", 0.0, JITTER),),
+            separates_documents=False,
+        ),
+        Family(
+            name="jamba",
+            uncut=LINEAR,
+            norm="final_layernorm",
+            block="feed_forward",
+            router="router",
+            separates_documents=False,
+        ),
         Family(
             name="dbrx",
             base="transformer",

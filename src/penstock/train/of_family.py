@@ -57,8 +57,8 @@ def check_features(model_type: str, placement: PlacementConfig, data: DataConfig
     if placement.experts not in ("auto", "none") and not FAMILIES[model_type].form.moves:
         why = f"a parameter of a {model_type} has several rows for every expert, which are not moved"
         raise ConfigError("placement.experts", placement.experts, why, "Use none.")
-    if data.separate_documents:
-        why = f"which tokens a {model_type} attends to is its own code"
+    if data.separate_documents and not FAMILIES[model_type].separates_documents:
+        why = f"a {model_type} goes on where another document begins, in some layers at least"
         raise ConfigError("data.separate_documents", True, why, "Leave it out.")
 
 
