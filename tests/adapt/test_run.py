@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.build import ALONE
-from penstock.adapt.run import model_of_run
+from penstock.adapt.run import model_of_run, sample_moving_of
 from penstock.autopilot.run_subject import run_subject
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
@@ -37,6 +37,7 @@ from penstock.train.optimizer import OptimizerConfig, build_adamw
 from penstock.train.update import build_update
 from tests.support.adapted import DIVISIBLE, DrawnFromScores, exactly, small
 from tests.support.forked import run_forked
+from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 
@@ -66,9 +67,11 @@ class Case:
     experts: str = "none"
     dispatch: str = "flat"
     documents: bool = False
+    moves: bool = False
 
     def __str__(self) -> str:
         extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
+        extra += f"{' documents' * self.documents}{' moves' * self.moves}"
         return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size}{extra}"
 
     def config(self, folder: Path) -> RunConfig:
@@ -78,7 +81,10 @@ class Case:
             model=ModelConfig(config=folder, seq_len=LENGTH),
             moe=MoEConfig(dispatch=self.dispatch, aux_loss_coeff=0.0 if self.documents else USUAL),
             schedule=ScheduleConfig(name=self.schedule),
-            placement=PlacementConfig(experts=self.experts),  # type: ignore[arg-type]
+            placement=PlacementConfig(
+                experts=self.experts,  # type: ignore[arg-type]
+                samples="netmoe" if self.moves else "none",
+            ),
             plan=PlanConfig(source="given"),
             parallel=ParallelConfig(
                 ep_size=self.ep_size,
@@ -117,6 +123,10 @@ class Trained:
         self.stack = self.model.stack
         planned = gradient_bytes(config.model, config.moe, layout, sharded=case.sharded)
         assert planned == self.stack.gradients.sizes_bytes
+        if case.moves:  # wherever samples go, and not only where that pays
+            self.stack.sample_moving = replace(sample_moving_of(config.placement), placer=RandomHomes())
+            self.stack.adopt(self.stack.plan)
+            assert self.stack.relocation is not None
         self.stack.model.to(dtype)
         with torch._C.DisableTorchFunction():  # steps are counted in float32
             self.optimizer = build_optimizer(self.stack, config.optimizer)
@@ -241,6 +251,8 @@ CASES = [
     (Case("granitemoe", 2, sharded=True), Case("granitemoe", 4, dispatch="hierarchical_2d")),
     (Case("dbrx", 2), Case("dbrx", 4)),
     (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
+    (Case("jamba", 4, moves=True, schedule="flowmoe"), Case("jamba", 2, moves=True, sharded=True)),
+    (Case("qwen2_moe", 2, moves=True, experts="planned"), Case("qwen2_moe", 4, tp_size=2, moves=True)),
 ]
 """A run, and the layout on which it is continued after two steps."""
 
@@ -330,6 +342,7 @@ SEPARATE = [name for name in OTHERS if FAMILIES[name].separates_documents and na
     [
         Case("mixtral", 2, documents=True, schedule="flowmoe"),
         Case("deepseek_v3", 4, tp_size=2, documents=True),
+        Case("glm4_moe", 4, documents=True, moves=True),
         *(pytest.param(Case(name, documents=True), marks=pytest.mark.soak) for name in SEPARATE),
     ],
     ids=str,
@@ -404,7 +417,6 @@ def test_a_configuration_alone_begins_with_the_same_weights_on_any_layout(
     ("setting", "key"),
     [
         ("parallel.esp_size=2", "parallel.esp_size"),
-        ("placement.samples=netmoe", "placement.samples"),
         ("moe.gate=sigmoid", "moe.gate"),
         ("moe.num_experts=16", "moe.num_experts"),
         ("model.hidden_size=64", "model.hidden_size"),
@@ -515,5 +527,4 @@ def test_a_folder_is_planned_for_as_it_is(start: Path) -> None:
         work, shape = subject.problem.workload, subject.problem.shape
         assert (work.num_experts, work.top_k, work.hidden_size, work.ep_size) == (8, 2, 32, 4)
         assert shape.moe_layers == (True, True) and not shape.carries_residual
-        assert subject.problem.movable.samples == ("none",)
         assert work.held is not None and subject.title == str(path)

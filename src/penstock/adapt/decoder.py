@@ -5,15 +5,16 @@ Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T = B * L t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.adapt.cut import Caught, Cut
 from penstock.adapt.outside import Inside
@@ -41,8 +42,10 @@ class Inputs:
 
     def of(self, keys: SampleKeys) -> dict[str, Tensor]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
-        rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
         found: dict[str, Tensor] = {}
+        if self.mask_BL is None and self.positions_BL is None:
+            return found  # without a look at numbers of samples, for which a GPU's host would wait
+        rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
         if (mask_BL := self.mask_BL) is not None:
             found["attention_mask"] = mask_BL if len(mask_BL) == 1 else mask_BL[rows]
         if (positions_BL := self.positions_BL) is not None:
@@ -90,14 +93,17 @@ class Called:
 class Calls:
     """Arguments of the layers for the microbatches of every step whose backward may still come.
 
-    The arguments of a step are freed when its backward has run, or its loss is gone.
-    inside: whether a step runs a layer now.
+    The arguments of a step are freed when its backward has run, or its loss is gone. They are found by the
+    tensor of a microbatch's samples: to read its numbers the host would wait for a GPU, in every layer.
+    inside: whether a step runs a layer now. make: returns the arguments for samples that have come together
+    only now; None where they cannot be made again, as masks and positions were given.
     """
 
     def __init__(self, inside: Inside | None = None) -> None:
-        self._by_first: WeakValueDictionary[int, Called] = WeakValueDictionary()
+        self._by_samples: Any = WeakIdKeyDictionary()  # of weak references to `Called`
         self._step: list[Called] = []
         self.inside = inside or Inside()
+        self.make: Callable[[SampleKeys], list[LayerCall]] | None = None
 
     def begin(self) -> None:
         """Begin a step."""
@@ -113,13 +119,30 @@ class Calls:
         """Store the arguments of the layers for the microbatch with these samples."""
         mask_BL = given.of(keys).get("attention_mask")
         attended_T = None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
-        called = Called(layers, attended_T, given.balances)
-        self._step.append(called)
-        self._by_first[int(keys.sample_ids_B[0])] = called
+        self._keep(keys, Called(layers, attended_T, given.balances))
 
     def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
-        return self._by_first[int(keys.sample_ids_B[0])]
+        known = self._by_samples.get(keys.sample_ids_B)
+        found = None if known is None else known()
+        return self._again(keys) if found is None else found
+
+    def _keep(self, keys: SampleKeys, called: Called) -> None:
+        self._step.append(called)
+        self._by_samples[keys.sample_ids_B] = weakref.ref(called)
+
+    def _again(self, keys: SampleKeys) -> Called:
+        """Return the arguments for samples that another tensor names, or that have moved."""
+        ids = keys.sample_ids_B.tolist()
+        for samples_B, known in list(self._by_samples.items()):
+            called: Called | None = known()
+            if called is not None and samples_B.tolist() == ids:
+                self._by_samples[keys.sample_ids_B] = known
+                return called
+        assert self.make is not None, "samples stay where masks and positions are given"
+        made = Called(self.make(keys), None, any(each.balances for each in self._step))
+        self._keep(keys, made)
+        return made
 
 
 class _Apart:
@@ -246,13 +269,15 @@ class Decoder:
         self._shares = shares
         self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
         self.kind, self.code = type(model), code_of(self.base)
-        self._inputs = Inputs()
+        self._inputs, self._length = Inputs(), 0
         self.keeps_logits = False
         self.kept: dict[int, Tensor] = {}
 
     def begin(self, inputs: Inputs, *, keep_logits: bool) -> None:
         """Begin the forward pass of a step on these samples."""
         self._inputs, self.keeps_logits = inputs, keep_logits
+        given = inputs.mask_BL is not None or inputs.positions_BL is not None
+        self._calls.make = None if given else self._calls_for
         self._calls.begin()
         self.kept.clear()
 
@@ -264,12 +289,24 @@ class Decoder:
         """Run the decoder up to its first layer, and record how it calls each layer."""
         if not len(tokens_BL):
             return torch.zeros(*tokens_BL.shape, self.hidden_size, dtype=self.dtype, device=tokens_BL.device)
+        self._length = tokens_BL.shape[1]
+        calls, entered_BLM = self._entering(tokens_BL, keys)
+        self._calls.put(keys, calls, self._inputs)
+        return entered_BLM
+
+    def _entering(self, tokens_BL: Tensor, keys: SampleKeys) -> tuple[list[LayerCall], Tensor]:
+        """Return how the decoder calls each layer, and what the first one gets."""
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
         with self._recording(calls, entered) as base, self.inside.step():
             base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys), **_positions(keys))
-        self._calls.put(keys, calls, self._inputs)
-        return entered[0]
+        return calls, entered[0]
+
+    def _calls_for(self, keys: SampleKeys) -> list[LayerCall]:
+        """Return how the decoder would call each layer for these samples, whose tokens do not matter."""
+        ids_B = keys.sample_ids_B
+        with torch.no_grad():
+            return self._entering(ids_B.new_zeros(len(ids_B), self._length), keys)[0]
 
     @property
     def separates_documents(self) -> bool:

@@ -39,6 +39,7 @@ FEATURES: Mapping[str, Serves] = {
     "`ShardedAdamW`": _always,
     "loading a share, saving": _always,
     "`penstock train`: trials, checkpoints beside the steps, any layout into any other": _always,
+    "samples that move (`placement.samples`, in runs)": _always,
     "packed documents kept apart (`data.separate_documents`, `position_ids`)": _separates,
 }
 """Features by what the table calls them."""
@@ -52,7 +53,7 @@ def table(families: Mapping[str, Family]) -> str:
         cells = [_cell(serves(family), reasons) for serves in FEATURES.values()]
         rows.append(_row((f"`{name}`", *cells)))
     numbered = (f"{number}. {why}" for why, number in reasons.items())
-    nobody = [f"- `plan.{name}` other than `none`: {why}" for name, why in UNKNOWN]
+    nobody = [f"- `plan.{name}` of `parallelize` other than `none`: {why}" for name, why in UNKNOWN]
     nobody += ["- shards of every expert (`esp_size`): experts stay as wide as their modules are"]
     return "\n".join(chain(rows, [""], numbered, ["", "No family has", ""], nobody))
 

@@ -41,7 +41,7 @@ FIRST_LENGTH = 128
 """Tokens per sample for which a plan is made before the first step."""
 
 USUAL = Decision()
-UNKNOWN = (("samples", "masks and positions, which are the model's own, do not move with samples"),)
+UNKNOWN = (("samples", "masks and positions, which a call may give, do not move with samples"),)
 """Settings of a decision that a model of transformers does not allow, and the reasons."""
 
 

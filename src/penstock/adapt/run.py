@@ -21,7 +21,7 @@ from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
 from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.config import ConfigError
-from penstock.decision import Decision
+from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet
 from penstock.families.experts import Shares
@@ -37,6 +37,7 @@ from penstock.moe.build import dispatch_of
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
+from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Layout
@@ -159,6 +160,7 @@ def _of_transformers(
             machinery,
             partial(first_plan, config, layout) if plan is None else lambda *_: plan,
             seed=config.train.seed,
+            sample_moving=sample_moving_of(config.placement),
             moving=moving or assumed_moving(config, layout),
             gathers_loads=base_shape(config, layout).gathers_loads,
             updating=updating_of(config.optimizer, layout),
@@ -176,6 +178,13 @@ def _of_transformers(
         files=partial(_files, found.model),
         repeats_late=False,  # what backward needs of a step's inputs is freed with its loss
     )
+
+
+def sample_moving_of(placement: PlacementConfig) -> SampleMoving:
+    """Return how samples get their homes. A model's own routers cannot be asked in advance: which experts
+    follow which tells what samples will want."""
+    asks = placement.prediction == "next_gate"
+    return SampleMoving(NetMoE(placement.solver), "conditional" if asks else placement.prediction)
 
 
 def _built(config: RunConfig, machinery: Machinery, *, begins: bool) -> Found:

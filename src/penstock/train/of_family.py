@@ -51,9 +51,6 @@ def check_sections(
 
 def check_features(model_type: str, placement: PlacementConfig, data: DataConfig) -> None:
     """Raise ConfigError for a feature of a run that models of this family do not have."""
-    if placement.samples not in ("auto", "none"):
-        why = f"masks and positions of a {model_type} are its own, and do not move with samples"
-        raise ConfigError("placement.samples", placement.samples, why, "Use none.")
     if placement.experts not in ("auto", "none") and not FAMILIES[model_type].form.moves:
         why = f"a parameter of a {model_type} has several rows for every expert, which are not moved"
         raise ConfigError("placement.experts", placement.experts, why, "Use none.")
@@ -74,6 +71,5 @@ def check_layout(model_type: str, parallel: ParallelConfig) -> None:
 
 
 def staying(model_type: str, placement: PlacementConfig) -> PlacementConfig:
-    """Return the section with what can move of a model of this family, and stays where it cannot."""
-    moves = FAMILIES[model_type].form.moves
-    return replace(placement, samples="none", experts=placement.experts if moves else "none")
+    """Return the section for a model of this family, where experts that cannot move stay."""
+    return placement if FAMILIES[model_type].form.moves else replace(placement, experts="none")
