@@ -8,7 +8,7 @@ tasks run on a separate thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -518,18 +518,51 @@ def in_issue_order(span: Span) -> list[tuple[Lane, Call]]:
     return [(lane, call) for _, _, lane, call in starts]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor inside a handler's inputs: they must outlive the stream that reads them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Later):
-        yield from tensors_in(value.holds)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return every tensor inside a handler's inputs: they must outlive the stream that reads them.
+
+    What a type holds is worked out once: this runs for every task, on the thread that issues all of them.
+    """
+    found: list[Tensor] = []
+    _gather(value, found)
+    return found
+
+
+Gathering = Callable[[Any, list[Tensor]], None]
+"""Adds the tensors inside a value to a list."""
+
+_GATHERING: dict[type, Gathering | None] = {}
+"""By the type of a value; None where it holds no tensors."""
+
+
+def _gather(value: Any, found: list[Tensor]) -> None:
+    kind = type(value)
+    try:
+        gathering = _GATHERING[kind]
+    except KeyError:
+        gathering = _GATHERING[kind] = _gathering_of(kind)
+    if gathering is not None:
+        gathering(value, found)
+
+
+def _gathering_of(kind: type) -> Gathering | None:
+    """Return how the tensors inside values of a type are found."""
+    known: dict[type | tuple[type, ...], Gathering | None] = {
+        Tensor: lambda value, found: found.append(value),
+        Later: lambda value, found: _gather(value.holds, found),
+        Task: None,  # behind edges that order tasks, and hand on nothing
+        Mapping: lambda value, found: _gather_all(value.values(), found),
+        (list, tuple): _gather_all,
+    }
+    for each, gathering in known.items():
+        if issubclass(kind, each):
+            return gathering
+    if not is_dataclass(kind):
+        return None
+    names = [field.name for field in fields(kind)]
+    return lambda value, found: _gather_all([getattr(value, name) for name in names], found)
+
+
+def _gather_all(values: Iterable[Any], found: list[Tensor]) -> None:
+    for each in values:
+        _gather(each, found)

@@ -174,6 +174,12 @@ def _spread(grad_TM: Tensor, weights_R: Tensor, rows_RM: Tensor, to_rows: Bags) 
     """Return weight times token gradient of every row [R, M], and row times gradient, summed over M [R]."""
     if 0 in grad_TM.shape or 0 in rows_RM.shape:
         return torch.zeros_like(rows_RM), torch.zeros_like(weights_R)
+    if grad_TM.dtype == torch.bfloat16 and not device_of(grad_TM).is_cpu:
+        # On GPUs embedding_bag has no derivative by weights in this type. A product of matrices adds in
+        # float32; the gradients of rows are written and read once more.
+        taken_RM = grad_TM.index_select(0, to_rows.index_N)
+        product_R = torch.bmm(taken_RM.unsqueeze(1), rows_RM.unsqueeze(2)).flatten()
+        return taken_RM * weights_R.unsqueeze(1), product_R
     # The second result is the derivative of the first by the weights, in the direction of the rows. For it
     # autograd needs one pass over the rows; to multiply and to sum would write and read all products.
     with torch.enable_grad():
