@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,9 @@ from penstock.cli import main
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import PlanFile, published_problem
+from penstock.plan.memory import MemoryBudget
+from penstock.plan.problem import Problem
+from penstock.plan.search import FoundPlan, find_plan
 from penstock.plan.subject import Overrides
 from tests.support.runs import write_config
 
@@ -44,9 +49,28 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.fixture(scope="module", autouse=True)
+def searched_once() -> Iterator[None]:
+    """A search depends on nothing but what it is given, so tests that ask for the same one share it."""
+    known: dict[object, FoundPlan] = {}
+
+    def found(
+        problem: Problem, *, memory: MemoryBudget | None, budget: float, ends: Callable[[], bool], **more: Any
+    ) -> FoundPlan:
+        asked = problem, memory, budget, ends()
+        if asked not in known:
+            known[asked] = find_plan(problem, memory=memory, budget=budget, ends=ends, **more)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.cli.plan.find_plan", found)
+        yield
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def saved(searched_once: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The plan that SMALL asks for in a file, and what was printed."""
+    del searched_once
     path, out = tmp_path_factory.mktemp("plan") / "plan.json", io.StringIO()
     with redirect_stdout(out):
         assert main([*SMALL, "--out", str(path)]) == 0
@@ -58,7 +82,8 @@ def test_mixtral_is_planned_without_torch() -> None:
     """As on a laptop: no GPU, no network, and torch is never imported."""
     program = (
         "import sys; from penstock.cli import main\n"
-        "code = main(['plan', '--model', 'Mixtral-7B', '--cluster', 'fsmoe-testbed-b', '--layers', '1'])\n"
+        "code = main(['plan', '--model', 'Mixtral-7B', '--cluster', 'fsmoe-testbed-b', '--layers', '1', "
+        "'--budget', '0.05'])\n"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -106,7 +131,7 @@ def test_what_if_is_what_the_command_says_of_the_changed_cluster(
 ) -> None:
     """With another layout and optimiser, too, where these are open: whole iterations are compared then."""
     path = tmp_path / "cluster.json"
-    words = [*SMALL, "--budget", "0.0001", "--json", "--ep-size", "2"]
+    words = [*SMALL, "--batch", "1", "--budget", "0.0001", "--json", "--ep-size", "2"]
     words += ["--layout", "auto", "--sharded-optimizer", "auto"]
     now = json.loads(run(words, capsys))
     find_cluster("flowmoe-cluster-2").faster(compute=2.0).save(path)
@@ -342,10 +367,10 @@ def test_what_is_wrong_is_answered(words: list[str], answer: str, capsys: pytest
 
 @pytest.mark.slow
 def test_a_busiest_rank_costs_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    seconds = []
+    words, seconds = [*SMALL, "--batch", "1", "--budget", "0.01"], []
     for imbalance in ("1", "2"):
         path = tmp_path / f"{imbalance}.json"
-        said = run([*SMALL, "--imbalance", imbalance, "--budget", "0.01", "--out", str(path)], capsys)
+        said = run([*words, "--imbalance", imbalance, "--out", str(path)], capsys)
         seconds.append(PlanFile.read(path).predicted_s)
     assert seconds[1] > 1.1 * seconds[0]
     assert "gets 2 times the mean" in " ".join(said.split())

@@ -26,7 +26,7 @@ from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import covering, pairwise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
 from tests.support.placers import RandomHomes
-from tests.support.ranks import Pools
+from tests.support.ranks import Pools, RankPool
 from tests.support.recorded import carded_steps, plain_steps
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))
@@ -78,8 +78,9 @@ def step_on_card(rank: int, case: Case, kernel: bool, fault: str = "") -> Carded
         mine, (tokens, labels) = case.mine(rank), batch_of(case)
         documents = None if case.documents is None else case.documents[mine].to(device)
         batch, ids = (tokens[mine].to(device), labels[mine].to(device)), torch.arange(len(tokens))[mine]
-        ids = ids.to(device)
-        for _ in range(2):
+        ids = ids.to(device) + 0  # so that there is something to wait for, as after any step
+        # Where rows are bounded, the first step may have too few of them, and the next one knows of it.
+        for _ in range(1 if case.moe.bound_factor is None else 2):
             with counted() as waits:
                 loss = stack(*batch, ids, documents_BL=documents)
                 if fault == "item":
@@ -199,10 +200,12 @@ def waits_by_step(rank: int, case: Case) -> list[int]:
     return [sum(n for (_, _, what), n in each.items() if what == "wait for the device") for each in waits]
 
 
-def test_the_first_task_of_each_kind_finds_nothing_that_runs(cards: Pools) -> None:
+def test_the_first_task_of_each_kind_finds_nothing_that_runs() -> None:
     """Loading its kernels may wait for what runs, and that for other ranks."""
     case = layout_case((2, 1, 2, 1), "flowmoe", "gather")
-    first, *later = cards(2).run(waits_by_step, case)[0]
+    pool = RankPool(2)  # ranks of which no other test has issued tasks
+    first, *later = pool.run(waits_by_step, case)[0]
+    pool.close()
     assert (
         first >= len({Op.EMBED, Op.ATTENTION, Op.DISPATCH, Op.EXPERTS, Op.COMBINE, Op.UNORDER, Op.HEAD}) * 2
     )

@@ -22,7 +22,8 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 import penstock
@@ -170,35 +170,52 @@ class Card(Tensor):
         del types
         if func is torch.ops.aten.add.Tensor and isinstance(args[1], NoNumbers):
             return args[0]  # as autograd adds a gradient to nothing
-        kwargs = dict(kwargs or {})
-        to_host = _moves(func, args, kwargs)
-        if _computes(func):
-            OPERATIONS[func.overloadpacket.__name__] += 1
-        run = partial(cardccl.exchange, func) if func.namespace == "c10d" else partial(_run, func)
-        out = run(tree_map(_held, args), tree_map(_held, kwargs))
-        written = {
-            id(value.held): value
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Card)
-        }
+        operator, kwargs = _operator(func), dict(kwargs or {})
+        to_host = _moves(operator, args, kwargs)
+        if operator.computes:
+            OPERATIONS[operator.name] += 1
+        held = [_held(each) for each in args]
+        if kwargs:
+            kwargs = {name: _held(each) for name, each in kwargs.items()}
+        out = cardccl.exchange(func, held, kwargs) if operator.exchanges else func(*held, **kwargs)
         if to_host:
             return out
-        return tree_map(lambda each: _on_card(each, written), out)
+        written = {
+            id(held[place]): args[place]
+            for place in operator.writes
+            if place < len(args) and isinstance(args[place], Card)
+        }
+        return _on_card(out, written)
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(*args, **kwargs)
+@dataclass(frozen=True)
+class _Operator:
+    """What is known of one of PyTorch's operators before it is called.
+
+    computes: whether the device gets something to do. exchanges: it is one of process groups. writes: the
+    places of the arguments that it changes.
+    """
+
+    func: Any
+    name: str
+    computes: bool
+    exchanges: bool
+    writes: tuple[int, ...]
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    name, arguments = func.overloadpacket.__name__, func._schema.arguments
+    aliases = [each.alias_info for each in arguments]
+    computes = all(each is None or each.is_write for each in aliases) and name not in SETS_ASIDE
+    writes = tuple(place for place, each in enumerate(aliases) if each is not None and each.is_write)
+    return _Operator(func, name, computes, func.namespace == "c10d", writes)
 
 
 OPERATIONS: Counter[str] = Counter()
 """What the device was given to do, by name, without views and memory that is only set aside."""
 
 SETS_ASIDE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "record_stream"}
-
-
-def _computes(func: Any) -> bool:
-    aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
-    return all(each.is_write for each in aliases) and func.overloadpacket.__name__ not in SETS_ASIDE
 
 
 class NoNumbers(InShares):
@@ -224,22 +241,36 @@ class NoNumbers(InShares):
 
 
 def _held(value: Any) -> Any:
-    return value.held if isinstance(value, Card) else value
+    """The value with tensors of the CPU; operators take lists, and lists of lists, and nothing else that is
+    nested. PyTorch's trees would find the same at ten times the price."""
+    if isinstance(value, Card):
+        return value.held
+    return [_held(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _on_card(value: Any, written: Mapping[int, Card]) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    known = written.get(id(value))
-    return Card(value) if known is None else known
+    if isinstance(value, Tensor):
+        known = written.get(id(value))
+        return Card(value) if known is None else known
+    if isinstance(value, (list, tuple)):
+        return type(value)([_on_card(each, written) for each in value])
+    return value
 
 
-def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _moves(operator: _Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Note what the host waits for, refuse tensors of two devices; return whether the result is on the
     host."""
-    name, values = func.overloadpacket.__name__, tree_leaves((args, kwargs))
+    name, values = operator.name, [*_leaves(args), *_leaves(kwargs.values())]
     WORK.done = WORK.done and name in ("_to_copy", "copy_", "_local_scalar_dense", "detach", "view", "alias")
-    if func.namespace == "c10d":
+    if operator.exchanges:
         _check_exchange(name, values)
         return False
     device = kwargs.get("device")
@@ -264,7 +295,7 @@ def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if name == "_local_scalar_dense":
         note("number read on the host")
         return True
-    indices = tree_leaves(args[1]) if name in ("index", "index_put_", "_index_put_impl_") else []
+    indices = _leaves([args[1]]) if name in ("index", "index_put_", "_index_put_impl_") else []
     if name in SIZES or any(isinstance(each, Tensor) and each.dtype == torch.bool for each in indices):
         note(f"size or truth of {name}")
     if name == "repeat_interleave" and kwargs.get("output_size") is None:
@@ -272,7 +303,7 @@ def _moves(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if strangers := [e for e in values if isinstance(e, Tensor) and not isinstance(e, Card) and e.dim()]:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{KIND}:0 and cpu! ({func}, of the host: {[list(each.shape) for each in strangers]})"
+            f"{KIND}:0 and cpu! ({operator.func}, of the host: {[list(each.shape) for each in strangers]})"
         )
     return name in ("equal", "is_nonzero")
 

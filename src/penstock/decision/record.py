@@ -201,7 +201,8 @@ class Decision:
     def deciding(self, name: str, value: Any) -> Self:
         """Return the decision with another value for field `name`."""
         if name in BUILT_IN:
-            return replace(self, **{name: value})
+            # Searches mostly give a field the value that it has.
+            return self if getattr(self, name) == value else replace(self, **{name: value})
         more = {each: held for each, held in self.more if each != name}
         if value != FIELDS[name].default:
             more[name] = value

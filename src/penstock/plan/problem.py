@@ -116,7 +116,7 @@ class Problem:
         """Bytes of every layer's gradients."""
         return self.workload.gradient_bytes
 
-    @property
+    @cached_property
     def least_chunk_bytes(self) -> int:
         """Least bytes of an all-reduce chunk; smaller chunks would be too many tasks (see pieces_of)."""
         forms = (self.gradients.of_form(form) for form in FORM_TOKENS)

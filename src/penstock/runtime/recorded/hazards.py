@@ -120,9 +120,7 @@ class _Analysis:
                 # here on in this stream, and elsewhere after this point of it.
                 self._begin(block.stream, thread)
                 made = Access(block, Span(0, 1 << 62), writes=True)
-                self._access(
-                    made, block.stream, Use(block.task, str(block.stream), "allocation", writes=True)
-                )
+                self._access(made, block.stream, block.task, "allocation")
             case Free(block, task, thread):
                 clock = {**self.clocks[block.stream.number]}
                 _merge(clock, self.clocks[thread.number])
@@ -138,8 +136,7 @@ class _Analysis:
     def _launch(self, launch: Launch) -> None:
         self._begin(launch.actor, launch.thread)
         for access in launch.accesses:
-            use = Use(launch.task, str(launch.actor), launch.op, access.writes)
-            self._access(access, launch.actor, use)
+            self._access(access, launch.actor, launch.task, launch.op)
 
     def _begin(self, actor: Actor, thread: Actor) -> Clock:
         """Count one more operation of an actor; it begins after all that its thread knows to have ended."""
@@ -153,19 +150,20 @@ class _Analysis:
             _merge(clock, self.clocks[thread.number])
         return clock
 
-    def _access(self, access: Access, actor: Actor, use: Use) -> None:
+    def _access(self, access: Access, actor: Actor, task: str, op: str) -> None:
         clock, uses = self.clocks[actor.number], self.past[access.block.number]
+        now = _Past(actor, clock.get(actor.number, 0), access.span, access.writes, task, op)
         left = []
         for past in uses:
             ordered = clock.get(past.actor.number, 0) >= past.time
             if not ordered and (access.writes or past.writes) and overlap(past.span, access.span):
                 kind: Kind = "read too early" if past.writes and not access.writes else "write too early"
-                self.found.setdefault(Hazard(kind, str(access.block), past.use, use))
+                self.found.setdefault(Hazard(kind, str(access.block), past.use, now.use))
             # Whatever comes after this access, if that is ordered after it, is ordered after that past one.
             covered = access.writes or (not past.writes and past.actor.number == actor.number)
             if not (ordered and covered and _contains(access.span, past.span)):
                 left.append(past)
-        left.append(_Past(actor, clock.get(actor.number, 0), access.span, access.writes, use.task, use.op))
+        left.append(now)
         self.past[access.block.number] = left
 
     def _free(self, block: Block, task: str, clock: Clock) -> None:

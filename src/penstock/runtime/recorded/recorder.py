@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -227,17 +229,18 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
-        recorder, name = self._recorder, str(func)
-        reads, writes = _operands(func, args, kwargs)
-        recorder.know([*reads, *writes])
+        recorder, operator = self._recorder, _operator(func)
+        reads, writes = operator.operands(args, kwargs)
+        recorder.know(reads)
+        recorder.know(writes)
         out = func(*args, **kwargs)
         results = list(_tensors(out))
         fresh = recorder.made(results)
-        if name.startswith(ALLOCATING):
+        if operator.allocates:
             return out
         if writes or fresh or not results:  # else a view, which touches no memory
-            recorder.launch(name, reads, [*writes, *fresh])
-        if name.startswith(WAITING) or _is_blocking_copy(recorder, name, args):
+            recorder.launch(operator.name, reads, [*writes, *fresh])
+        if operator.waits or (operator.copies and _is_blocking_copy(recorder, args)):
             recorder.wait(recorder.thread, recorder.record(recorder.stream))
         return out
 
@@ -257,16 +260,51 @@ ALLOCATING = ("aten.empty", "aten.new_empty")
 """Operators that allocate memory and leave it as it is."""
 
 
-def _operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator reads and those that it writes in place."""
-    reads, writes = list[Tensor](), list[Tensor]()
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if "_fused_adam" in func._schema.name and argument.name == "grads":
-            is_written = kwargs.get("grad_scale") is not None  # only then are they divided by it
-        (writes if is_written else reads).extend(_tensors(given))
-    return reads, writes
+@dataclass(frozen=True)
+class _Operator:
+    """What is known of one of torch's operators before it is called: to ask anew in every call takes longer
+    than to compute.
+
+    arguments: their names, and whether each is written in place. grads: the argument that is written only
+    where it is scaled. allocates: and leaves the memory as it is. waits: the host does, for its result.
+    copies: it is `copy_`.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, bool], ...]
+    grads: str
+    allocates: bool
+    waits: bool
+    copies: bool
+
+    def operands(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors that the operator reads and those that it writes in place."""
+        reads, writes = list[Tensor](), list[Tensor]()
+        for position, (name, is_written) in enumerate(self.arguments):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            if given is None:
+                continue
+            scaled = name == self.grads and kwargs.get("grad_scale") is not None  # they are divided by it
+            (writes if is_written or scaled else reads).extend(_tensors(given))
+        return reads, writes
+
+
+@cache
+def _operator(func: Any) -> _Operator:
+    name, schema = str(func), func._schema
+    grads = "grads" if "_fused_adam" in schema.name else ""
+    aliases = ((each.name, each.alias_info) for each in schema.arguments)
+    return _Operator(
+        name=name,
+        arguments=tuple(
+            (argument, alias is not None and alias.is_write and argument != grads)
+            for argument, alias in aliases
+        ),
+        grads=grads,
+        allocates=name.startswith(ALLOCATING),
+        waits=name.startswith(WAITING),
+        copies=name.startswith("aten.copy_"),
+    )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -277,9 +315,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _is_blocking_copy(recorder: Recorder, name: str, args: Sequence[Any]) -> bool:
+def _is_blocking_copy(recorder: Recorder, args: Sequence[Any]) -> bool:
     """Return whether the host waits for a copy between its memory and the device's."""
-    if not name.startswith("aten.copy_"):
-        return False
     in_host = [recorder.is_in_host(tensor) for tensor in args[:2]]
     return in_host[0] != in_host[1] and not (len(args) > 2 and args[2])
