@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -512,9 +514,8 @@ def test_a_model_beyond_the_memory_is_refused_before_a_rank_starts(
 ) -> None:
     """By its own sizes: the file alone is read."""
     table = json.loads((start / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(table | {"num_local_experts": 1 << 15, "hidden_size": 4096})
-    )
+    large = table | {"num_local_experts": 1 << 15, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(large))
     path, settings = bare_config(tmp_path, tmp_path / "config.json")
     assert "penstock: moe.num_experts = 32768: " in refused(capsys, "train", path, *settings)
 
@@ -528,3 +529,92 @@ def test_a_folder_is_planned_for_as_it_is(start: Path) -> None:
         assert (work.num_experts, work.top_k, work.hidden_size, work.ep_size) == (8, 2, 32, 4)
         assert shape.moe_layers == (True, True) and not shape.carries_residual
         assert work.held is not None and subject.title == str(path)
+
+
+def test_another_file_at_the_same_place_is_no_continuation(tmp_path: Path, start: Path) -> None:
+    """Whatever it is that the model computes otherwise; settings of generation do not count."""
+    table = json.loads((start / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(table))
+    path, settings = bare_config(tmp_path, file)
+    short = [*settings, "parallel.processes=1", "train.steps=1"]
+    assert run_forked(1, "train", path, *short).returncode == 0
+    rope = {**table.get("rope_parameters", {"rope_type": "default"}), "rope_theta": 100.0}
+    for changes, code in (
+        ({"rope_parameters": rope}, 2),
+        ({"sliding_window": None}, 2),
+        ({"hidden_act": "gelu"}, 2),
+        ({"eos_token_id": 7, "router_aux_loss_coef": 0.5, "dtype": "bfloat16"}, 0),
+    ):
+        file.write_text(json.dumps(table | changes))
+        done = run_forked(1, "train", path, *short, "train.resume=true", "train.steps=2")
+        assert done.returncode == code, (changes, done.stderr)
+        assert (f"penstock: model.config = {json.dumps(str(file))}: " in done.stderr) == (code == 2), changes
+
+
+def other_files(rank: int, folder: Path) -> str:
+    """What a session says whose file, or weights, differ between ranks."""
+    mine = folder / ("first" if rank == 0 else "second")
+    try:
+        with penstock.session(None, f"model.config={mine}", "model.seq_len=8", "plan.source=given"):
+            return "trained"
+    except ConfigError as error:
+        return error.key
+
+
+@pytest.mark.slow
+def test_ranks_with_other_files_are_told_apart(ranks: Pools, tmp_path: Path, start: Path) -> None:
+    for name, changes in (("first", {}), ("second", {"sliding_window": None})):
+        (tmp_path / "config" / name).mkdir(parents=True)
+        table = json.loads((start / "config.json").read_text()) | changes
+        (tmp_path / "config" / name / "config.json").write_text(json.dumps(table))
+    assert set(ranks(2).run(other_files, tmp_path / "config")) == {"model.config_sha256"}
+    (tmp_path / "weights/second").mkdir(parents=True)
+    shutil.copytree(start, tmp_path / "weights/first")
+    shutil.copy(start / "config.json", tmp_path / "weights/second")
+    assert set(ranks(2).run(other_files, tmp_path / "weights")) == {"model.config"}
+
+
+def test_what_a_folder_says_of_generation_and_losses_is_kept(tmp_path: Path) -> None:
+    """By a run that begins with it, one that goes on, and one with fresh weights; a weight of 0, too."""
+    start = folder_of("mixtral", tmp_path / "start", router_aux_loss_coef=0.5)
+    generation = {"temperature": 0.6, "do_sample": True, "eos_token_id": [2, 7]}
+    (start / "generation_config.json").write_text(json.dumps(generation))
+    for number, begins in enumerate((True, False, True)):
+        if number == 2:
+            (start / "model.safetensors").unlink()
+        config = Case("mixtral").config(start)
+        config = replace(config, moe=replace(config.moe, aux_loss_coeff=0.0))
+        machinery = build_machinery(ALONE, torch.device("cpu"), config.parallel, "float32")
+        model = model_of_run(config, machinery, plan=None, moving=None, begins=begins)
+        files = model.files("bytes")
+        assert generation.items() <= files["generation_config.json"].items()
+        assert files["config.json"]["router_aux_loss_coef"] == 0.0
+        assert files["config.json"]["tokenizer_digest"] == "bytes"
+
+
+def test_weights_that_are_no_numbers_to_compute_with_are_refused(tmp_path: Path, start: Path) -> None:
+    folder = shutil.copytree(start, tmp_path / "start")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if ".experts." in name)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=name) as caught:
+        Trained(0, Case("mixtral"), folder, tmp_path / "out")
+    assert caught.value.key == "model.config"
+
+
+def test_a_model_in_the_folder_of_the_run_itself_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, start: Path
+) -> None:
+    """An earlier run there is moved aside, and checkpoints are removed."""
+    path, settings = bare_config(tmp_path, start)
+    inside = shutil.copytree(start, tmp_path / "run/checkpoints/step-00000003")
+    assert "penstock: model.config = " in refused(capsys, "train", path, *settings, f"model.config={inside}")
+
+
+def test_dropout_follows_the_seed(tmp_path: Path) -> None:
+    start = folder_of("mixtral", tmp_path / "start", attention_dropout=0.3)
+    losses = [Trained(0, Case("mixtral"), start, tmp_path / "out").step(0) for _ in range(2)]
+    assert losses[0] == losses[1]
+    torch.manual_seed(99)
+    assert Trained(0, Case("mixtral"), start, tmp_path / "out").step(0) == losses[0]

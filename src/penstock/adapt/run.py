@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,12 @@ from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
-from penstock.families.described import GENERATION, quiet
+from penstock.families.described import GENERATION, quiet, read_generation
 from penstock.families.experts import Shares
 from penstock.families.in_files import places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
-from penstock.families.sections import described_in
+from penstock.families.sections import coefficient_of, described_in
 from penstock.families.weights import EXPERT
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard
@@ -44,7 +45,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
-from penstock.train.pretrained import files_of
+from penstock.train.pretrained import COPY, files_alike
 from penstock.train.run_state import Named
 
 
@@ -144,10 +145,9 @@ def _of_transformers(
     """Return a model of transformers as the model of a run; see `model_of_run`."""
     layout = machinery.layout
     with machinery.control.waiting(*config.parallel.at_checkpoints):
-        built: list[Found] = []
-        purpose = "building the model of model.config"
-        machinery.control.agreed(lambda: built.append(_built(config, machinery, begins=begins)), purpose)
-    (found,) = built
+        found = _built(config, machinery)
+    if begins:  # what dropout and random routers draw; ranks that share attention draw alike
+        torch.manual_seed(config.train.seed + layout.dp_rank)
     tensor = None
     if layout.mp_size > 1:
         check_can_share(found, layout.mp_size)
@@ -187,37 +187,55 @@ def sample_moving_of(placement: PlacementConfig) -> SampleMoving:
     return SampleMoving(NetMoE(placement.solver), "conditional" if asks else placement.prediction)
 
 
-def _built(config: RunConfig, machinery: Machinery, *, begins: bool) -> Found:
-    """Return the model with this rank's share of experts, read from its folder or drawn from the seed."""
-    path, layout, device = config.model.config, machinery.layout, machinery.device
+def _built(config: RunConfig, machinery: Machinery) -> Found:
+    """Return the model with this rank's share of experts, read from its folder or drawn from the seed.
+
+    A run that is continued reads the folder, too: its own weights follow, and no rank has to draw them all.
+    """
+    path, layout, control = config.model.config, machinery.layout, machinery.control
     assert path is not None, "sizes of other architectures come from there"
-    if begins and files_of(path):
-        try:
-            opened = ModelFolder.open(path)
-            found = read_share(skeleton(opened), opened, layout, torch.float32, device)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError("model.config", str(path), str(error)) from error
-    else:
-        found = _drawn(described_in(path), config.train.seed, layout)
-        found = found.of(found.model.to(device))
+    stored, built = files_alike(path, control), list[Found]()
+
+    def build() -> None:
+        built.append(_read(path, machinery) if stored else _drawn(path, config.train.seed, layout))
+
+    control.agreed(build, "building the model of model.config")
+    found = built[0].of(built[0].model.to(machinery.device))
     _prepare(found, config.moe.aux_loss_coeff)
     choice = Decision(dispatch=dispatch_of(config.moe), compression=config.moe.compression or "none")
     return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
 
 
-def _drawn(empty: Found, seed: int, layout: Layout) -> Found:
+def _read(path: Path, machinery: Machinery) -> Found:
+    """Return the model in a folder with this rank's share of experts. Raises ConfigError."""
+    try:
+        opened = ModelFolder.open(path)
+        for name, tensor in opened.tensors.items():
+            if tensor.is_quantized:
+                why = f"{name} has numbers of a type in which no model computes"
+                raise ConfigError("model.config", str(path), why, COPY)
+        return read_share(skeleton(opened), opened, machinery.layout, torch.float32, machinery.device)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("model.config", str(path), str(error)) from error
+
+
+def _drawn(path: Path, seed: int, layout: Layout) -> Found:
     """Return a model with transformers' initial weights, the same on any layout.
 
     A rank draws the whole model and keeps its share, and so needs memory for all of it at the start.
     """
     from transformers import AutoModelForCausalLM
 
+    empty = described_in(path)
     cpu = torch.device("cpu")
     with quiet(), device_of(cpu).fork_random(cpu):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(empty.model.config, dtype=torch.float32)
+    generation = read_generation(path) if path.is_dir() else None
+    if generation is not None:
+        model.generation_config = generation
     found = empty.of(model)
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     Shares(found.experts, held, found.num_experts).settle()
@@ -228,7 +246,7 @@ def _prepare(found: Found, coefficient: float) -> None:
     """Write into the model, and its configuration, what the run decides."""
     model, config = found.model, found.model.config
     config.architectures, config.dtype = [type(model).__name__], torch.float32
-    if found.family.coefficient is not None and coefficient:
+    if found.family.coefficient is not None and coefficient_of(found) is not None:
         *path, name = found.family.coefficient.split(".")
         setattr(model.get_submodule(".".join(path)), name, coefficient)
         if hasattr(found.config, name):

@@ -63,7 +63,7 @@ def places_of(
             place = Place(source, tuple(each.shape), each.stride(), each.storage_offset())
             found[_renumbered(name, first) if source in spread else name] = place
     # What is no view is left as the model has it: transformers reads that, too.
-    for source in tensors.keys() - _whole(found.values(), tensors):
+    for source in sorted(tensors.keys() - _whole(found.values(), tensors)):  # in one order on all ranks
         found = {name: place for name, place in found.items() if place.source != source}
         each = described[source]
         found[source] = Place(source, tuple(each.shape), each.stride(), 0)

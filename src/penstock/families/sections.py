@@ -7,6 +7,8 @@ means.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any, Final
 
 from penstock.config import ConfigError
 from penstock.extras import install, is_there, needs
-from penstock.families.described import config_of, empty_model, read_table
+from penstock.families.described import config_of, empty_model, in_one_line, read_table
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.limits import Held, check_code
 from penstock.families.look import Found, look
@@ -22,6 +24,13 @@ from penstock.models.qwen3_moe import CONFIG
 
 LARGEST: Final = Held(tensors=1024, bytes=1 << 44)
 """Weights beyond those of any model that is published: nothing bears out the sizes in a file by itself."""
+
+FREE: Final = (
+    *("architectures", "dtype", "transformers_version", "tokenizer_digest", "use_cache", "return_dict"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef"),
+    *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+)
+"""Settings that do not decide what a model computes from tokens."""
 
 Sections = dict[str, dict[str, Any]]
 
@@ -37,12 +46,19 @@ def sections_of(path: Path) -> Sections:
         ConfigError: The file describes no model of a known family, or one that cannot be scheduled.
     """
     found = described_in(path)
-    sizes, coefficient = found.sizes, coefficient_of(found)
-    config = found.config
+    try:
+        return _sections(found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("model.config", str(path), in_one_line(error)) from error
+
+
+def _sections(found: Found) -> Sections:
+    sizes, coefficient, config = found.sizes, coefficient_of(found), found.config
     return {
         "model": {
             **sizes.model_settings([block is not None for block in found.blocks]),
             "model_type": found.family.name,
+            "config_sha256": digest_of(found),
             "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
             "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         },
@@ -102,6 +118,24 @@ def _described(file: Path, content: bytes) -> Found:
         why = f"{', '.join(changed)} is not the function that transformers defines"
         raise ConfigError("model.config", str(file), why, "Load the model, and call penstock.parallelize.")
     return found
+
+
+def function_of(config: Any, coefficient: str | None) -> dict[str, Any]:
+    """Return what decides in a configuration which function a model computes.
+
+    Args:
+        config: Of transformers.
+        coefficient: The model's name for the weight of its router loss, which training may change.
+    """
+    free = {*FREE, (coefficient or "").rpartition(".")[2]}
+    table: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in table.items() if key not in free and not key.startswith("_")}
+
+
+def digest_of(found: Found) -> str:
+    """Return the sha256 of what decides which function a model computes."""
+    table = function_of(found.model.config, found.family.coefficient)
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def coefficient_of(found: Found) -> float | None:

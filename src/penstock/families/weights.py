@@ -59,6 +59,13 @@ class StoredTensor:
         with safe_open(self.file, framework="pt") as opened:
             return DTYPES.get(opened.get_slice(self.name).get_dtype())
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether numbers are of a type in which weights are stored alone, of a byte or less."""
+        with safe_open(self.file, framework="pt") as opened:
+            found: str = opened.get_slice(self.name).get_dtype()
+            return found.partition("_")[0] in ("F4", "F6", "F8", "I8", "U8")  # F8_E4M3 and the like
+
     def __getitem__(self, everything: Any) -> Tensor:
         """Read the values into memory of their own: the file is closed again."""
         del everything

@@ -29,6 +29,7 @@ class ModelConfig:
     config: the config.json of a model of transformers, or its folder, which replaces them likewise; the
     weights in a folder are where training begins. none = as given here.
     model_type: architecture, as transformers names it. Others than qwen3_moe come from `config` alone.
+    config_sha256: of all that decides there what such a model computes. none = it is not one of transformers.
     num_layers: blocks. hidden_size: width of the residual stream. num_heads: of queries.
     num_key_value_heads: each serves as many heads of queries; must divide num_heads; none = num_heads.
     head_dim: width of a head, even; none = hidden_size / num_heads.
@@ -43,6 +44,7 @@ class ModelConfig:
     preset: str | None = None
     config: FilePath | None = None
     model_type: str = QWEN3_MOE
+    config_sha256: str | None = None
     num_layers: Layers = 4
     hidden_size: Width = 128
     num_heads: Width = 4

@@ -139,6 +139,10 @@ class RunConfig:
     def _with_config(self) -> RunConfig:
         if self.model.config is None:
             return self
+        if self.output.dir.resolve() in self.model.config.resolve().parents:
+            why = "lies in output.dir, where a run moves and removes what earlier ones have left"
+            hint = "Copy it elsewhere, or choose another output.dir."
+            raise ConfigError("model.config", str(self.model.config), why, hint)
         if model_type_of(self.model.config) != QWEN3_MOE:
             return self._of_family(self.model.config)
         sizes = sections_of(self.model.config)

@@ -17,6 +17,7 @@ from penstock.words import some_of
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD = "lm_head.weight"
+READING = "reading the weights in model.config"
 COPY = "Copy the folder again, or begin with fresh weights: give the path of its config.json alone."
 
 
@@ -49,16 +50,24 @@ def begin_with(decoder: MoEDecoder, path: Path | None, control: Control) -> None
     Raises:
         ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
     """
+    if path is not None and files_alike(path, control):
+        control.agreed(lambda: read_weights(decoder, path), READING)
+
+
+def files_alike(path: Path, control: Control) -> list[str]:
+    """Return the files with the weights in `model.config`, the same on all ranks, which call it together.
+
+    Raises:
+        ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
+    """
     found: list[str] = []
-    purpose = "reading the weights in model.config"
-    control.agreed(lambda: None if path is None else found.extend(files_of(path)), purpose)
-    everyone = control.gather(found, purpose)
+    control.agreed(lambda: found.extend(files_of(path)), READING)
+    everyone = control.gather(found, READING)
     for rank, files in enumerate(everyone):
         if files != everyone[0]:
             why = f"holds {everyone[0] or 'no weights'} on rank 0, and on rank {rank} {files or 'no weights'}"
             raise ConfigError("model.config", str(path), why, "Give all machines the same folder.")
-    if found and path is not None:
-        control.agreed(lambda: read_weights(decoder, path), purpose)
+    return found
 
 
 def read_weights(decoder: MoEDecoder, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 from penstock.checkpoint.folder import RECORD
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
 from penstock.models import ModelConfig
+from penstock.models.qwen3_moe import CONFIG
 from penstock.moe import MoEConfig
 from penstock.train.config import RunConfig
 
@@ -45,6 +46,9 @@ SIZES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Settings that every version has written; a default in their place would make another model."""
 
+OF_FILE: Final = "model.config_sha256"
+"""The setting that stands for all that a model's own file says."""
+
 UNSAID: Final = ("train.resume", "output.", "metrics.", "parallel.processes")
 """Settings whose changes are not reported here; for processes, those that ran are compared instead."""
 
@@ -58,12 +62,21 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
         then = _section(type(now), settings[section], section, path)
         for field in fields(now):
             key = f"{section}.{field.name}"
+            if key == OF_FILE and getattr(then, field.name) != getattr(now, field.name):
+                raise _other_file(config.model.config, path)
             if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
                 value = getattr(then, field.name)
                 was = "none" if value is None else str(value)[:MOST_SHOWN]
                 why = f"{path} was trained with {was}; its parameters would compute something else"
                 hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
                 raise ConfigError(key, _plain(getattr(now, field.name)), why, hint)
+
+
+def _other_file(file: Path | None, path: Path) -> ConfigError:
+    """Return the error about a `config.json` that describes another model than a checkpoint has."""
+    why = f"describes another model, and {path} was trained with its own: they would compute something else"
+    hint = f"Give the file with which the run began, or {path / CONFIG}, or choose another output.dir."
+    return ConfigError("model.config", UNSET if file is None else str(file), why, hint)
 
 
 def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
