@@ -29,6 +29,7 @@ from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.families.in_files import saved_tensors
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.partial_state import KEY
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_optimizer, gradient_bytes
@@ -609,7 +610,8 @@ def test_a_model_in_the_folder_of_the_run_itself_is_refused(
     """An earlier run there is moved aside, and checkpoints are removed."""
     path, settings = bare_config(tmp_path, start)
     inside = shutil.copytree(start, tmp_path / "run/checkpoints/step-00000003")
-    assert "penstock: model.config = " in refused(capsys, "train", path, *settings, f"model.config={inside}")
+    for each in (f"model.config={inside}", f"output.dir={start}"):
+        assert "penstock: model.config = " in refused(capsys, "train", path, *settings, each)
 
 
 def test_dropout_follows_the_seed(tmp_path: Path) -> None:
@@ -618,3 +620,57 @@ def test_dropout_follows_the_seed(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
     torch.manual_seed(99)
     assert Trained(0, Case("mixtral"), start, tmp_path / "out").step(0) == losses[0]
+    plain = folder_of("mixtral", tmp_path / "plain")
+    assert Trained(0, Case("mixtral"), plain, tmp_path / "out").step(0) != losses[0]
+
+
+def drawn_next(rank: int, world: int, start: Path, out: Path, tp_size: int) -> tuple[int, Tensor]:
+    """A rank's place among those with other samples, and the state of its generator at a save or a load."""
+    trained = Trained(rank, Case("mixtral", world, tp_size=tp_size), start, out)
+    if tp_size == 1:
+        trained.step(0)
+        trained.checkpoints.save(1)
+    else:
+        trained.checkpoints.load(out / "step-00000001")
+    place = trained.stack.machinery.layout.dp_rank
+    trained.stack.close()
+    return place, torch.get_rng_state()
+
+
+@pytest.mark.slow
+def test_ranks_that_share_attention_draw_alike_wherever_a_run_goes_on(ranks: Pools, tmp_path: Path) -> None:
+    start = folder_of("mixtral", tmp_path / "start", attention_dropout=0.3, **DIVISIBLE)
+    before = dict(ranks(2).run(drawn_next, 2, start, tmp_path / "out", 1))
+    after = ranks(4).run(drawn_next, 4, start, tmp_path / "out", 2)
+    assert sorted(place for place, _ in after) == [0, 0, 1, 1]
+    assert not torch.equal(before[0], before[1])
+    assert all(torch.equal(state, before[place]) for place, state in after)
+
+
+def outside(rank: int, world: int, start: Path) -> str:
+    """What a run's model says that is called outside of a step."""
+    trained = Trained(rank, Case("mixtral", world), start, start)
+    assert any(name.endswith(KEY) for name in trained.stack.model.state_dict())
+    try:
+        with torch.no_grad():
+            trained.stack.model(text(0)[0])
+    except ValueError as error:
+        return str(error)
+    finally:
+        trained.stack.close()
+    return "called"
+
+
+@pytest.mark.slow
+def test_a_share_of_experts_is_not_taken_for_all_of_them(ranks: Pools, start: Path) -> None:
+    assert all("a share of the experts" in each for each in ranks(2).run(outside, 2, start))
+
+
+def test_runs_of_one_file_do_not_change_each_other(start: Path) -> None:
+    settings = (f"model.config={start / 'config.json'}", "model.seq_len=8", "plan.source=given")
+    with (
+        penstock.session(None, *settings, "moe.aux_loss_coeff=0.5") as first,
+        penstock.session(None, *settings, "moe.aux_loss_coeff=0.25") as second,
+    ):
+        configs: list[Any] = [run.model.model.config for run in (first, second)]
+        assert [config.router_aux_loss_coef for config in configs] == [0.5, 0.25]

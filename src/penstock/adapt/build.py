@@ -214,6 +214,7 @@ def _engine(
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
         connect(machinery, tensor)
     stack.mark_experts()
+    mark_shares(pieces, layout)
     passes = Passes(machinery.control)
     for layer, cut in pieces.cuts.items():
         moe = decoder.parts[layer].moe
@@ -221,7 +222,6 @@ def _engine(
         if layout.ep_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
             cut.spread = Spread(machinery, _plain(moe), passes, width)
-            mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     return Engine(stack, decoder, planner, passes)
@@ -247,13 +247,22 @@ def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iter
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
         layers = _layers(found, cuts, calls, layout, tensor)
         for each in cuts.values():
-            each.ranks = layout.world_size
+            each.ranks, each.holds_share = layout.world_size, layout.ep_size > 1
         yield Pieces(
             Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
         )
     except BaseException:
         _undo(cuts)
         raise
+
+
+def mark_shares(pieces: Pieces, layout: Layout) -> None:
+    """Mark the state dicts of experts of which this rank has a share, see `mark_share`."""
+    for layer, cut in pieces.cuts.items():
+        moe = pieces.decoder.parts[layer].moe
+        assert moe is not None, "it is cut where it has experts"
+        if layout.ep_size > 1:
+            mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
 
 
 def connect(machinery: Machinery, tensor: TensorShares | None) -> None:

@@ -47,8 +47,8 @@ class Cut:
     """Replaces the `forward` of the experts of one MoE block, and that of its shared experts.
 
     shared: the module of shared experts, or None. top_k: experts per token. spread: how experts run when the
-    model is not cut, where other ranks hold some of them. ranks: how many train the model. rows: what runs
-    the experts on rows.
+    model is not cut, where other ranks hold some of them. ranks: how many train the model. holds_share:
+    whether this rank has some of the experts alone. rows: what runs the experts on rows.
     """
 
     def __init__(self, block: Any, family: Family, *, shared: Any, top_k: int) -> None:
@@ -60,7 +60,7 @@ class Cut:
         self._asked: RouterCall | None = None
         self._caught: Caught | None = None
         self.spread: Spreads | None = None
-        self.ranks = 1
+        self.ranks, self.holds_share = 1, False
         # Set as attributes of the modules, which keep their classes: `nn.Module.__call__` looks there first.
         settle(self.experts)
         self.experts.forward = self._meet
@@ -170,6 +170,13 @@ class Cut:
         if not self._cutting and self.ranks > 1:
             self._refuse_gradients(given)
         if not self._cutting and self.spread is None:
+            if self.holds_share:
+                kind = type(self.experts).__name__
+                raise ValueError(
+                    f"{kind} was called outside of a step, and this rank has a share of the experts alone: a "
+                    "run's model runs in steps of its stack, also without gradients. To generate, load a "
+                    "checkpoint"
+                )
             self._asked = None
             out: Tensor = type(self.experts).forward(self.experts, *given)
             return out

@@ -95,14 +95,15 @@ class Calls:
 
     The arguments of a step are freed when its backward has run, or its loss is gone. They are found by the
     tensor of a microbatch's samples: to read its numbers the host would wait for a GPU, in every layer.
-    inside: whether a step runs a layer now. make: returns the arguments for samples that have come together
-    only now; None where they cannot be made again, as masks and positions were given.
+    inside: whether a step runs a layer now. balances: of the step, as `Inputs` has it. make: returns the
+    arguments for samples that have come together only now; None where they cannot be made again, as masks and
+    positions were given.
     """
 
     def __init__(self, inside: Inside | None = None) -> None:
         self._by_samples: Any = WeakIdKeyDictionary()  # of weak references to `Called`
         self._step: list[Called] = []
-        self.inside = inside or Inside()
+        self.inside, self.balances = inside or Inside(), False
         self.make: Callable[[SampleKeys], list[LayerCall]] | None = None
 
     def begin(self) -> None:
@@ -140,7 +141,7 @@ class Calls:
                 self._by_samples[keys.sample_ids_B] = known
                 return called
         assert self.make is not None, "samples stay where masks and positions are given"
-        made = Called(self.make(keys), None, any(each.balances for each in self._step))
+        made = Called(self.make(keys), None, self.balances)
         self._keep(keys, made)
         return made
 
@@ -277,7 +278,7 @@ class Decoder:
         """Begin the forward pass of a step on these samples."""
         self._inputs, self.keeps_logits = inputs, keep_logits
         given = inputs.mask_BL is not None or inputs.positions_BL is not None
-        self._calls.make = None if given else self._calls_for
+        self._calls.make, self._calls.balances = None if given else self._calls_for, inputs.balances
         self._calls.begin()
         self.kept.clear()
 

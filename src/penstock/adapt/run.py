@@ -5,6 +5,7 @@ Shapes: B samples, L tokens per sample.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.adapt.balance import BalanceOverLayers
-from penstock.adapt.build import connect, pieces_of
+from penstock.adapt.build import mark_shares, pieces_of
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
@@ -30,7 +31,7 @@ from penstock.families.in_files import places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
-from penstock.families.weights import EXPERT
+from penstock.families.weights import EXPERT, quantized_in
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard
 from penstock.models.qwen3_moe import CONFIG
@@ -143,11 +144,12 @@ def _of_transformers(
     begins: bool,
 ) -> RunModel:
     """Return a model of transformers as the model of a run; see `model_of_run`."""
+    del begins  # a run that goes on reads the folder, too: no rank has to draw the whole model
     layout = machinery.layout
     with machinery.control.waiting(*config.parallel.at_checkpoints):
         found = _built(config, machinery)
-    if begins:  # what dropout and random routers draw; ranks that share attention draw alike
-        torch.manual_seed(config.train.seed + layout.dp_rank)
+    # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
+    torch.manual_seed(config.train.seed + layout.dp_rank)
     tensor = None
     if layout.mp_size > 1:
         check_can_share(found, layout.mp_size)
@@ -165,7 +167,9 @@ def _of_transformers(
             gathers_loads=base_shape(config, layout).gathers_loads,
             updating=updating_of(config.optimizer, layout),
         )
-        connect(machinery, tensor)
+        if tensor is not None:
+            tensor.ranks.open(machinery)
+    mark_shares(pieces, layout)
     if tensor is not None:
         tensor.settle()
     stack.minimise(
@@ -197,28 +201,28 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     stored, built = files_alike(path, control), list[Found]()
 
     def build() -> None:
-        built.append(_read(path, machinery) if stored else _drawn(path, config.train.seed, layout))
+        try:
+            found = _read(path, machinery) if stored else _drawn(path, config.train.seed, layout)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError("model.config", str(path), str(error)) from error
+        built.append(found.of(found.model.to(machinery.device)))
 
     control.agreed(build, "building the model of model.config")
-    found = built[0].of(built[0].model.to(machinery.device))
+    (found,) = built
     _prepare(found, config.moe.aux_loss_coeff)
     choice = Decision(dispatch=dispatch_of(config.moe), compression=config.moe.compression or "none")
     return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
 
 
 def _read(path: Path, machinery: Machinery) -> Found:
-    """Return the model in a folder with this rank's share of experts. Raises ConfigError."""
-    try:
-        opened = ModelFolder.open(path)
-        for name, tensor in opened.tensors.items():
-            if tensor.is_quantized:
-                why = f"{name} has numbers of a type in which no model computes"
-                raise ConfigError("model.config", str(path), why, COPY)
-        return read_share(skeleton(opened), opened, machinery.layout, torch.float32, machinery.device)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError("model.config", str(path), str(error)) from error
+    """Return the model in a folder with this rank's share of experts. Raises ValueError."""
+    opened = ModelFolder.open(path)
+    if (name := quantized_in(opened.tensors)) is not None:
+        why = f"{name} has numbers of a type in which no model computes"
+        raise ConfigError("model.config", str(path), why, COPY)
+    return read_share(skeleton(opened), opened, machinery.layout, torch.float32, machinery.device)
 
 
 def _drawn(path: Path, seed: int, layout: Layout) -> Found:
@@ -232,7 +236,8 @@ def _drawn(path: Path, seed: int, layout: Layout) -> Found:
     cpu = torch.device("cpu")
     with quiet(), device_of(cpu).fork_random(cpu):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(empty.model.config, dtype=torch.float32)
+        own = copy.deepcopy(empty.model.config)  # others may train a model of the same file
+        model = AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     generation = read_generation(path) if path.is_dir() else None
     if generation is not None:
         model.generation_config = generation

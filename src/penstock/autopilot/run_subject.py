@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from penstock.autopilot import layouts
 from penstock.autopilot.run_problem import open_runs, run_problem
-from penstock.config import ConfigError, load
+from penstock.config import ConfigError, is_folder, load
 from penstock.cost import ClusterFile
 from penstock.plan import MemoryBudget, Subject
 from penstock.plan.plan_config import AUTO
@@ -48,7 +48,7 @@ def run_subject(
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)
     # Whatever a run of this file would do, this is a search: so what is open, is.
-    of_model = path.is_dir() or path.suffix == ".json"
+    of_model = is_folder(path) or path.suffix == ".json"
     given, model = (None, [f"model.config={path}"]) if of_model else (path, [])
     config = load(RunConfig, given, [*model, *overrides, f"plan.source={AUTO}"])
     check_overrides(config, keys, file)

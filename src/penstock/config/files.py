@@ -119,6 +119,14 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
         raise ConfigError(key, UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8.") from error
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder; a name that no file can have is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """Return the content of a JSON file, by the strict rules of `parse_json`; errors begin with the path."""
     text = read_text(path, str(path), hint, most_bytes)

@@ -18,6 +18,7 @@ from penstock.families.adapters import core_of
 from penstock.families.family import AttentionCut
 from penstock.families.look import Found
 from penstock.families.sections import described_in
+from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
@@ -62,8 +63,13 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, replicas:
         tuple(each.experts if replicas else 0 for each in layers),
         partial,
         tuple((form, _partial(layers, replace(shape, expert_form=form))) for form in forms),
-        max(each.experts for each in layers) * layout.ep_size // found.num_experts,
+        max(each.experts for each in layers) // _held(found, layout),
     )
+
+
+def _held(found: Found, layout: Layout) -> int:
+    """Return how many experts of a layer a rank holds."""
+    return ExpertPlacement.even(found.num_experts, layout.ep_size).slots
 
 
 def _partial(layers: list[_Layer], shape: StepShape) -> tuple[int, ...]:
@@ -90,7 +96,7 @@ def _layers(found: Found, layout: Layout) -> list[_Layer]:
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         last, base = number == len(found.layers) - 1, found.family.decoder(model)
         experts = [] if block is None else list(core_of(found.family.experts_of(block)).parameters())
-        of_experts = fresh(experts) // layout.ep_size
+        of_experts = fresh(experts) // found.num_experts * _held(found, layout)
         vocabulary = list(model.get_input_embeddings().parameters()) if number == 0 else []
         vocabulary += model.get_output_embeddings().parameters() if last else []
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)

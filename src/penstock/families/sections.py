@@ -14,9 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, is_folder
 from penstock.extras import install, is_there, needs
-from penstock.families.described import config_of, empty_model, in_one_line, read_table
+from penstock.families.described import config_of, empty_model, in_one_line, read_table, setting_of
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.limits import Held, check_code
 from penstock.families.look import Found, look
@@ -25,7 +25,7 @@ from penstock.models.qwen3_moe import CONFIG
 LARGEST: Final = Held(tensors=1024, bytes=1 << 44)
 """Weights beyond those of any model that is published: nothing bears out the sizes in a file by itself."""
 
-FREE: Final = (
+NO_FUNCTION: Final = (
     *("architectures", "dtype", "transformers_version", "tokenizer_digest", "use_cache", "return_dict"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef"),
     *("output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
@@ -60,7 +60,7 @@ def _sections(found: Found) -> Sections:
             "model_type": found.family.name,
             "config_sha256": digest_of(found),
             "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
-            "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+            "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6),
         },
         "moe": {
             "num_experts": found.num_experts,
@@ -74,7 +74,7 @@ def _sections(found: Found) -> Sections:
         },
         "family": {
             "router_loss": coefficient is not None,
-            "positions": getattr(config, "max_position_embeddings", None),
+            "positions": setting_of(config, "max_position_embeddings"),
         },
     }
 
@@ -88,7 +88,7 @@ def described_in(path: Path) -> Found:
     Raises:
         ConfigError: See `sections_of`.
     """
-    file = path / CONFIG if path.is_dir() else path
+    file = path / CONFIG if is_folder(path) else path
     return _described(file, file.read_bytes())
 
 
@@ -127,8 +127,8 @@ def function_of(config: Any, coefficient: str | None) -> dict[str, Any]:
         config: Of transformers.
         coefficient: The model's name for the weight of its router loss, which training may change.
     """
-    free = {*FREE, (coefficient or "").rpartition(".")[2]}
-    table: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    free = {*NO_FUNCTION, (coefficient or "").rpartition(".")[2]}
+    table: dict[str, Any] = json.loads(config.to_json_string())  # without usual values
     return {key: value for key, value in table.items() if key not in free and not key.startswith("_")}
 
 

@@ -31,6 +31,9 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types in which models compute, by their names in safetensors."""
 
+QUANTIZED = ("F4", "F6", "F8", "I8", "U8")
+"""Beginnings of the names of such types: F8_E4M3 and the like."""
+
 LAYER = re.compile(r".*?\.\d+\.")
 """Beginning of the names of all tensors of a layer."""
 
@@ -59,13 +62,6 @@ class StoredTensor:
         with safe_open(self.file, framework="pt") as opened:
             return DTYPES.get(opened.get_slice(self.name).get_dtype())
 
-    @property
-    def is_quantized(self) -> bool:
-        """Whether numbers are of a type in which weights are stored alone, of a byte or less."""
-        with safe_open(self.file, framework="pt") as opened:
-            found: str = opened.get_slice(self.name).get_dtype()
-            return found.partition("_")[0] in ("F4", "F6", "F8", "I8", "U8")  # F8_E4M3 and the like
-
     def __getitem__(self, everything: Any) -> Tensor:
         """Read the values into memory of their own: the file is closed again."""
         del everything
@@ -73,6 +69,18 @@ class StoredTensor:
             stored: Any = opened.get_slice(self.name)
             read: Tensor = stored[...] if self.rows is None else stored[self.rows]
             return read.clone()
+
+
+def quantized_in(tensors: Mapping[str, StoredTensor]) -> str | None:
+    """Return the name of a tensor with numbers of a byte or less, as weights are only stored; or None."""
+    for file in {each.file for each in tensors.values()}:
+        with safe_open(file, framework="pt") as opened:
+            for name, each in tensors.items():
+                if each.file == file:
+                    kind: str = opened.get_slice(each.name).get_dtype()
+                    if kind.partition("_")[0] in QUANTIZED:
+                        return name
+    return None
 
 
 def held_by(tensors: Mapping[str, StoredTensor]) -> Held:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
-from penstock.config.bounds import FilePath
+from penstock.config.bounds import FilePath, Name
 
 QWEN3_MOE = "qwen3_moe"
 """Architecture of Penstock's own decoder, as transformers names it."""
@@ -43,8 +43,8 @@ class ModelConfig:
 
     preset: str | None = None
     config: FilePath | None = None
-    model_type: str = QWEN3_MOE
-    config_sha256: str | None = None
+    model_type: Name = QWEN3_MOE
+    config_sha256: Name | None = None
     num_layers: Layers = 4
     hidden_size: Width = 128
     num_heads: Width = 4

@@ -139,7 +139,8 @@ class RunConfig:
     def _with_config(self) -> RunConfig:
         if self.model.config is None:
             return self
-        if self.output.dir.resolve() in self.model.config.resolve().parents:
+        place = self.model.config.resolve()
+        if self.output.dir.resolve() in (place, *place.parents):
             why = "lies in output.dir, where a run moves and removes what earlier ones have left"
             hint = "Copy it elsewhere, or choose another output.dir."
             raise ConfigError("model.config", str(self.model.config), why, hint)

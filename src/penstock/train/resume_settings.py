@@ -75,7 +75,7 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
 def _other_file(file: Path | None, path: Path) -> ConfigError:
     """Return the error about a `config.json` that describes another model than a checkpoint has."""
     why = f"describes another model, and {path} was trained with its own: they would compute something else"
-    hint = f"Give the file with which the run began, or {path / CONFIG}, or choose another output.dir."
+    hint = f"Give the file with which the run began, or a copy of {path / CONFIG} outside of output.dir."
     return ConfigError("model.config", UNSET if file is None else str(file), why, hint)
 
 

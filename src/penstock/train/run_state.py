@@ -103,14 +103,14 @@ class DecoderNaming:
 
 def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer, naming: Naming) -> State:
     """Return all tensors of a run but its step. All ranks call it: a sharded optimiser gathers parameters."""
-    rank, device = stack.machinery.control.rank, stack.machinery.device
+    place, device = stack.machinery.layout.dp_rank, stack.machinery.device
     if isinstance(optimizer, ShardedAdamW):
         optimizer.flush()
         stack.settle()
-    state = {generator_name(rank): Part.of(torch.get_rng_state())}
+    state = {generator_name(place): Part.of(torch.get_rng_state())}
     there = device_of(device).random_state(device)
     if there is not None:
-        state[generator_name(rank, on_device=True)] = Part.of(there)
+        state[generator_name(place, on_device=True)] = Part.of(there)
     state |= learnt(stack)
     state |= {name: Part.of(part, sharding) for name, part, sharding in naming.in_files()}
     for name, parameter in stack.model.named_parameters():
@@ -189,9 +189,10 @@ def learnt(stack: PipelinedStack) -> State:
     return {f"{FOLLOWING}{group}.L{n}": Part.of(torch.from_numpy(seen)) for n, seen in tables.items()}
 
 
-def generator_name(rank: int, *, on_device: bool = False) -> str:
-    """Return the name of a rank's random generator: the host's, or that of its GPU."""
-    return f"{GENERATOR}{rank}.device" if on_device else f"{GENERATOR}{rank}"
+def generator_name(place: int, *, on_device: bool = False) -> str:
+    """Return the name of a random generator, the host's or that of a GPU, of the ranks at a place among those
+    that have other samples: ranks that share attention draw alike."""
+    return f"{GENERATOR}{place}.device" if on_device else f"{GENERATOR}{place}"
 
 
 def needed(state: State, saved: Container[str]) -> State:
@@ -201,15 +202,15 @@ def needed(state: State, saved: Container[str]) -> State:
 
 def set_generators(state: State, stack: PipelinedStack) -> None:
     """Give this rank's generators the states that were loaded. Raises DamagedError if they are none."""
-    rank, device = stack.machinery.control.rank, stack.machinery.device
-    host, on_device = generator_name(rank), generator_name(rank, on_device=True)
+    place, device = stack.machinery.layout.dp_rank, stack.machinery.device
+    host, on_device = generator_name(place), generator_name(place, on_device=True)
     try:
         if host in state:
             torch.set_rng_state(_whole(state[host]))
         if on_device in state:
             device_of(device).set_random_state(_whole(state[on_device]), device)
     except (RuntimeError, TypeError) as error:
-        raise DamagedError(f"its {GENERATOR}{rank} is no state of a generator") from error
+        raise DamagedError(f"its {GENERATOR}{place} is no state of a generator") from error
 
 
 def _whole(part: Part) -> Tensor:
