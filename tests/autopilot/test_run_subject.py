@@ -150,7 +150,7 @@ NO_MATTER = {
 
 ELSEWHERE = {
     "schedule.more": "decisions of one's own: tests/plan/test_forced.py",
-    "model.config": "a file with sizes: tests/models/test_qwen3_moe.py, tests/adapt/test_run.py",
+    "model.config": "a file with sizes: tests/models/test_qwen3_moe.py, tests/adapt/test_run_command.py",
     "model.model_type": "what that file says",
     "model.config_sha256": "what that file says",
 }

@@ -212,7 +212,10 @@ def _engine(
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
-        connect(machinery, tensor)
+        if layout.ep_size > 1:
+            machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+        if tensor is not None:
+            tensor.ranks.open(machinery)
     stack.mark_experts()
     mark_shares(pieces, layout)
     passes = Passes(machinery.control)
@@ -263,14 +266,6 @@ def mark_shares(pieces: Pieces, layout: Layout) -> None:
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
             mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
-
-
-def connect(machinery: Machinery, tensor: TensorShares | None) -> None:
-    """Connect the ranks that share a model outside of steps; all ranks call it."""
-    if machinery.layout.ep_size > 1:
-        machinery.transports.open([(Lane.INTER, Group.EXPERT)])
-    if tensor is not None:
-        tensor.ranks.open(machinery)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
 from penstock.families.experts import Shares
-from penstock.families.in_files import places_of, saved_tensors
+from penstock.families.in_files import Place, places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
@@ -63,8 +63,9 @@ def model_of_run(
     Raises:
         ConfigError: The model cannot be built from `model.config`, or not on this layout.
     """
-    make = _of_transformers if config.model.of_transformers else decoder_of
-    return make(config, machinery, plan=plan, moving=moving, begins=begins)
+    if config.model.of_transformers:  # reads its folder also where a run goes on: no rank draws it whole
+        return _of_transformers(config, machinery, plan, moving)
+    return decoder_of(config, machinery, plan=plan, moving=moving, begins=begins)
 
 
 class ModelStack(PipelinedStack):
@@ -113,11 +114,14 @@ class ModelNaming:
         self._spread = {name for name, p in model.named_parameters() if id(p) in experts}
         placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
         self._first = placement.held(layout.ep_rank)[0]
+        self._places: Mapping[str, Place] | None = None
 
     def in_files(self) -> Iterator[Named]:
         """Yield views of the model's tensors, as files of transformers have them."""
         tensors = {name: each.detach() for name, each in saved_tensors(self._model)}
-        for name, place in places_of(self._model, tensors, self._spread, self._first).items():
+        if self._places is None:  # worked out once for a save, which asks twice
+            self._places = places_of(self._model, tensors, self._spread, self._first)
+        for name, place in self._places.items():
             view = place.view(tensors[place.source])
             alone = place.source in self._spread and EXPERT.search(name)  # of one expert, which is here
             yield name, view, None if alone else self._sharding(place.source, view)
@@ -136,15 +140,9 @@ class ModelNaming:
 
 
 def _of_transformers(
-    config: RunConfig,
-    machinery: Machinery,
-    *,
-    plan: StepPlan | None,
-    moving: ExpertMoving | None,
-    begins: bool,
+    config: RunConfig, machinery: Machinery, plan: StepPlan | None, moving: ExpertMoving | None
 ) -> RunModel:
     """Return a model of transformers as the model of a run; see `model_of_run`."""
-    del begins  # a run that goes on reads the folder, too: no rank has to draw the whole model
     layout = machinery.layout
     with machinery.control.waiting(*config.parallel.at_checkpoints):
         found = _built(config, machinery)

@@ -23,6 +23,7 @@ from penstock.adapt.export import expert_names
 from penstock.checkpoint.folder import INDEX, ONE
 from penstock.checkpoint.storage import CODES, Outgoing, together, write_shard, writing_order
 from penstock.families.adapters import ALONG_ROWS
+from penstock.families.in_files import renumbered
 from penstock.families.weights import EXPERT, LAYER
 from penstock.mesh import Group
 from penstock.sharding import Sharding, sharding_of
@@ -58,10 +59,7 @@ class _Part:
     def made(self, *, described: bool = False) -> dict[str, Tensor]:
         """Return the part's tensors as in files; described: on the meta device, without values."""
         tensors = {name: each.to("meta") if described else each for name, each in self.tensors.items()}
-        return {self._renumbered(name): each for name, each in self.convert(tensors).items()}
-
-    def _renumbered(self, name: str) -> str:
-        return EXPERT.sub(lambda found: f".experts.{int(found[1]) + self.first}.", name)
+        return {renumbered(name, self.first): each for name, each in self.convert(tensors).items()}
 
 
 Join = Callable[[list[Tensor]], Tensor]

@@ -61,7 +61,7 @@ def places_of(
         source = sources.get(each.untyped_storage()._cdata)
         if source is not None:
             place = Place(source, tuple(each.shape), each.stride(), each.storage_offset())
-            found[_renumbered(name, first) if source in spread else name] = place
+            found[renumbered(name, first) if source in spread else name] = place
     # What is no view is left as the model has it: transformers reads that, too.
     for source in sorted(tensors.keys() - _whole(found.values(), tensors)):  # in one order on all ranks
         found = {name: place for name, place in found.items() if place.source != source}
@@ -78,7 +78,7 @@ def _whole(places: Collection[Place], tensors: Mapping[str, Tensor]) -> set[str]
     return {name for name, each in tensors.items() if numbers[name] == each.numel()}
 
 
-def _renumbered(name: str, first: int) -> str:
+def renumbered(name: str, first: int) -> str:
     """Return the name of an expert's tensor by the expert's number in the whole model."""
     return EXPERT.sub(lambda found: f".experts.{int(found[1]) + first}.", name)
 
