@@ -13,7 +13,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -104,6 +104,10 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return memory of the host, not filled, which copies reach without making the host wait."""
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        """Let tensors that another stream has made be freed by the current one."""
+        del tensors
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Event | None]:
@@ -220,6 +224,10 @@ class Gpu(Device):
     @abstractmethod
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         """Keep the tensor's memory, when it is freed, until `stream` has done what is in it by then."""
+
+    def hand_over(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.record_stream(tensor, self.current_stream(tensor.device))
 
     def submit(self, threads: Executor, task: object, work: Callable[[], T]) -> Pending[T]:
         """Run a task's work on a thread of the host, beside the one that issues operations."""

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import Trainer
 
 import penstock
-from penstock.adapt.trainer import ScheduledTrainer
 from tests.adapt.test_adapters import adapted
 from tests.adapt.test_trainer import SAVED_AT, trained
 from tests.support.adapted import (
@@ -109,14 +107,14 @@ def train_with_trainer(rank: int, world: int, folder: str, resume: str | None) -
     whole = adapted(small("mixtral", initializer_range=0.1))
     model = penstock.parallelize(whole, ep_size=world, plan="flowmoe")
     with as_torchrun_starts_it(rank, world):
-        return trained(ScheduledTrainer, model, folder, world, resume)
+        return trained(model, folder, world, resume)
 
 
 @pytest.mark.slow
 def test_the_trainer_trains_and_resumes_adapters(ranks: Pools, tmp_path: Any) -> None:
     """Those of experts, too."""
     whole = adapted(small("mixtral", initializer_range=0.1))
-    wanted = trained(Trainer, whole, str(tmp_path / "plain"), 1)
+    wanted = trained(whole, str(tmp_path / "plain"), 1)
     for found in ranks(2).run(train_with_trainer, 2, str(tmp_path / "ranks"), None):
         assert found == pytest.approx(wanted, rel=1e-4)
     saved = str(tmp_path / "ranks" / f"checkpoint-{SAVED_AT}")

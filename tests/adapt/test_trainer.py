@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 import penstock
-from penstock.adapt.trainer import ScheduledTrainer
 from tests.support.adapted import Batch, as_torchrun_starts_it, small, without_labels
 from tests.support.ranks import Pools
 
@@ -32,8 +32,31 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: each[number] for name, each in self._batch.items()}
 
 
+def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """Cross-entropy with smoothed labels, as a user would write it."""
+    logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total: torch.Tensor = torch.nn.functional.cross_entropy(
+        logits, wanted, reduction="sum", label_smoothing=0.1
+    )
+    return total.div(num_items_in_batch)
+
+
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "labels": ({}, {}, {}),
+    "router": ({}, {}, {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
+    "smoothed": ({"label_smoothing_factor": 0.1}, {}, {}),
+    "own": ({}, {"compute_loss_func": smoothed}, {}),
+}
+"""Settings of `TrainingArguments`, arguments of `Trainer`, changes of the model."""
+
+
 def trained(
-    kind: Any, model: Any, folder: str, world: int, resume: str | None = None, **more: Any
+    model: Any,
+    folder: str,
+    world: int,
+    resume: str | None = None,
+    given: dict[str, Any] | None = None,
+    **more: Any,
 ) -> list[float]:
     """Losses by step, and that of evaluation; every step has four samples in two parts, of all ranks."""
     arguments = TrainingArguments(
@@ -53,68 +76,64 @@ def trained(
         seed=1,
         **more,
     )
-    trainer = kind(model=model, args=arguments, train_dataset=Samples())
+    trainer = Trainer(model=model, args=arguments, train_dataset=Samples(), **(given or {}))
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return [*losses, trainer.evaluate(Samples())["eval_loss"]]
 
 
-def train_on_ranks(rank: int, world: int, folder: str, resume: str | None) -> list[float]:
-    model = penstock.parallelize(small("mixtral", initializer_range=0.1), ep_size=world, plan="flowmoe")
+def train_on_ranks(rank: int, world: int, folder: str, loss: str, resume: str | None) -> list[float]:
+    settings, given, changes = LOSSES[loss]
+    model = small("mixtral", initializer_range=0.1, **changes)
+    penstock.parallelize(model, ep_size=world, plan="flowmoe")
     with pytest.raises(ValueError, match="accelerate sees 1 of 2 processes"):
-        trained(ScheduledTrainer, model, folder, world)
+        trained(model, folder, world)
     with as_torchrun_starts_it(rank, world):
         with pytest.raises(ValueError, match="average_tokens_across_devices"):
-            trained(ScheduledTrainer, model, folder, world, average_tokens_across_devices=False)
+            trained(model, folder, world, average_tokens_across_devices=False)
         with pytest.raises(ValueError, match="Adafactor"):
-            trained(ScheduledTrainer, model, folder, world, optim="adafactor")
-        return trained(ScheduledTrainer, model, folder, world, resume)
+            trained(model, folder, world, optim="adafactor")
+        model.zero_grad()
+        return trained(model, folder, world, resume, given, **settings)
 
 
 @pytest.mark.slow
-def test_the_trainer_follows_that_of_transformers(ranks: Pools, tmp_path: Path) -> None:
-    wanted = trained(Trainer, small("mixtral", initializer_range=0.1), str(tmp_path / "plain"), 1)
-    model = penstock.parallelize(small("mixtral", initializer_range=0.1))
-    alone = trained(Trainer, model, str(tmp_path / "one"), 1)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: str) -> None:
+    settings, given, changes = LOSSES[loss]
+    wanted = trained(
+        small("mixtral", initializer_range=0.1, **changes),
+        str(tmp_path / "plain"),
+        1,
+        given=given,
+        **settings,
+    )
+    model = penstock.parallelize(small("mixtral", initializer_range=0.1, **changes))
+    alone = trained(model, str(tmp_path / "one"), 1, given=given, **settings)
     assert alone == pytest.approx(wanted, rel=1e-4)  # logged with four digits
     folder = str(tmp_path / "ranks")
-    for found in ranks(2).run(train_on_ranks, 2, folder, None):
-        assert found == pytest.approx(wanted, rel=1e-4)
-    saved = f"{folder}/checkpoint-{SAVED_AT}"
-    for found in ranks(2).run(train_on_ranks, 2, str(tmp_path / "again"), saved):
-        assert found == pytest.approx(wanted, rel=1e-4)
+    went_on = ranks(2).run(train_on_ranks, 2, folder, loss, None)
+    resumed = ranks(2).run(
+        train_on_ranks, 2, str(tmp_path / "again"), loss, f"{folder}/checkpoint-{SAVED_AT}"
+    )
+    for found in (*went_on, *resumed):
+        assert found[:-1] == pytest.approx(wanted[:-1], rel=1e-4)
+        if loss != "router":  # in evaluation, that of a router is of one rank's samples
+            assert found[-1] == pytest.approx(wanted[-1], rel=1e-4)
 
 
 def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
-    """accelerate would put it around a model that it wraps; scaled losses are refused."""
-    AcceleratorState._reset_state(True)
-    arguments = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to=[])
-    model = penstock.parallelize(small("mixtral"))
-    trainer = ScheduledTrainer(model=model, args=arguments, train_dataset=Samples())
-    with trainer.compute_loss_context_manager():
-        assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    arguments.fp16 = True
-    with pytest.raises(ValueError, match="use bf16"):
-        trainer.train()
-    arguments.fp16, arguments.torch_compile = False, True
-    with pytest.raises(ValueError, match="torch_compile = True"):
-        trainer.train()
-    AcceleratorState._reset_state(True)
-
-
-def test_other_losses_are_refused_by_their_settings(tmp_path: Path) -> None:
-    """Trainer itself takes the labels away for them: then it is said when the model is called."""
-    model = penstock.parallelize(small("mixtral"))
-    common: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 1}
-    smooth = TrainingArguments(**common, label_smoothing_factor=0.1)
-    for kind, arguments, more, words in (
-        (ScheduledTrainer, smooth, {}, r"label_smoothing_factor = 0\.1: "),
-        (ScheduledTrainer, TrainingArguments(**common), {"compute_loss_func": max}, "compute_loss_func: "),
-        (Trainer, smooth, {}, "label_smoothing_factor and compute_loss_func"),
-    ):
+    """accelerate puts it around the model, and nothing else; scaled losses are refused."""
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": [], "max_steps": 1}
+    seen: list[torch.dtype] = []
+    for more, words in (({"bf16": True}, ""), ({"torch_compile": True}, "torch_compile")):
         AcceleratorState._reset_state(True)
-        with pytest.raises(ValueError, match=words):
-            kind(model=model, args=arguments, train_dataset=Samples(), **more).train()
+        model = penstock.parallelize(small("mixtral"))
+        model.lm_head.register_forward_hook(lambda head, given, out: seen.append(out.dtype))
+        trainer = Trainer(model=model, args=TrainingArguments(**settings, **more), train_dataset=Samples())
+        with pytest.raises(ValueError, match=words) if words else nullcontext():
+            trainer.train()
+    assert set(seen) == {torch.bfloat16}
     AcceleratorState._reset_state(True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine
 from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
 from penstock.adapt.guess import check, coefficient_of, guess
-from penstock.adapt.outside import watch_outside
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import choice_of, moving_of, planner_of
-from penstock.adapt.scheduled import is_wrapped_by_peft, saved_together, schedule
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.shared import SharedCutLayer, SharedDenseLayer
 from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
 from penstock.adapt.tensor import TensorShares, check_can_share
@@ -38,6 +37,7 @@ from penstock.moe.orders.sort import SortOrder
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
+from penstock.runtime.gradients.clip import follow_torch
 from penstock.step.shape import Updating
 from penstock.topology import (
     Control,
@@ -64,6 +64,7 @@ def parallelize(
     transport: TransportName = "direct",
     bound_factor: float | None = None,
     updating: Updating | None = None,
+    gradient_reduction: Literal["mean", "sum"] = "mean",
 ) -> Any:
     """Spread the experts of `model` over ranks, and let a schedule run its training steps.
 
@@ -96,6 +97,7 @@ def parallelize(
             transport=transport,
             bound_factor=bound_factor,
             updating=updating,
+            gradient_reduction=gradient_reduction,
         )
         return saved_together(model).train()
     if "_penstock" in model.__dict__:
@@ -124,6 +126,7 @@ def parallelize(
             raise
     for each in undone:
         each.settle()
+    engine_of(model).averages_own = gradient_reduction == "mean"
     return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
@@ -143,10 +146,9 @@ def scheduled(
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         model.gradient_checkpointing_disable()  # on its own a layer would recompute its transfers
         engine.recompute("blocks")
+    follow_torch()
     schedule(model, engine)
-    if machinery.layout.world_size > 1:
-        path = ".".join(filter(None, (found.family.base, found.family.layers)))
-        watch_outside(model, path, engine.decoder.inside)
+    engine.stack.outside.begin(engine.decoder.outside_layers(), averaged=machinery.layout.dp_size)
     return model
 
 
@@ -166,6 +168,12 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
 def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
     """Return the parts of a model if they compute what it does whole, see `check`."""
     model = found.model
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__}: its family is not known, or its code is not that of transformers, and "
+            "pieces of such a model are compared with the whole by their logits over a vocabulary, which it "
+            "does not have. Use a family in penstock.adapt.FAMILIES"
+        )
     cuts, calls = _cuts(found), Calls()
     layers = _layers(found, cuts, calls)
     try:

@@ -69,7 +69,7 @@ def chain_of(decoder: Decoder, tokens_BL: Tensor) -> Chain:
     broken = _unlike_a_chain(decoder, watched, tokens_BL)
     if broken is None:
         keys = SampleKeys(0, torch.arange(len(tokens_BL)))
-        decoder.begin(Inputs(), keep_logits=False)
+        decoder.begin(Inputs())
         with naming(decoder.model, "where its layers only record how they are called"):
             decoder.embed(tokens_BL, keys)
         broken = _unlike_recorded(watched.calls, decoder.calls_of(keys))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,15 @@ Spreads = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps tokens [T, M], choices [T, k] and weights [T, k] to the sum of the experts' outputs [T, M]."""
 
 
+RouterUse = Literal["unused", "balanced", "handed_out"]
+"""Whether a step balances routers, hands out their logits, or neither."""
+
+
 @dataclass(frozen=True)
 class Caught:
     """Arguments with which experts were called.
 
-    logits_TE: of the router, as it returned them. balances: whether its probabilities count for a balance
+    logits_TE: of the router, as it returned them. routers: whether its probabilities count for a balance
     loss. attended_T: bool, the tokens that count for the balance loss; None: all.
     """
 
@@ -40,7 +44,26 @@ class Caught:
     weights_Tk: Tensor
     logits_TE: Tensor
     attended_T: Tensor | None = None
-    balances: bool = False
+    routers: RouterUse = "unused"
+
+
+class Inside:
+    """Whether a step is running modules of the model now. Copies of a model share it with the model."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Let modules know, in this context, that a step runs them."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
 
 class Cut:
@@ -212,7 +235,7 @@ class CutGate(Gate):
         caught = self._cut.take()
         chosen_Tk = _without_padding(caught.experts_Tk, tokens)
         counted_Tk, probability_BE = chosen_Tk, x_TM.new_zeros(tokens.samples, self.num_experts)
-        if caught.balances:
+        if caught.routers == "balanced":
             probability_TE = caught.logits_TE.softmax(dim=-1)
             # transformers counts by logits and attention mask alone, whatever the router has chosen.
             judged = replace(tokens, valid_T=caught.attended_T)
@@ -222,6 +245,7 @@ class CutGate(Gate):
             chosen_BE=count_choices(counted_Tk, tokens.samples, self.num_experts),
             probability_BE=probability_BE,
             z=x_TM.new_zeros(()),
+            logits_TE=caught.logits_TE if caught.routers == "handed_out" else None,
         )
         return TokenChoice(chosen_Tk, caught.weights_Tk, sums, masked=tokens.valid_T is not None)
 

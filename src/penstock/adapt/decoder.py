@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from penstock.adapt.cut import Caught, Cut
-from penstock.adapt.outside import Inside
+from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
 from penstock.families.code import code_of, in_parts
 from penstock.families.family import Family
 from penstock.moe import MoELayer, SampleKeys
@@ -27,18 +26,22 @@ if TYPE_CHECKING:
     from penstock.adapt.tensor import TensorShares
 
 
+HOOKED = "_output_capturing_hooks_installed"
+"""Whether a decoder of transformers has the hooks by which it returns what inner modules have computed."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Inputs of a step besides tokens and labels. first: the number of the first sample.
 
     mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
-    same, or several such tables, [_, B, L]. balances: whether the router's probabilities count for a loss.
+    same, or several such tables, [_, B, L]. routers: see `RouterUse`.
     """
 
     first: int = 0
     mask_BL: Tensor | None = None
     positions_BL: Tensor | None = None
-    balances: bool = False
+    routers: RouterUse = "unused"
 
     def of(self, keys: SampleKeys) -> dict[str, Tensor]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
@@ -82,12 +85,12 @@ class _Recorder(nn.Module):
 class Called:
     """Arguments of every layer for one microbatch.
 
-    attended_T: bool, the tokens that the attention mask shows; None: all. balances: as `Inputs` has it.
+    attended_T: bool, the tokens that the attention mask shows; None: all. routers: as `Inputs` has it.
     """
 
     layers: list[LayerCall]
     attended_T: Tensor | None
-    balances: bool
+    routers: RouterUse
 
 
 class Calls:
@@ -95,7 +98,7 @@ class Calls:
 
     The arguments of a step are freed when its backward has run, or its loss is gone. They are found by the
     tensor of a microbatch's samples: to read its numbers the host would wait for a GPU, in every layer.
-    inside: whether a step runs a layer now. balances: of the step, as `Inputs` has it. make: returns the
+    inside: whether a step runs a layer now. routers: of the step, as `Inputs` has it. make: returns the
     arguments for samples that have come together only now; None where they cannot be made again, as masks and
     positions were given.
     """
@@ -103,7 +106,8 @@ class Calls:
     def __init__(self, inside: Inside | None = None) -> None:
         self._by_samples: Any = WeakIdKeyDictionary()  # of weak references to `Called`
         self._step: list[Called] = []
-        self.inside, self.balances = inside or Inside(), False
+        self.inside = inside or Inside()
+        self.routers: RouterUse = "unused"
         self.make: Callable[[SampleKeys], list[LayerCall]] | None = None
 
     def begin(self) -> None:
@@ -120,7 +124,7 @@ class Calls:
         """Store the arguments of the layers for the microbatch with these samples."""
         mask_BL = given.of(keys).get("attention_mask")
         attended_T = None if mask_BL is None or mask_BL.dim() != 2 else mask_BL.bool().flatten()
-        self._keep(keys, Called(layers, attended_T, given.balances))
+        self._keep(keys, Called(layers, attended_T, given.routers))
 
     def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
@@ -141,7 +145,7 @@ class Calls:
                 self._by_samples[keys.sample_ids_B] = known
                 return called
         assert self.make is not None, "samples stay where masks and positions are given"
-        made = Called(self.make(keys), None, self.balances)
+        made = Called(self.make(keys), None, self.routers)
         self._keep(keys, made)
         return made
 
@@ -186,7 +190,8 @@ class CutLayer(_Apart):
         assert self.moe is not None
         x_TM = h_BLM.flatten(0, 1)
         none_Tk = x_TM.new_empty(0, self.cut.top_k)
-        self.cut.put(Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts)))
+        caught = Caught(x_TM, none_Tk.long(), none_Tk, x_TM.new_empty(0, self.moe.num_experts))
+        self.cut.put(replace(caught, routers=self._calls.routers))
         return h_BLM, x_TM
 
     def until_experts(
@@ -196,7 +201,7 @@ class CutLayer(_Apart):
         with self.cut.open():
             residual_BLM = run(self.layer, h_BLM, called.layers[self.index], self._calls.inside)
         caught = self.cut.take()
-        self.cut.put(replace(caught, attended_T=attended_T, balances=called.balances))
+        self.cut.put(replace(caught, attended_T=attended_T, routers=called.routers))
         return residual_BLM, caught.x_TM
 
     def here(self) -> Tensor:
@@ -255,7 +260,8 @@ class Decoder:
     """The pieces of a model of transformers.
 
     plain: the model's own `forward`, which takes the model first, of its class `kind`. code: of the module
-    with the layers. logits: of every microbatch of the last step, if `keeps_logits`.
+    with the layers, of its class `base_kind`. left: hidden states after the last layer, of every microbatch
+    of the last step with labels, by the place of these in memory.
     """
 
     def __init__(
@@ -269,18 +275,17 @@ class Decoder:
     ) -> None:
         self._shares = shares
         self.parts, self.model, self.family, self._calls, self.plain = layers, model, family, calls, plain
-        self.kind, self.code = type(model), code_of(self.base)
+        self.kind, self.base_kind, self.code = type(model), type(self.base), code_of(self.base)
         self._inputs, self._length = Inputs(), 0
-        self.keeps_logits = False
-        self.kept: dict[int, Tensor] = {}
+        self.left: dict[int, Tensor] = {}
 
-    def begin(self, inputs: Inputs, *, keep_logits: bool) -> None:
+    def begin(self, inputs: Inputs) -> None:
         """Begin the forward pass of a step on these samples."""
-        self._inputs, self.keeps_logits = inputs, keep_logits
+        self._inputs = inputs
         given = inputs.mask_BL is not None or inputs.positions_BL is not None
-        self._calls.make, self._calls.balances = None if given else self._calls_for, inputs.balances
+        self._calls.make, self._calls.routers = None if given else self._calls_for, inputs.routers
         self._calls.begin()
-        self.kept.clear()
+        self.left.clear()
 
     def end_with(self, loss: Tensor) -> None:
         """End the forward pass of a step: what its backward needs is kept as long as its loss."""
@@ -315,10 +320,28 @@ class Decoder:
         return self.family.separates_documents
 
     def head(self, h_BLM: Tensor, labels_BL: Tensor) -> Tensor:
-        logits_TV = self.logits(h_BLM)
-        if self.keeps_logits:  # keyed by the place of their labels in the batch, in any order of microbatches
-            self.kept[int(labels_BL.storage_offset())] = logits_TV.detach().unflatten(0, labels_BL.shape)
-        return cross_entropy_sum(logits_TV, labels_BL.flatten())
+        self.left[int(labels_BL.storage_offset())] = h_BLM.detach()
+        if not self.has_vocabulary:
+            return h_BLM.new_zeros(())
+        return cross_entropy_sum(self.logits(h_BLM), labels_BL.flatten())
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether steps compute the model's loss of labels themselves: that of next tokens, as it is in
+        transformers."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        return self.has_vocabulary and self.model.loss_function is ForCausalLMLoss
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the model's head is one over the vocabulary."""
+        return self.model.get_output_embeddings() is not None
+
+    def normed(self, h_BLM: Tensor) -> Tensor:
+        """Return what the decoder returns for the output of its last layer."""
+        normed_BLM: Tensor = self.base.get_submodule(self.family.norm)(h_BLM)
+        return normed_BLM
 
     def logits(self, h_BLM: Tensor) -> Tensor:
         """Return the logits that the model computes from the output of its last layer."""
@@ -326,12 +349,15 @@ class Decoder:
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
-        with self.inside.step():
-            normed_BLM = base.get_submodule(self.family.norm)(h_BLM)
-            with _instead(base, normed_BLM):
-                out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
+        with self.inside.step(), _instead(base, self.normed(h_BLM)):
+            out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
+
+    def outside_layers(self) -> list[nn.Parameter]:
+        """Return the parameters of the model that no layer has: embeddings, the norm, heads."""
+        of_layers = {id(p) for layer in self.layers for p in layer.parameters()}
+        return [p for p in self.model.parameters() if id(p) not in of_layers]
 
     def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
         """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""
@@ -385,7 +411,7 @@ class Decoder:
             found += self.model.get_input_embeddings().parameters()
         if layer == len(layers) - 1:
             found += self.base.get_submodule(self.family.norm).parameters()
-            found += self.model.get_output_embeddings().parameters()
+            found += self.model.get_output_embeddings().parameters() if self.has_vocabulary else []
         return found
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
@@ -408,10 +434,13 @@ class Decoder:
         parent = base.get_submodule(parent_path)
         layers = parent._modules[name]
         parent._modules[name] = nn.ModuleList(_Recorder(layer, calls, entered) for layer in layers)
+        hooked = base.__dict__.get(HOOKED, False)
+        setattr(base, HOOKED, True)  # transformers would put its hooks on the recorders, and on no layer
         try:
             yield base
         finally:
             parent._modules[name] = layers
+            setattr(base, HOOKED, hooked)
 
 
 def _positions(keys: SampleKeys) -> dict[str, Tensor]:

@@ -6,19 +6,26 @@ Shapes: B samples, L tokens per sample.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock.adapt.balance import BalanceOverLayers
+from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import Planner
+from penstock.config import ConfigError
 from penstock.device import device_of
 from penstock.moe import MoEConfig
 from penstock.runtime import ParameterMismatchError, PipelinedStack
+from penstock.runtime.handlers import Ending
+from penstock.runtime.ops.head import RankLoss, StepStates, TokenLoss
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
 
@@ -30,7 +37,8 @@ class StepInputs:
     """Arguments of a call of the model, as a step needs them.
 
     labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
-    tokens. valid: divisor of the sum of token losses, over all ranks; None: the number of these tokens.
+    tokens; neither where the caller makes a loss. valid: divisor of the sum of token losses, over all
+    ranks; None: the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -39,15 +47,15 @@ class StepInputs:
     mask_BL: Tensor | None
     positions_BL: Tensor | None
     valid: float | None
-    balances: bool
-    keep_logits: bool
+    routers: RouterUse
 
     @property
     def targets(self) -> Tensor:
         """The token that is to follow each token, [B, L]."""
         if self.shift_labels_BL is not None:
             return self.shift_labels_BL.contiguous()  # logits are kept by the place of labels in memory
-        assert self.labels_BL is not None
+        if self.labels_BL is None:
+            return torch.full_like(self.tokens_BL, NO_LABEL)
         return torch.nn.functional.pad(self.labels_BL[:, 1:], (0, 1), value=NO_LABEL)
 
     @property
@@ -58,8 +66,16 @@ class StepInputs:
         return self.mask_BL.bool() | (self.targets != NO_LABEL)
 
 
+@dataclass
+class Asked:
+    """What the model asks its decoder for beside hidden states: the balance loss, once it is known."""
+
+    wanted: bool
+    balance: Tensor | None = None
+
+
 @dataclass(frozen=True)
-class _Asked:
+class _Planned:
     """Conditions for which a plan was made. trained: names of parameters."""
 
     recompute: Recompute | None
@@ -71,14 +87,21 @@ class Engine:
 
     A plan is made at the first step, whose sizes are known, and when a parameter is trained that was frozen
     then, for which the plan has no reduction.
+
+    Attributes:
+        averages: A loss of labels is that of this rank's samples, and gradients are averaged over ranks, as
+            with DistributedDataParallel; else it is that of all ranks' tokens.
+        averages_own: Gradients of a loss that the caller makes are averaged over ranks; else summed.
     """
 
     def __init__(self, stack: PipelinedStack, decoder: Decoder, planner: Planner, passes: Passes) -> None:
         self.stack, self.decoder, self._planner, self.passes = stack, decoder, planner, passes
         self._recompute: Recompute | None = None
-        self._planned_for: _Asked | None = None
+        self._planned_for: _Planned | None = None
         self._balance = BalanceOverLayers(stack.moe.top_k)
         self._first = 0
+        self.averages, self.averages_own = False, True
+        self.asked: Asked | None = None
 
     @property
     def layout(self) -> Layout:
@@ -88,24 +111,52 @@ class Engine:
         """Recompute `what` in backward from the next step on, whatever the plan said."""
         self._recompute = what
 
-    def step(self, given: StepInputs, *, training: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of the whole batch of all ranks, and the balance loss, which is part of it."""
-        stack = self.stack
-        stack.training = training
-        check_intact(self.decoder, balances=given.balances)
-        self._prepare(given)
+    def step(self, given: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of the labels, and the balance loss, which is part of it."""
+        balances = given.routers == "balanced"
+        weight = self.decoder.coefficient if balances else 0.0
+        if self.averages:
+            self._prepare(given, weight, None, partial(RankLoss, given.valid, self.layout.dp_size))
+        else:
+            self._prepare(given, weight, given.valid, TokenLoss)
         loss = self._run(given)
         self._first += len(given.tokens_BL)
-        assert stack.statistics is not None
-        return loss, stack.statistics.aux if given.balances else None
+        assert self.stack.statistics is not None
+        return loss, self.stack.statistics.aux if balances else None
+
+    def hidden_states(self, given: StepInputs) -> StepStates:
+        """Return hidden states after the last layer, and what was asked of routers, for any loss.
+
+        Padding goes to experts, too, as in transformers: the loss may use any token.
+        """
+        refuse_sharing(self, "A loss of one's own (a step without labels)")
+        self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
+        self._begin(given)
+        found = self.stack.hidden_states(given.tokens_BL, self._ids(given), averaged=self.averages_own)
+        self.decoder.end_with(found.balance)
+        self._first += len(given.tokens_BL)
+        return found
+
+    @contextmanager
+    def balancing(self, wanted: bool) -> Iterator[Asked]:
+        """Let the step inside this context find the balance loss, if it is wanted."""
+        self.asked = asked = Asked(wanted)
+        try:
+            yield asked
+        finally:
+            self.asked = None
 
     def _run(self, given: StepInputs) -> Tensor:
-        ids_B = torch.arange(self._first, self._first + len(given.tokens_BL))
-        inputs = Inputs(self._first, given.mask_BL, given.positions_BL, given.balances)
-        self.decoder.begin(inputs, keep_logits=given.keep_logits)
-        loss: Tensor = self.stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        self._begin(given)
+        loss: Tensor = self.stack(given.tokens_BL, given.targets, self._ids(given), given.valid_tokens)
         self.decoder.end_with(loss)
         return loss
+
+    def _begin(self, given: StepInputs) -> None:
+        self.decoder.begin(Inputs(self._first, given.mask_BL, given.positions_BL, given.routers))
+
+    def _ids(self, given: StepInputs) -> Tensor:
+        return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:
         """Warn on rank 0 if ranks have drifted apart: what was trained is saved all the same."""
@@ -115,24 +166,54 @@ class Engine:
             if self.layout.rank == 0:
                 warnings.warn(f"rank 0's values are saved: {error}", stacklevel=4)
 
-    def kept_logits(self) -> Tensor | None:
-        """Return the logits of the last step, [B, L, V]; None if they were not asked for."""
-        kept = self.decoder.kept
-        return torch.cat([kept[number] for number in sorted(kept)]) if kept else None
+    def logits_of_step(self) -> Callable[[], Tensor] | None:
+        """Return what makes the logits of the last step with labels, [B, L, V], when they are asked for.
 
-    def _prepare(self, given: StepInputs) -> None:
+        None where ranks share a sample's tokens. Raises ValueError when parameters of the head have changed.
+        """
+        decoder, machinery = self.decoder, self.stack.machinery
+        left, decoder.left = decoder.left, {}
+        if self.layout.mp_size > 1 or not left:
+            return None
+        device_of(machinery.device).hand_over(left.values())
+        head = decoder.outside_layers()
+        versions = [p._version for p in head]
+
+        @torch.no_grad()
+        def logits() -> Tensor:
+            if [p._version for p in head] != versions:
+                raise ValueError(
+                    "logits of a step are computed when they are read, and the model was updated since: read "
+                    "them before optimizer.step()"
+                )
+            with machinery.autocast():
+                found = [
+                    decoder.logits(left[place]).unflatten(0, left[place].shape[:2]) for place in sorted(left)
+                ]
+            return torch.cat(found)
+
+        return logits
+
+    def _prepare(
+        self, given: StepInputs, weight: float, valid: float | None, ending: Callable[[], Ending]
+    ) -> None:
+        """Make ready for a training step. weight: of the balance loss."""
         stack = self.stack
-        coefficient = self.decoder.coefficient if given.balances else 0.0
-        moe: MoEConfig = replace(stack.moe, aux_loss_coeff=coefficient)
-        stack.minimise(moe, self._balance, given.valid)
+        stack.training = True
+        check_intact(self.decoder, balances=given.routers != "unused")
+        stack.outside.begin(
+            self.decoder.outside_layers(), averaged=self.layout.dp_size if self.averages_own else 1
+        )
+        moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
+        stack.minimise(moe, self._balance, valid, ending)
         stack.compute_in(_autocast_dtype(stack.machinery.device))
-        trains = stack.training and torch.is_grad_enabled()  # a plan must be measured with backward
+        trains = torch.is_grad_enabled()  # a plan must be measured with backward
         if trains and (self._planned_for is None or self._needs_another()):
             self._ask(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
-            self._planned_for = _Asked(self._recompute, self._trained())
+            self._planned_for = _Planned(self._recompute, self._trained())
 
     def _needs_another(self) -> bool:
         """Return whether the plan no longer fits what is trained and recomputed."""
@@ -178,3 +259,9 @@ class Engine:
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the type in which the caller computes; None without autocast."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def refuse_sharing(engine: Engine, what: str) -> None:
+    """Raise ConfigError where ranks share attention, and `what` knows nothing of that."""
+    if (size := engine.layout.mp_size) > 1:
+        raise ConfigError("tp_size", size, f"{what} knows nothing of ranks that share attention", "Use 1.")

@@ -15,7 +15,12 @@ from torch import Tensor
 from penstock.adapt.passes import Passes
 
 
-def generate_together(plain: Any) -> Callable[..., Any]:
+def together_from(plain: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions with which models of the class `plain` generate on several ranks."""
+    return {"generate": _generate(plain), "init_continuous_batching": _refuse_threads(plain)}
+
+
+def _generate(plain: Any) -> Callable[..., Any]:
     """Return `generate` for models of the class `plain`, in which ranks take part until all have finished."""
 
     @wraps(plain.generate)
@@ -42,7 +47,7 @@ def generate_together(plain: Any) -> Callable[..., Any]:
     return generate
 
 
-def refuse_threads(plain: Any) -> Callable[..., Any]:
+def _refuse_threads(plain: Any) -> Callable[..., Any]:
     """Return the beginning of continuous batching for models of the class `plain`; refused between ranks."""
 
     @wraps(plain.init_continuous_batching)

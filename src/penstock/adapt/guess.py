@@ -310,7 +310,7 @@ def _same_numbers() -> Iterator[None]:
 def _in_pieces(decoder: Decoder, tokens_BL: Tensor, caught: list[Caught] | None = None) -> Tensor:
     """Return the output of the last layer, computed in pieces; calls of experts are added to `caught`."""
     keys = SampleKeys(0, torch.arange(len(tokens_BL)))
-    decoder.begin(Inputs(), keep_logits=False)
+    decoder.begin(Inputs())
     h_BLM = decoder.embed(tokens_BL, keys)
     for part in decoder.parts:
         h_BLM = _through(part, h_BLM, keys, caught)

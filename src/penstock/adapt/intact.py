@@ -24,16 +24,11 @@ def check_intact(decoder: Decoder, *, balances: bool) -> None:
 
     balances: whether the step has a router loss.
     """
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    if decoder.model.loss_function is not ForCausalLMLoss:
-        raise ValueError(
-            "model.loss_function was replaced, and a scheduled model computes the cross-entropy of the next "
-            "tokens itself: leave it as transformers has it"
-        )
     if is_patched(decoder.base):
         raise ValueError(patched(decoder.base, "parallelize the model without it"))
-    _check_code(decoder.base, decoder.code)
+    kind = decoder.base_kind
+    if (kind.forward, kind.__call__) != decoder.code or kind not in type(decoder.base).__mro__[:2]:
+        raise ValueError(_exchanged(kind))
     if decoder.kind.forward is not decoder.plain:
         raise ValueError(_exchanged(decoder.kind))
     _check_global_hooks()

@@ -15,7 +15,7 @@ from penstock.adapt.build import machinery_for, scheduled
 from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.guess import guess
 from penstock.adapt.planning import choice_of
-from penstock.adapt.scheduled import engine_of
+from penstock.adapt.scheduled import engine_of, plain_class
 from penstock.adapt.tensor import TensorShares, check_can_share
 from penstock.decision import Decision
 from penstock.families.experts import keep_shares
@@ -93,7 +93,7 @@ def reload(model: Any, folder: str | Path) -> None:
 
     Raises ValueError if the folder holds another model.
     """
-    opened = ModelFolder.open(Path(folder))
+    opened = ModelFolder.open(Path(folder), plain_class(model))
     found = skeleton(opened)
     layout = engine_of(model).layout
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)

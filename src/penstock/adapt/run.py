@@ -89,7 +89,7 @@ class ModelStack(PipelinedStack):
         """
         balances = self.moe.aux_loss_coeff > 0
         check_intact(self.parts, balances=balances)
-        self.parts.begin(Inputs(balances=balances), keep_logits=False)
+        self.parts.begin(Inputs(routers="balanced" if balances else "unused"))
         loss: Tensor = super().forward(
             tokens_BL,
             labels_BL,

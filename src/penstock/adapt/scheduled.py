@@ -7,34 +7,37 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder
-from penstock.adapt.engine import Engine, StepInputs
+from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
 from penstock.adapt.export import check_names, expert_axes, whole_state
 from penstock.adapt.folder import OPTIONS, save_folder
-from penstock.adapt.generating import generate_together, refuse_threads
+from penstock.adapt.generating import together_from
+from penstock.adapt.outputs import LOGITS, LastOnly, StepOutput
 from penstock.checkpoint.storage import together
-from penstock.config import ConfigError
 from penstock.partial_state import ShareError, refuse_pickle
 from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.sharding import sharding_of
 from penstock.topology import Control
 
+DECODED = ("input_ids", "attention_mask", "position_ids")
+"""Arguments of a step that its decoder gets, in their order."""
+
 KNOWN = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
+    *DECODED,
     "labels",
     "shift_labels",
     "num_items_in_batch",
@@ -43,27 +46,77 @@ KNOWN = (
     "use_cache",
     "return_dict",
 )
-"""Arguments of a training step."""
+"""Arguments of a training step with labels."""
+
+
+LIBRARIES: list[Callable[[], None]] = []
+"""What lets libraries of training loops know scheduled models, those that are loaded by now."""
 
 
 def schedule(model: nn.Module, engine: Engine) -> Engine:
     """Let `engine` run the training steps of `model`; returns it. The model's class keeps its name."""
     plain: Any = type(model)
-    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    own = {
-        "forward": _forward(plain),
-        "generate": generate_together(plain),
-        "init_continuous_batching": refuse_threads(plain),
-        "save_pretrained": _save_pretrained(plain),
-        "num_parameters": _num_parameters(plain),
-        "__reduce_ex__": _reduced,
-        "gradient_checkpointing_enable": _recompute,
-        "gradient_checkpointing_disable": _keep,
-        "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
-    }
-    model.__class__ = type(plain.__name__, (plain,), {**named, **own})
+    _change(
+        model,
+        {
+            "forward": _forward(plain),
+            **(together_from(plain) if hasattr(plain, "generate") else {}),
+            "save_pretrained": _save_pretrained(plain),
+            "num_parameters": _num_parameters(plain),
+            "__reduce_ex__": _reduced,
+            "gradient_checkpointing_enable": _recompute,
+            "gradient_checkpointing_disable": _keep,
+            "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
+            "is_distributed_loading_by_transformers": property(_asked_by_trainer),
+        },
+    )
+    _tell_libraries()
+    base = engine.decoder.base
+    if base is not model:
+        _change(base, {"forward": _decode(type(base))})
+        base.__dict__["_penstock_model"] = Whole(model)
     model.__dict__["_penstock"] = engine
     return engine
+
+
+def _tell_libraries() -> None:
+    for follow in LIBRARIES:
+        follow()
+
+
+def _asked_by_trainer(self: Any) -> bool:
+    """Return False, as for models that transformers has not spread; Trainer is loaded by now."""
+    del self
+    _tell_libraries()
+    return False
+
+
+def _change(module: nn.Module, own: dict[str, Any]) -> None:
+    """Give a module a class of the same name that has these functions of its own."""
+    plain: Any = type(module)
+    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
+    module.__class__ = type(plain.__name__, (plain,), {**named, **own})
+
+
+class Whole:
+    """The scheduled model that a decoder is a part of. A copy of the model's decoder belongs to the copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that runs the decoder's steps; None where the decoder alone was copied."""
+        model = self._model()
+        return None if model is None else model.__dict__.get("_penstock")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole | None:
+        twin = memo.get(id(self._model()))
+        return None if twin is None else Whole(twin)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be pickled, before pickle stumbles over the reference to the model. Raises TypeError."""
+        refuse_pickle("a part of a scheduled model")
 
 
 def is_wrapped_by_peft(model: Any) -> bool:
@@ -71,11 +124,16 @@ def is_wrapped_by_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def engine_if_any(model: Any) -> Engine | None:
+    """Return the engine of a scheduled model, also inside a model of peft; None for other models."""
+    inner = model.get_base_model() if is_wrapped_by_peft(model) else model
+    engine: Engine | None = getattr(inner, "__dict__", {}).get("_penstock")
+    return engine
+
+
 def engine_of(model: Any) -> Engine:
     """Return the engine of a scheduled model, also inside a model of peft. Raises ValueError for others."""
-    inner = model.get_base_model() if is_wrapped_by_peft(model) else model
-    engine: Engine | None = inner.__dict__.get("_penstock")
-    if engine is None:
+    if (engine := engine_if_any(model)) is None:
         raise ValueError(
             f"{type(model).__name__} is no scheduled model: give what parallelize or load_pretrained has "
             "returned, and nothing around it"
@@ -83,15 +141,14 @@ def engine_of(model: Any) -> Engine:
     return engine
 
 
+def plain_class(model: Any) -> Any:
+    """Return the class that a scheduled model had before."""
+    return type(model).__mro__[1]
+
+
 def stack_of(model: Any) -> PipelinedStack:
     """Return the stack that runs the steps of a scheduled model, for a `ShardedAdamW`."""
     return engine_of(model).stack
-
-
-def refuse_sharing(engine: Engine, what: str) -> None:
-    """Raise ConfigError where ranks share attention, and `what` knows nothing of that."""
-    if (size := engine.layout.mp_size) > 1:
-        raise ConfigError("tp_size", size, f"{what} knows nothing of ranks that share attention", "Use 1.")
 
 
 def _forward(plain: Any) -> Callable[..., Any]:
@@ -99,26 +156,94 @@ def _forward(plain: Any) -> Callable[..., Any]:
     @wraps(plain.forward)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         if arguments:
-            names = ("input_ids", "attention_mask", "position_ids")
-            named.update(zip(names, arguments, strict=False))
-            if len(arguments) > len(names):
-                raise ValueError("give all but input_ids, attention_mask and position_ids by their names")
-        asked = self.training and (named.get("labels") is not None or named.get("shift_labels") is not None)
-        if asked:
-            return _step(self, named)
-        if self.training and torch.is_grad_enabled():
-            raise ValueError(
-                "a scheduled model in training mode computes its loss inside the step, and the call has no "
-                "labels: give labels=..., or call model.eval() to get logits without gradients. Trainer "
-                "removes labels for label_smoothing_factor and compute_loss_func, which make another loss of "
-                "logits: leave these out"
-            )
+            named.update(zip(DECODED, arguments, strict=False))
+            if len(arguments) > len(DECODED):
+                raise ValueError(f"give all but {', '.join(DECODED)} by their names")
         engine = engine_of(self)
+        labelled = named.get("labels") is not None or named.get("shift_labels") is not None
+        if self.training and labelled and engine.decoder.computes_loss:
+            return _step(self, engine, named)
+        if self.training and torch.is_grad_enabled():
+            return _with_logits(self, plain, engine, named)
         with torch.no_grad() if engine.layout.world_size > 1 else nullcontext(), engine.passes.one():
             out = plain.forward(self, **named)
         return out if named.get("labels") is None else _only_evaluated(self, out)
 
     return forward
+
+
+def _with_logits(model: Any, plain: Any, engine: Engine, named: dict[str, Any]) -> Any:
+    """Return what the model returns where a loss is made of logits, by the caller or by the model."""
+    if engine.decoder.base is model:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder of its own beside its head, so a loss of logits cannot "
+            "be scheduled: give labels=..., or call model.eval() to get logits without gradients"
+        )
+    balances = _balances(model, named, engine.decoder)
+    if balances:
+        named = {**named, "output_router_logits": False}
+    with engine.balancing(balances) as found:
+        out = plain.forward(model, **named)
+    if balances and isinstance(out, dict):
+        out["aux_loss"] = found.balance
+        if out.get("loss") is not None and found.balance is not None:
+            out["loss"] = out["loss"] + engine.decoder.coefficient * found.balance
+    return out
+
+
+def _decode(plain: Any) -> Callable[..., Any]:
+    """Return the forward pass of a decoder of class `plain`: in training the forward half of a step."""
+
+    @_disable_dynamo
+    @wraps(plain.forward)
+    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+        engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
+        if engine is None or engine.decoder.inside.depth:
+            return plain.forward(self, *arguments, **named)
+        asks = torch.is_grad_enabled()
+        if asks and self.training and any(p.requires_grad for p in self.parameters()):
+            named.update(zip(DECODED, arguments, strict=False))
+            return _hidden_states(engine, named)
+        alone = engine.layout.world_size == 1
+        with nullcontext() if alone else torch.no_grad(), engine.passes.one():
+            return plain.forward(self, *arguments, **named)
+
+    return forward
+
+
+def _hidden_states(engine: Engine, named: dict[str, Any]) -> Any:
+    """Return what a decoder returns, of which the caller makes a loss."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    others = (
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_router_logits",
+        "num_items_in_batch",
+    )
+    _check_known(named, (*DECODED, *others), "a training step without labels")
+    asked = engine.asked
+    routers: RouterUse = "handed_out" if named.get("output_router_logits") else "unused"
+    given = StepInputs(
+        tokens_BL=named["input_ids"],
+        labels_BL=None,
+        shift_labels_BL=None,
+        mask_BL=named.get("attention_mask"),
+        positions_BL=named.get("position_ids"),
+        valid=None,
+        routers="balanced" if asked is not None and asked.wanted else routers,
+    )
+    found = engine.hidden_states(given)
+    normed_BLM = engine.decoder.normed(found.hidden_BLM)
+    if asked is not None:
+        asked.balance = found.balance
+    out = MoeModelOutputWithPast(last_hidden_state=normed_BLM)
+    if found.routers_YTE:
+        out["router_logits"] = found.routers_YTE
+    if named.get("output_hidden_states"):
+        out["hidden_states"] = LastOnly(len(engine.decoder.layers), normed_BLM)
+    return out.to_tuple() if named.get("return_dict") is False else out
 
 
 class _RefuseBackward(torch.autograd.Function):
@@ -151,40 +276,36 @@ def _only_evaluated(model: Any, out: Any) -> Any:
     return out
 
 
-def _step(model: Any, named: dict[str, Any]) -> Any:
-    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-
-    unknown = [
-        name
-        for name, value in named.items()
-        if name not in KNOWN and value is not None and value is not False
-    ]
-    if unknown or named.get("input_ids") is None:
-        what = f"{', '.join(unknown)} cannot be used in one" if unknown else "it begins with input_ids"
-        raise ValueError(f"a training step of a scheduled model: {what}. It takes {', '.join(KNOWN)}")
-    _check_kinds(named)
-    engine = engine_of(model)
+def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
+    """Return the loss of labels, which the step computes itself."""
+    _check_known(named, KNOWN, "a training step")
     given = _inputs_of(model, named, engine.decoder)
-    if given.keep_logits:
+    if named.get("logits_to_keep") is not None:
         refuse_sharing(engine, "logits_to_keep in a training step")
-    loss, aux = engine.step(given, training=True)
+    loss, aux = engine.step(given)
     precise = torch.promote_types(engine.decoder.dtype, torch.float32)
-    out = MoeCausalLMOutputWithPast(
-        loss=loss.to(precise),
-        aux_loss=None if aux is None else aux.to(precise),
-        logits=_kept(engine.kept_logits(), named),
-    )
+    out = StepOutput(loss=loss.to(precise), aux_loss=None if aux is None else aux.to(precise))
+    LOGITS[out.loss] = (engine.logits_of_step(), named.get("logits_to_keep"))
     as_dict = named.get("return_dict")
     return out if (model.config.return_dict if as_dict is None else as_dict) else out.to_tuple()
 
 
-def _check_kinds(named: dict[str, Any]) -> None:
-    if named["input_ids"].dim() != 2:
-        raise ValueError(f"input_ids must be [samples, tokens], not {list(named['input_ids'].shape)}")
-    mask = named.get("attention_mask")
+def _check_known(named: dict[str, Any], known: Sequence[str], what: str) -> None:
+    """Raise ValueError for arguments that a step does not know, or of which it cannot make sense."""
+    unknown = [
+        name
+        for name, value in named.items()
+        if name not in known and value is not None and value is not False
+    ]
+    tokens_BL, mask, positions = (named.get(name) for name in DECODED)
+    if unknown or tokens_BL is None:
+        why = f"{', '.join(unknown)} cannot be used in one" if unknown else "it begins with input_ids"
+        raise ValueError(f"{what} of a scheduled model: {why}. It takes {', '.join(known)}")
+    if tokens_BL.dim() != 2:
+        raise ValueError(f"input_ids must be [samples, tokens], not {list(tokens_BL.shape)}")
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask must be one tensor in a training step, not {type(mask).__name__}")
-    positions, (samples, length) = named.get("position_ids"), named["input_ids"].shape
+    samples, length = tokens_BL.shape
     if positions is not None and positions.shape[-2:] not in ((samples, length), (1, length)):
         raise ValueError(
             f"position_ids must be [{samples}, {length}] or [1, {length}], as input_ids are, or several such "
@@ -192,15 +313,21 @@ def _check_kinds(named: dict[str, Any]) -> None:
         )
 
 
-def _kept(logits_BLV: Tensor | None, named: dict[str, Any]) -> Tensor | None:
-    """Return the logits for `logits_to_keep`: this number of last ones, 0 for all, or these places."""
-    if logits_BLV is None:
-        return None
-    asked = named["logits_to_keep"]
-    return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
-
-
 def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInputs:
+    items = named.get("num_items_in_batch")
+    return StepInputs(
+        tokens_BL=named["input_ids"],
+        labels_BL=named.get("labels"),
+        shift_labels_BL=named.get("shift_labels"),
+        mask_BL=named.get("attention_mask"),
+        positions_BL=named.get("position_ids"),
+        valid=None if items is None else float(items),
+        routers="balanced" if _balances(model, named, decoder) else "unused",
+    )
+
+
+def _balances(model: Any, named: dict[str, Any], decoder: Decoder) -> bool:
+    """Return whether a step has a router loss."""
     balances = named.get("output_router_logits")
     if balances is None:  # where a model also sees or hears, its text configuration says it
         balances = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -210,17 +337,7 @@ def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInput
             "understood, since its family is not known or its code was changed: leave it off, or describe "
             "the family, see docs/extending.md"
         )
-    items = named.get("num_items_in_batch")
-    return StepInputs(
-        tokens_BL=named["input_ids"],
-        labels_BL=named.get("labels"),
-        shift_labels_BL=named.get("shift_labels"),
-        mask_BL=named.get("attention_mask"),
-        positions_BL=named.get("position_ids"),
-        valid=None if items is None else float(items),
-        balances=bool(balances) and decoder.has_balance_loss,
-        keep_logits=named.get("logits_to_keep") is not None,
-    )
+    return bool(balances) and decoder.has_balance_loss
 
 
 def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:

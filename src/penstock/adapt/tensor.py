@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.adapt.cut import Inside
 from penstock.adapt.intact import is_foreign
-from penstock.adapt.outside import Inside
 from penstock.config import ConfigError
 from penstock.families.family import AttentionCut
 from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
@@ -326,6 +326,9 @@ def check_can_share(found: Found, size: int) -> None:
         _check_plain(layer.get_submodule(cut.module), size)
     for layer in dense:
         _check_plain(layer.get_submodule(family.block), size)
+    if found.model.get_output_embeddings() is None:
+        why = f"{type(found.model).__name__} has no head over a vocabulary, whose loss ranks can share"
+        raise ConfigError(KEY, size, why, "Use 1.")
     _check_plain(found.model.get_input_embeddings(), size)
     _check_plain(found.model.get_output_embeddings(), size)
 

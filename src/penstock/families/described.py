@@ -86,8 +86,8 @@ def refuse_cut_off(folder: Path) -> None:
             )
 
 
-def empty_model(file: Path, config: Any, held: Held) -> Any:
-    """Return the causal language model of a configuration, without values.
+def empty_model(file: Path, config: Any, held: Held, kind: Any = None) -> Any:
+    """Return the model of a configuration, without values. kind: its class; None: a causal language model.
 
     Raises ValueError, naming the file, where transformers cannot make it, or weights do not bear it out.
     """
@@ -95,9 +95,13 @@ def empty_model(file: Path, config: Any, held: Held) -> Any:
 
     try:
         with quiet(), torch.device("meta"), few_modules(held):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            if kind is None:
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            else:
+                model = kind._from_config(config)
     except Exception as error:  # whatever a model's own code raises for sizes that do not fit
-        why = f"transformers cannot make a causal language model of it: {in_one_line(error)}"
+        what = "a causal language model" if kind is None else f"a {kind.__name__}"
+        why = f"transformers cannot make {what} of it: {in_one_line(error)}"
         raise ValueError(f"{file}: {why}. {COPY}") from error
     check_memory(file, model, held)
     return model

@@ -106,11 +106,13 @@ class Found:
 
 def look(model: Any, family: Family) -> Found:
     """Return the parts of a model. Raises ValueError for a model that cannot be scheduled."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not hasattr(model, family.base.partition(".")[0] or "config"):
+    if not hasattr(model, "get_output_embeddings") or not hasattr(
+        model, family.base.partition(".")[0] or "config"
+    ):
         raise ValueError(
-            f"{type(model).__name__} is no causal language model: it has no output head over the vocabulary, "
-            "whose loss a step computes. Use AutoModelForCausalLM"
+            f"{type(model).__name__} is no model with a head: it has no decoder of a {family.name} in "
+            f"{family.base}, on whose hidden states a head computes. Use AutoModelForCausalLM, or "
+            "AutoModelForSequenceClassification and the like"
         )
     layers = list(family.decoder(model).get_submodule(family.layers))
     blocks = [family.block_of(layer) for layer in layers]

@@ -36,8 +36,11 @@ class ModelFolder:
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def open(cls, path: Path) -> ModelFolder:
-        """Open a folder. Raises ValueError, naming a file, if it holds no causal language model."""
+    def open(cls, path: Path, kind: Any = None) -> ModelFolder:
+        """Open a folder. kind: the model's class; None: a causal language model.
+
+        Raises ValueError, naming a file, if it holds no such model.
+        """
         import transformers  # noqa: F401  # where it is missing, that is said first
 
         table = read_description(path)
@@ -46,7 +49,7 @@ class ModelFolder:
         tensors = stored_tensors(path)
         held = held_by(tensors)
         file = path / CONFIG
-        model = empty_model(file, config_of(file, table, held), held)
+        model = empty_model(file, config_of(file, table, held), held, kind)
         return cls(path, model, tensors)
 
     @property

@@ -26,7 +26,8 @@ class GateSums:
     judged_BE: the choices that balance is judged by, where those are not this rank's alone: ranks may share
         the tokens of a sample. None = chosen_BE. ids_B: the numbers of the samples; None = not known.
     slots: how many choices of an expert fit, where that is limited; None = all. wanted_N: choices of every
-    position on this rank, [N] int64, where rows are bounded by those of earlier steps.
+    position on this rank, [N] int64, where rows are bounded by those of earlier steps. logits_TE: of the
+    router, differentiable, where a step hands them out.
     """
 
     chosen_BE: Tensor
@@ -36,6 +37,7 @@ class GateSums:
     ids_B: Tensor | None = None
     slots: int | None = None
     wanted_N: Tensor | None = None
+    logits_TE: Tensor | None = None
 
     @property
     def dropped(self) -> Tensor:

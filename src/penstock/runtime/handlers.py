@@ -112,6 +112,51 @@ class Batch:
         return replace(self, tokens=tokens, passengers=[each.part(rank, ranks) for each in self.passengers])
 
 
+@dataclass(frozen=True)
+class LossGradients:
+    """Gradients of terms of the loss, scalars.
+
+    Attributes:
+        loss: Of the token losses' mean.
+        balance: Of the terms that judge routing.
+        alike: What must be the same on all ranks; None: nothing.
+    """
+
+    loss: Tensor
+    balance: Tensor
+    alike: Tensor | None = None
+
+
+class Ending(Protocol):
+    """What a step ends with; see `ops.head`.
+
+    Attributes:
+        tells_at_once: Whether what the step returns must be right before backward, where rows are bounded.
+    """
+
+    tells_at_once: bool
+
+    def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs: ...
+
+    def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs: ...
+
+    def take(self, task: Task, logits_TE: Tensor) -> None:
+        """Take the logits of a router, in a step that hands them out."""
+        ...
+
+    def router_gradients(self, task: Task) -> list[Tensor]:
+        """Return the gradient of the logits that a task's forward pass has handed out, if it has."""
+        ...
+
+    def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
+        """Return what the step returns, when its forward half has run."""
+        ...
+
+    def slopes(self, *grads: Tensor) -> LossGradients:
+        """Take the gradients of the outputs, and return those that tasks start from."""
+        ...
+
+
 @dataclass
 class StepContext:
     """What handlers work on in one step, in addition to what tasks hand to each other.
@@ -124,7 +169,8 @@ class StepContext:
     marks: [11] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
     that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples get
     their homes, where they move.
-    training: whether backward follows. loss_gradient: known when the backward half begins. total,
+    ending: what the step ends with.
+    training: whether backward follows. slopes: known when the backward half begins. total,
     marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
     step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
     known then too. plans: what to host next, when ranks have compared it. updates: those of a step that
@@ -150,11 +196,12 @@ class StepContext:
     buckets: Buckets
     codec: StatisticsCodec
     marks: Tensor
+    ending: Ending
     fingerprint: Callable[[], Tensor] | None = None
     bounds: StepBounds = field(default_factory=Counted)
     relocation: Relocation | None = None
     training: bool = True
-    loss_gradient: Tensor = field(default_factory=lambda: torch.ones(()))
+    slopes: LossGradients = field(default_factory=lambda: LossGradients(torch.ones(()), torch.ones(())))
     total: StepStatistics | None = None
     marks_total: HostCounts | None = None
     loads_PYE: Tensor | None = None
@@ -170,13 +217,13 @@ class StepContext:
     @cached_property
     def balance_slope(self) -> Tensor:
         """The gradient of every term of balance, in a backward pass."""
-        return self.loss_gradient * self.moe.aux_loss_coeff
+        return self.slopes.balance * self.moe.aux_loss_coeff
 
     @cached_property
     def z_slope(self) -> Tensor:
         """The gradient of every sum of squared log-partitions, in a backward pass."""
         assert self.total is not None, "backward follows forward"
-        return self.loss_gradient * (self.moe.z_loss_coeff / self.total.tokens)
+        return self.slopes.balance * (self.moe.z_loss_coeff / self.total.tokens)
 
     @property
     def updating(self) -> Updates:

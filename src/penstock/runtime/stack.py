@@ -24,7 +24,7 @@ from penstock.partial_state import refuse_pickle
 from penstock.placement import Hosting
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
 from penstock.runtime.again import repeated
-from penstock.runtime.batch import AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
+from penstock.runtime.batch import NO_LABEL, AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.bounds import bounds_of
 from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
@@ -58,12 +58,14 @@ from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
-from penstock.runtime.handlers import HANDLERS
+from penstock.runtime.gradients.outside import OutsideGradients
+from penstock.runtime.handlers import HANDLERS, Ending
 from penstock.runtime.hosting import Host
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.makers import maker_of
 from penstock.runtime.moving import ExpertMoving
+from penstock.runtime.ops.head import HiddenStates, StepStates, TokenLoss
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
@@ -123,8 +125,10 @@ class PipelinedStack(nn.Module):
         self._placements = check_placements(placements_of(self.moe_layers), machinery.control)
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
+        self._ending: Callable[[], Ending] = TokenLoss
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
         self.consistency = Consistency(self.gradients, machinery)
+        self.outside = OutsideGradients(self.gradients, machinery)
         self._expert_ranks = ExpertRanks(machinery.layout, machinery.transports.inter, machinery.device)
         # These belong to the step that ran last: a backward pass shows its own step again.
         self.execution: Execution | None = None
@@ -212,23 +216,78 @@ class PipelinedStack(nn.Module):
         the model that cannot be taken up, ParameterMismatchError for a change that is not alike on all ranks.
         """
         training = torch.is_grad_enabled() and self.training
+        given = self._given(tokens_BL, labels_BL, sample_ids_B, valid_BL, documents_BL, training=training)
+        if largest_batch is None:
+            check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
+        batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
+        step = Step(self, batch, training, self._ending())
+        if not training:
+            with torch.no_grad():
+                return _forward(step)[1][0]
+        loss: Tensor
+        (loss,) = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
+        return loss
+
+    def hidden_states(
+        self,
+        tokens_BL: Tensor,
+        sample_ids_B: Tensor | None = None,
+        *,
+        averaged: bool,
+    ) -> StepStates:
+        """Return hidden states after the last layer, and what routers hand out, for a loss of the caller's.
+
+        The forward half of a training step runs up to the head; the backward pass of any loss of what is
+        returned runs the backward half. What comes after the layers is the caller's: its gradients are
+        summed over ranks with those of the step. All ranks call it, and every rank's loss must depend on
+        the hidden states.
+
+        Args:
+            tokens_BL: See `forward`.
+            sample_ids_B: See `forward`.
+            averaged: Gradients are averaged over ranks, as DistributedDataParallel does; else summed.
+
+        Raises:
+            ValueError: As `forward` does; or ranks have to have batches of one size, or samples move.
+        """
+        if not isinstance(self._sizes, AnySizes):
+            raise ValueError(
+                "a loss of one's own, on hidden states, with samples that move (placement.samples) or a "
+                "fixed number of slots (moe.capacity_factor): what comes home has other samples. Give labels"
+            )
+        labels_BL = torch.full_like(tokens_BL, NO_LABEL)
+        given = self._given(tokens_BL, labels_BL, sample_ids_B, None, None, training=True)
+        check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
+        batch = given.cut(self.plan.shape.microbatches, self.seed)
+        ranks = self.machinery.layout.dp_size
+        ending = HiddenStates(averaged=ranks if averaged else 1, ranks=ranks)
+        hidden_BLM, balance, *routers = _StepFunction.apply(
+            Step(self, batch, True, ending), torch.empty(0, requires_grad=True)
+        )
+        return StepStates(hidden_BLM, balance, tuple(routers))
+
+    def _given(
+        self,
+        tokens_BL: Tensor,
+        labels_BL: Tensor,
+        ids_B: Tensor | None,
+        valid_BL: Tensor | None,
+        documents_BL: Tensor | None,
+        *,
+        training: bool,
+    ) -> Samples:
+        """Return the samples of a step that begins now, on the device; what has changed is taken up."""
         if training:
             check_updates(self._updating, self.updates)
             check_no_checkpoint()
             check_no_data_parallel(self.model)
         self.consistency.read_late()
         self._take_up_changes()
-        samples = self._samples(tokens_BL, labels_BL, sample_ids_B, valid_BL, training)
-        given = with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
-        if largest_batch is None:
-            check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
-        batch = self._sizes.settle(given, largest_batch).cut(self.plan.shape.microbatches, self.seed)
-        step = Step(self, batch, training)
-        if not training:
-            with torch.no_grad():
-                return _forward(step)[1]
-        loss: Tensor = _StepFunction.apply(step, torch.empty(0, requires_grad=True))
-        return loss
+        check_tensors(tokens_BL, labels_BL, ids_B, valid_BL)
+        if ids_B is None:
+            ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
+        samples = Samples(tokens_BL, labels_BL, ids_B, valid_BL)
+        return with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
 
     @contextmanager
     def wishing(self, why: str) -> Iterator[None]:
@@ -245,14 +304,20 @@ class PipelinedStack(nn.Module):
         finally:
             self.wish = ""
 
-    def minimise(self, moe: MoEConfig, balance: Balance, valid: float | None = None) -> None:
+    def minimise(
+        self,
+        moe: MoEConfig,
+        balance: Balance,
+        valid: float | None = None,
+        ending: Callable[[], Ending] = TokenLoss,
+    ) -> None:
         """Make the loss of the next steps of these terms; the same on all ranks.
 
         moe: its coefficients weigh the balance and z terms. balance: how the balance of experts is judged.
         valid: the number by which the sum of all ranks' token losses is divided; None: the number of valid
-        tokens.
+        tokens. ending: makes what a step of labels ends with.
         """
-        self.moe, self.balance = moe, balance
+        self.moe, self.balance, self._ending = moe, balance, ending
         self.codec = StatisticsCodec(moe, balance, valid)
 
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
@@ -312,11 +377,14 @@ class PipelinedStack(nn.Module):
             memo[id(kept)] = kept
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        of_a_step = dict.fromkeys(("execution", "statistics", "gradients", "updates", "consistency"))
+        of_a_step = dict.fromkeys(
+            ("execution", "statistics", "gradients", "updates", "consistency", "outside")
+        )
         copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step, "host": self.host.copy()}, memo))
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         copied.consistency = Consistency(copied.gradients, machinery)
+        copied.outside = OutsideGradients(copied.gradients, machinery)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -357,19 +425,6 @@ class PipelinedStack(nn.Module):
     def moe_layers(self) -> list[MoELayer | None]:
         return [part.moe for part in self.parts.parts]
 
-    def _samples(
-        self,
-        tokens_BL: Tensor,
-        labels_BL: Tensor,
-        ids_B: Tensor | None,
-        valid_BL: Tensor | None,
-        training: bool,
-    ) -> Samples:
-        check_tensors(tokens_BL, labels_BL, ids_B, valid_BL)
-        if ids_B is None:
-            ids_B = self._numbers.take(len(tokens_BL), tokens_BL.device, training=training)
-        return Samples(tokens_BL, labels_BL, ids_B, valid_BL)
-
     @property
     def _sizes(self) -> Sizes:
         """How the ranks deal with batches of different sizes."""
@@ -402,22 +457,22 @@ class _StepFunction(torch.autograd.Function):
     """Represents a whole step by one autograd node. Its tasks accumulate the gradients of parameters."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, anchor: Tensor) -> Tensor:
-        del anchor  # its only use is to make the loss differentiable
-        ctx.step, loss = _forward(step)
-        return loss
+    def forward(ctx: Any, step: Step, anchor: Tensor) -> tuple[Tensor, ...]:
+        del anchor  # its only use is to make what a step returns differentiable
+        ctx.step, outputs = _forward(step)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         check_no_second_derivative()
-        ctx.step.backward(grads[0])
+        ctx.step.backward(*grads)
         return None, None
 
 
-def _forward(step: Step) -> tuple[Step, Tensor]:
-    """Run a step's forward half, again if a rank had too few rows; return what ran last, and its loss."""
-    loss = step.forward()
+def _forward(step: Step) -> tuple[Step, tuple[Tensor, ...]]:
+    """Run a step's forward half, again if a rank had too few rows; return what ran last, and its outputs."""
+    outputs = step.forward()
     if step.must_run_again:
         step = step.again()
-        loss = step.forward()
-    return step, loss
+        outputs = step.forward()
+    return step, outputs

@@ -23,7 +23,7 @@ from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.executor import Execution
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.in_place import BackwardPass
-from penstock.runtime.handlers import Batch, StepContext, TensorPlace
+from penstock.runtime.handlers import Batch, Ending, StepContext, TensorPlace
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.program import Program
 from penstock.runtime.sample_moving import Relocation
@@ -88,9 +88,15 @@ class Step:
     """
 
     def __init__(
-        self, stack: PipelinedStack, batch: Batch, training: bool, *, before: Step | None = None
+        self,
+        stack: PipelinedStack,
+        batch: Batch,
+        training: bool,
+        ending: Ending,
+        *,
+        before: Step | None = None,
     ) -> None:
-        self.stack, self.training, self.finished = stack, training, False
+        self.stack, self.training, self.finished, self.ending = stack, training, False, ending
         taken = Taken.of(stack, training=training) if before is None else before.taken
         self.taken: Taken = taken
         machinery, self.shape, self.buckets = taken.machinery, taken.plan.shape, taken.buckets
@@ -110,7 +116,11 @@ class Step:
         self.lodging = stack.host.lend(stack.moe_layers)
         tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.consistency = stack.consistency.of_step(
-            batch, terms=taken.codec.terms, seed=taken.seed, wish=stack.wish, training=training
+            batch,
+            terms=f"{taken.codec.terms} {type(ending).__name__}",
+            seed=taken.seed,
+            wish=stack.wish,
+            training=training,
         )
         self.context = StepContext(
             parts=stack.parts,
@@ -135,6 +145,7 @@ class Step:
             buckets=self.buckets,
             codec=taken.codec,
             marks=self.consistency.marks,
+            ending=ending,
             fingerprint=self.consistency.fingerprint,
             bounds=self.bounds,
             relocation=taken.relocation,
@@ -145,8 +156,8 @@ class Step:
             taken.plan, taken.program, machinery.lanes, self.context, layout.rank, timed=stack.timed
         )
 
-    def forward(self) -> Tensor:
-        """Run the forward half and return the loss of the whole batch of all ranks."""
+    def forward(self) -> tuple[Tensor, ...]:
+        """Run the forward half and return what the step ends with."""
         ACTIVITY.begin_step()
         # Inside an autograd.Function gradients are off; segments need them for their own graphs.
         with torch.set_grad_enabled(self.training):
@@ -160,10 +171,9 @@ class Step:
         self.consistency.judge(self.context.marks_total)
         if self.training:
             self.model_state.note()
-        # A copy, or loss and step would refer to each other: a cycle that keeps all tensors.
-        loss = statistics.loss.clone()
-        self.loss = loss.detach()
-        return loss
+        outputs = self.ending.outputs(self.context, statistics)
+        self.loss = outputs[0].detach()
+        return outputs
 
     def _run(self) -> None:
         """Run the next half. In backward, too, experts have seats, for what is recomputed."""
@@ -174,19 +184,21 @@ class Step:
         """Show this step on the stack as the one that ran last, in either of its halves."""
         self.stack.execution, self.stack.statistics = self.execution, statistics
 
-    def backward(self, loss_gradient: Tensor) -> None:
+    def backward(self, *grads: Tensor) -> None:
+        """Run the backward half from the gradients of what the step has returned."""
         if self.finished:
             raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
-        self.context.loss_gradient = self.stack.consistency.slope = loss_gradient
+        self.context.slopes = self.ending.slopes(*grads)
+        self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)
         # What can be undone is issued before the host knows whether rows exceeded their bounds.
         undoes = self.context.updates is None and gradients.can_be_undone
-        with self.model_state.restored():
+        with self.model_state.restored(), self.stack.outside.apart():
             if not undoes and self.bounds.exceeded():
                 self._check(gradients)
-                self._repeat()
+                self._repeat(grads)
             else:
-                self._backward(gradients)
+                self._backward(gradients, grads)
 
     def _check(self, gradients: BackwardPass) -> None:
         """Raise RuntimeError where gradients would be wrong."""
@@ -197,19 +209,21 @@ class Step:
             ACTIVITY.fail("backward", error)
             raise
 
-    def _repeat(self) -> None:
+    def _repeat(self, grads: tuple[Tensor, ...]) -> None:
         """Run both halves again, with as many rows as were wanted; the loss that was returned becomes that of
         the second run."""
-        self.finished, slope = True, self.context.loss_gradient
+        self.finished = True
         self.stack.consistency.read_late()
         again = self.again()
-        self.loss.copy_(again.forward())
-        again.backward(slope)
+        self.loss.copy_(again.forward()[0])
+        again.backward(*grads)
 
     @property
     def must_tell_at_once(self) -> bool:
-        """Whether the loss may be read when the forward half has run, so that it must be right by then."""
-        return self.stack.bounds.repeats_steps and not (self.training and self.stack.bounds.late)
+        """Whether the outputs may be read when the forward half has run, so that they must be right by
+        then."""
+        late = self.training and self.stack.bounds.late and not self.ending.tells_at_once
+        return self.stack.bounds.repeats_steps and not late
 
     @property
     def must_run_again(self) -> bool:
@@ -223,11 +237,11 @@ class Step:
         """Return the same step with its rows counted; this one is at its end, and keeps no tensors."""
         self.model_state.rewind()
         self.execution.drop()
-        again = Step(self.stack, self.batch, self.training, before=self)
+        again = Step(self.stack, self.batch, self.training, self.ending, before=self)
         del self.context
         return again
 
-    def _backward(self, gradients: BackwardPass) -> None:
+    def _backward(self, gradients: BackwardPass, grads: tuple[Tensor, ...]) -> None:
         if self.context.updates is not None:
             refuse_left_out(self.buckets, self.context.updates.groups, self.stack.gradients.name_of)
             self.context.updates.begin(self.buckets, self.shape, self.taken.changes)
@@ -235,11 +249,12 @@ class Step:
         try:
             gradients.begin()
             self.finished = True
+            self.stack.outside.add()
             self._run()
             self.stack.host.take_back(self.lodging)
             if self.bounds.exceeded():
                 gradients.abandon()
-                self._repeat()
+                self._repeat(grads)
                 return
             if replaced := gradients.finish():
                 raise_replaced(self.stack.gradients.name_of(replaced[0]))

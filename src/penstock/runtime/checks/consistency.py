@@ -78,7 +78,7 @@ class Consistency:
         self.doubt: str | None = None
         self.slope: Tensor | None = None
 
-    def of_step(self, batch: Batch, *, terms: int, seed: int, wish: str, training: bool) -> StepConsistency:
+    def of_step(self, batch: Batch, *, terms: str, seed: int, wish: str, training: bool) -> StepConsistency:
         """Begin the comparison of a step. All ranks call it."""
         return StepConsistency(self, batch, terms=terms, seed=seed, wish=wish, training=training)
 
@@ -116,7 +116,7 @@ class StepConsistency:
     """
 
     def __init__(
-        self, owner: Consistency, batch: Batch, *, terms: int, seed: int, wish: str, training: bool
+        self, owner: Consistency, batch: Batch, *, terms: str, seed: int, wish: str, training: bool
     ) -> None:
         self._owner, self._wish, self._training = owner, wish, training
         layout, gradients = owner.layout, owner.gradients

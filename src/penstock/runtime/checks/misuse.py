@@ -5,6 +5,7 @@ Messages say "a scheduled model": who has called `penstock.parallelize` has neve
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -94,6 +95,11 @@ def check_updates(updating: Updating | None, updates: Updates | None) -> None:
 
 STACKS: WeakKeyDictionary[nn.Module, ReferenceType[Any]] = WeakKeyDictionary()
 """The stack that trains a model. The model itself has no reference to it, so it can be copied and pickled."""
+
+
+def living_stacks() -> Iterator[Any]:
+    """Yield the stacks that train models now."""
+    yield from (stack for reference in list(STACKS.values()) if (stack := reference()) is not None)
 
 
 def watch_model(model: nn.Module, stack: Any) -> None:

@@ -26,8 +26,8 @@ from penstock.topology import Control, Layout
 PRIME, PERIOD, BASE = 2**31 - 1, 8191, 31
 
 
-def fact_of_loss(terms: int, seed: int, layout: Layout) -> float:
-    """Return what this rank adds to the sum of LOSS. terms: a number of the terms of its loss.
+def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
+    """Return what this rank adds to the sum of LOSS. terms: those of its loss.
 
     seed: of dropout, which ranks that share attention must draw alike; others may have seeds of their own.
     """
@@ -56,8 +56,8 @@ def check_losses(facts: Sequence[float]) -> None:
     if facts[LOSS]:
         raise ValueError(
             "ranks were asked for different losses: coefficients of the balance and z terms, the number by "
-            "which token losses are divided (num_items_in_batch) and, where ranks share attention, the seed "
-            "of dropout must be alike on all"
+            "which token losses are divided (num_items_in_batch), whether labels are given and, where ranks "
+            "share attention, the seed of dropout must be alike on all"
         )
 
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.moe import MoELayer
+from penstock.runtime.checks.misuse import living_stacks
 from penstock.runtime.checks.optimizers import is_sharded
 from penstock.runtime.expert_parallel.dtensors import is_dtensor
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts, share_of
 from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import Layout
@@ -58,15 +61,51 @@ def clip_grad_norm_(
     """
     _check_settings(max_norm, norm_type)
     parameters = _parameters_of(model_or_parameters)
-    norm = _total_norm(parameters, float(norm_type), foreach)
-    if error_if_nonfinite and not norm.isfinite():
+    device = parameters[0].device if parameters else torch.device("cpu")
+    norm = _total_norm(parameters, float(norm_type), foreach, device)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    if max_norm != math.inf:
+        _scale(_gradients(parameters), (max_norm / (norm + TINY)).clamp(max=1.0), foreach)
+    return norm
+
+
+def follow_torch() -> None:
+    """Let torch's own `clip_grad_norm_`, wherever it was imported, count experts of scheduled models once.
+
+    torch has no hook for that: what is replaced is the function by which it measures.
+    """
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _norm_of_torch
+
+
+_TORCH_NORM = clip_grad._get_total_norm
+
+
+@torch.no_grad()
+def _norm_of_torch(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Return the norm of gradients, which may be those of scheduled models."""
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    known = {id(p.grad): p for stack in living_stacks() for p in stack.parameters() if p.grad is not None}
+    parameters: list[Any] = [known.get(id(grad), SimpleNamespace(grad=grad)) for grad in grads]
+    if not any(share_of(each, whole="model") for each in parameters):
+        return _TORCH_NORM(grads, norm_type, error_if_nonfinite, foreach)
+    norm = _total_norm(parameters, float(norm_type), foreach, grads[0].device)
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return norm.to(grads[0].dtype)
+
+
+def _check_finite(norm: Tensor, norm_type: float) -> None:
+    if not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {float(norm_type):g} of all gradients is {norm.item()}, so they cannot be "
             "clipped by it; error_if_nonfinite=False scales them all the same"
         )
-    if max_norm != math.inf:
-        _scale(_gradients(parameters), (max_norm / (norm + TINY)).clamp(max=1.0), foreach)
-    return norm
 
 
 def _check_settings(max_norm: float, norm_type: float) -> None:
@@ -121,7 +160,9 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+def _total_norm(
+    parameters: Sequence[Tensor], order: float, foreach: bool | None, device: torch.device
+) -> Tensor:
     experts = [(p, home) for p in parameters if (home := ranks_of(p)) is not None]
     dense = [(p, ranks_of_parts(p)) for p in parameters if ranks_of(p) is None]
     kinds = (
@@ -129,7 +170,6 @@ def _total_norm(parameters: Sequence[Tensor], order: float, foreach: bool | None
         [p for p, home in dense if home is not None],
         [p for p, home in dense if home is None],
     )
-    device = parameters[0].device if parameters else torch.device("cpu")
     row = torch.stack([_norm(_gradients(kind), order, foreach, device) for kind in kinds])
     # Ranks may list their parameters in different orders, and must still choose the same transport.
     homes = (home for _, home in (*experts, *dense) if home is not None)

@@ -127,6 +127,11 @@ class Gradients:
         """Whether expert gradients lie in buckets: those of replicas, or all that a step updates itself."""
         return self._has_replicas or self._base.updating is not None
 
+    @property
+    def in_shares(self) -> bool:
+        """Whether steps sum gradients in shares, for a sharded optimiser."""
+        return self._base.updating is not None
+
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the parameter's first name in the model."""
         return self._names[id(parameter)]

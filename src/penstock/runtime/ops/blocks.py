@@ -18,7 +18,7 @@ from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, han
 from penstock.runtime.ops.slices import joined
 from penstock.runtime.passengers import Passengers, passengers_of
 from penstock.runtime.segment import AnySegment
-from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.runtime.statistics import StepStatistics
 from penstock.runtime.transport.legs import Later
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -41,14 +41,6 @@ class SavedUnorder:
     segment: AnySegment
     roles: tuple[str, ...]
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SavedHead:
-    """The values that HD.B needs of HD.F."""
-
-    segment: AnySegment
-    loss_dtype: torch.dtype
 
 
 @handles(Op.EMBED, F)
@@ -103,9 +95,12 @@ def route(
     layer = context.layers[task.layer]
     routed = context.carriage.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
     sums, plan = routed.sums, routed.plan
-    residual_BLM, rows_RM, weights, probability_BE, z, x_TM = segment.leave(
-        residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM
+    handed_out = [] if sums.logits_TE is None else [sums.logits_TE]
+    residual_BLM, rows_RM, weights, probability_BE, z, x_TM, *handed_out = segment.leave(
+        residual_BLM, routed.rows_RM, routed.weights, sums.probability_BE, sums.z, routed.x_TM, *handed_out
     )
+    for logits_TE in handed_out:
+        context.ending.take(task, logits_TE)
     maker = context.maker(task.layer)
     slots = sum(plan.slots) if plan.slots is not None and routed.positions_Tk is not None else None
     counted = GateSums(sums.chosen_BE, probability_BE, z, ids_B=known.keys.sample_ids_B, slots=slots)
@@ -162,6 +157,7 @@ def route_gradients(
         context.balance_slope * slope_BE,
         context.z_slope,
         inputs.maybe("d_tokens"),
+        *context.ending.router_gradients(task),
     ]
 
 
@@ -218,28 +214,6 @@ def unorder_backward(context: StepContext, task: Task, inputs: Inputs) -> Output
     found = saved.segment.backward([added(inputs.all("d_hidden"))])
     grads = dict(zip(saved.roles, found, strict=True))
     return {**grads, "rows": present(grads["rows"], task).split_with_sizes(saved.sizes)}
-
-
-@handles(Op.HEAD, F)
-def head(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return loss: sums of a microbatch."""
-    known = passengers_of(context, task, inputs)
-    segment = context.segment()
-    (h_BLM,) = segment.enter(inputs.one("hidden"))
-    with context.autocast():
-        (loss,) = segment.leave(context.parts.head(h_BLM, known.labels_BL))
-    sums = HeadSums(loss, (known.labels_BL >= 0).sum(), known.num_tokens())
-    return {"loss": sums, "saved": SavedHead(segment, loss.dtype)}
-
-
-@handles(Op.HEAD, B)
-def head_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return hidden: the gradient of what entered the head, [B, L, M]."""
-    statistics: StepStatistics = inputs.one("d_loss")
-    saved: SavedHead = inputs.one("saved")
-    slope = (context.loss_gradient / statistics.valid).to(saved.loss_dtype)
-    (grad_BLM,) = saved.segment.backward([slope])
-    return {"hidden": present(grad_BLM, task)}
 
 
 def microbatch(task: Task) -> int:

@@ -317,7 +317,7 @@ def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     statistics: StepStatistics = inputs.one("d_loss")
     saved: SavedLoss = inputs.one("saved")
     logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
-    slope = (context.loss_gradient / statistics.valid).to(saved.total_T.dtype)
+    slope = (context.slopes.loss / statistics.valid).to(saved.total_T.dtype)
     grad_TV = torch.empty_like(logits_TV)
     parts = in_pieces(logits_TV, mine_T, saved.total_T, saved.counts_T * slope, grad_TV)
     for part_TV, place_T, total_T, slope_T, out_TV in parts:

@@ -1,0 +1,66 @@
+"""What a training step of a scheduled model returns.
+
+Shapes: B samples, L tokens per sample, M hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+LOGITS: Any = WeakIdKeyDictionary()
+"""By the loss of a step: what makes its logits, or None, and for which places they were asked."""
+
+
+class StepOutput(MoeCausalLMOutputWithPast):
+    """The output of a step that computes the loss of its labels itself.
+
+    `logits` [B, L, V] have no gradients and are computed when they are read, from the hidden states that the
+    step has kept: most who train with labels never read them. None where ranks share attention.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return _logits(super().__getattribute__("loss")) if name == "logits" and found is None else found
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits" and (found := self.logits) is not None:
+            return found
+        return super().__getitem__(key)
+
+
+def _logits(loss: Tensor | None) -> Tensor | None:
+    make, asked = LOGITS.get(loss, (None, None))
+    if make is None:
+        return None
+    logits_BLV: Tensor = make()
+    if asked is None:
+        return logits_BLV
+    return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
+
+
+class LastOnly(tuple[Tensor, ...]):
+    """Hidden states of all layers, of which a step hands out the last ones alone."""
+
+    def __new__(cls, layers: int, last_BLM: Tensor) -> LastOnly:
+        return super().__new__(cls, (*(last_BLM[:0] for _ in range(layers)), last_BLM))
+
+    def __iter__(self) -> NoReturn:
+        """Raise ValueError, as for all but the last."""
+        raise ValueError(_not_kept("..."))
+
+    def __getitem__(self, place: Any) -> Any:
+        """Return the last hidden states. Raises ValueError for others, which a step does not keep."""
+        if place not in (-1, len(self) - 1):
+            raise ValueError(_not_kept(place))
+        return super().__getitem__(-1)
+
+
+def _not_kept(place: object) -> str:
+    return (
+        f"hidden_states[{place}]: a training step hands out those after the last layer, [-1]; for others use "
+        "torch.no_grad()"
+    )

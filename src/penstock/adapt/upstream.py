@@ -1,0 +1,169 @@
+"""Scheduled models in the loops of Accelerate and of transformers' Trainer, and so in TRL's trainers.
+
+Both wrap every model that they are given on several processes, and save it as if every rank had all of it.
+They have no place where a model could say otherwise. So a few functions of theirs are replaced by ones that
+deal with scheduled models, and pass on all others unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.adapt.checkpoint import load_optimizer, save_optimizer
+from penstock.adapt.engine import Engine, refuse_sharing
+from penstock.adapt.loading import reload
+from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
+from penstock.writing import replacing
+
+SCHEDULER = "scheduler.pt"
+
+
+def follow_libraries() -> None:
+    """Let Accelerate and Trainer deal with scheduled models from now on, if they are loaded; else later.
+
+    A scheduled model calls it when it is made, and when Trainer asks it whether it is distributed.
+    """
+    if (accelerate := sys.modules.get("accelerate.accelerator")) is not None:
+        _replace(accelerate.Accelerator, {"prepare_model": _prepare_model})
+    if (trainer := sys.modules.get("transformers.trainer")) is not None:
+        _replace(
+            trainer.Trainer,
+            {
+                "_wrap_model": _unwrapped,
+                "_save": _save_model,
+                "_save_optimizer_and_scheduler": _save,
+                "_load_optimizer_and_scheduler": _load,
+                "_load_from_checkpoint": _load_model,
+                "_load_best_model": _load_best,
+            },
+        )
+
+
+def _replace(kind: type, functions: dict[str, Callable[..., Any]]) -> None:
+    """Replace functions of a class, once. Each gets the engine of the model, and what it was called with."""
+    for name, own in functions.items():
+        plain = getattr(kind, name)
+        if getattr(plain, "_penstock", False):
+            continue
+
+        @wraps(plain)
+        def function(self: Any, *given: Any, plain: Any = plain, own: Any = own, **named: Any) -> Any:
+            model = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
+            engine = engine_if_any(getattr(self, "model", None) if model is None else model)
+            if engine is None:
+                return plain(self, *given, **named)
+            return own(engine, plain, self, *given, **named)
+
+        function._penstock = True  # type: ignore[attr-defined]
+        setattr(kind, name, function)
+
+
+def _prepare_model(
+    engine: Engine,
+    plain: Callable[..., Any],
+    accelerator: Any,
+    model: Any,
+    device_placement: Any = None,
+    evaluation_mode: bool = False,
+) -> Any:
+    """Put mixed precision around a model, and nothing that averages gradients, which it does itself."""
+    del device_placement, evaluation_mode
+    if accelerator.scaler is not None:
+        raise ValueError(
+            "fp16 scales losses, and ranks with different experts would not skip the same steps: use bf16"
+        )
+    if str(accelerator.state.dynamo_plugin.backend.value).upper() != "NO":
+        raise ValueError(
+            "torch_compile: a step runs the model in parts, which a compiler around the whole would never "
+            "see, so nothing would be compiled: leave it out"
+        )
+    if accelerator.num_processes != engine.layout.world_size:
+        raise ValueError(
+            f"accelerate sees {accelerator.num_processes} of {engine.layout.world_size} processes: start "
+            "them with torchrun or accelerate launch, so that each takes its own part of the data"
+        )
+    refuse_sharing(engine, "Accelerate")
+    engine.averages = engine.averages_own = True
+    return plain(accelerator, model, device_placement=False, evaluation_mode=True)
+
+
+def _unwrapped(
+    engine: Engine, plain: Callable[..., Any], trainer: Any, model: Any, *given: Any, **named: Any
+) -> Any:
+    """Return the model itself.
+
+    Raises:
+        ValueError: Something else would be trained with these settings.
+    """
+    del plain, given, named
+    if engine.layout.world_size > 1 and not trainer.args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices = False: ranks would weigh their tokens, and the router loss, "
+            "differently; leave it True"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "fsdp or deepspeed would spread the parameters of a model that is spread already: leave it out"
+        )
+    return model
+
+
+def _save_model(
+    engine: Engine,
+    plain: Callable[..., Any],
+    trainer: Any,
+    output_dir: str | None = None,
+    state_dict: Any = None,
+) -> None:
+    """Save the model, to which all ranks bring their experts."""
+    del engine
+    if trainer.args.should_save:
+        plain(trainer, output_dir, state_dict)
+    else:
+        folder = trainer.args.output_dir if output_dir is None else output_dir
+        trainer.model.save_pretrained(folder, is_main_process=False)
+
+
+def _save(engine: Engine, plain: Callable[..., Any], trainer: Any, output_dir: str) -> None:
+    """Save the optimiser's state of the whole model."""
+    del engine, plain
+    save_optimizer(trainer.model, _torch_optimizer(trainer), output_dir)
+    if trainer.args.should_save:
+        with replacing(Path(output_dir) / SCHEDULER) as file:
+            torch.save(trainer.lr_scheduler.state_dict(), file)
+
+
+def _load(engine: Engine, plain: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    del engine, plain
+    if checkpoint is not None:
+        load_optimizer(trainer.model, _torch_optimizer(trainer), checkpoint)
+        scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+        trainer.lr_scheduler.load_state_dict(scheduler)
+
+
+def _load_model(
+    engine: Engine, plain: Callable[..., Any], trainer: Any, checkpoint: str, model: Any = None
+) -> None:
+    del engine
+    model = trainer.model if model is None else model
+    if is_wrapped_by_peft(model):  # every rank reads all adapters
+        plain(trainer, checkpoint, model)
+    else:
+        reload(model, checkpoint)
+
+
+def _load_best(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:
+    del engine, plain
+    trainer._load_from_checkpoint(trainer.state.best_model_checkpoint)
+
+
+def _torch_optimizer(trainer: Any) -> torch.optim.Optimizer:
+    """Return torch's optimiser, which accelerate may have wrapped."""
+    found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return found

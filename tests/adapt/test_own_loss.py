@@ -1,0 +1,253 @@
+"""Losses that a user makes of a scheduled model: gradients are those of one process, averaged over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification
+
+import penstock
+from penstock.adapt.scheduled import stack_of
+from penstock.step.shape import Updating
+from tests.support.adapted import (
+    Batch,
+    distance,
+    exactly,
+    grads_of,
+    share_of,
+    small,
+    with_adapters,
+    without_labels,
+)
+from tests.support.ranks import Pools
+
+LIMIT = 1e-10
+WEIGHT = 0.02
+Given = dict[str, Tensor]
+Loss = Callable[[Any, Given], Tensor]
+
+
+def cross_entropy(logits_BLV: Tensor, labels_BL: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Mean over the tokens that have a label."""
+    logits_TV, labels_T = logits_BLV[:, :-1].flatten(0, 1), labels_BL[:, 1:].flatten()
+    return F.cross_entropy(logits_TV, labels_T, label_smoothing=smoothing)
+
+
+def of_logits(model: Any, given: Given) -> Tensor:
+    return cross_entropy(model(**without_labels(given)).logits, given["labels"], 0.1)
+
+
+def of_tuple(model: Any, given: Given) -> Tensor:
+    """Positional arguments and a tuple, as older code has them."""
+    logits_BLV = model(given["input_ids"], given.get("attention_mask"), return_dict=False)[0]
+    return cross_entropy(logits_BLV, given["labels"])
+
+
+def of_last_token(model: Any, given: Given) -> Tensor:
+    out = model(**without_labels(given), logits_to_keep=2, output_hidden_states=True)
+    loss: Tensor = out.logits[:, -1].logsumexp(-1).mean() + out.hidden_states[-1].square().mean()
+    return loss
+
+
+def of_critic(model: Any, given: Given) -> Tensor:
+    """A head of one's own beside the model's, both on what the decoder returns."""
+    hidden_BLM = model.model(given["input_ids"]).last_hidden_state
+    values_BL = model.critic(hidden_BLM).squeeze(-1)
+    loss: Tensor = values_BL.square().mean() + model.lm_head(hidden_BLM[:, -1]).logsumexp(-1).mean()
+    return loss
+
+
+def of_critic_alone(model: Any, given: Given) -> Tensor:
+    """The first use of a head comes before the decoder's, whose backward it so follows."""
+    other: Tensor = model.critic(torch.ones_like(model.critic.weight)).mean()
+    return other * of_critic(model, given)
+
+
+def log_probs(model: Any, given: Given) -> Tensor:
+    logits_BLV = model(**without_labels(given)).logits[:, :-1].log_softmax(-1)
+    found_B: Tensor = logits_BLV.gather(2, given["input_ids"][:, 1:, None]).sum((1, 2))
+    return found_B
+
+
+def of_pairs(model: Any, given: Given) -> Tensor:
+    """Preference of each sample to its mirror image: two forward passes, and two without gradients."""
+    mirrored = {**given, "input_ids": given["input_ids"].flip(1)}
+    with torch.no_grad():
+        before = log_probs(model, given) - log_probs(model, mirrored)
+    margin = log_probs(model, given) - log_probs(model, mirrored)
+    return -F.logsigmoid(0.1 * (margin - 0.5 * before)).mean()
+
+
+def of_router(model: Any, given: Given) -> Tensor:
+    """With the balance loss of all ranks' samples, which a scheduled model hands out."""
+    out = model(**without_labels(given), output_router_logits=True)
+    balance: Tensor = out.aux_loss
+    return cross_entropy(out.logits, given["labels"]) + WEIGHT * balance
+
+
+def of_router_logits(model: Any, given: Given) -> Tensor:
+    """With a loss of what routers return, by the decoder's own call."""
+    out = model.model(given["input_ids"], given["attention_mask"], output_router_logits=True)
+    loss: Tensor = out.last_hidden_state.tanh().mean()
+    for logits_TE in out.router_logits:
+        loss = loss + logits_TE.logsumexp(-1).square().mean()
+    return loss
+
+
+def of_classes(model: Any, given: Given) -> Tensor:
+    """The model's own loss of classes: its head has no vocabulary."""
+    labels_B = given["input_ids"][:, 0] % model.config.num_labels
+    loss: Tensor = model(given["input_ids"], given["attention_mask"], labels=labels_B).loss
+    return loss
+
+
+def of_function(model: Any, given: Given) -> Tensor:
+    """The loss of labels that the model's `loss_function` makes, with that of its routers."""
+    model.loss_function = lambda logits, labels, **_: cross_entropy(logits, labels, 0.2)
+    loss: Tensor = model(**given).loss
+    return loss
+
+
+def of_both(model: Any, given: Given) -> Tensor:
+    """Two batches of other lengths in one backward, the later of them used first."""
+    short = {name: each[:, :7] for name, each in given.items()}
+    one, other = of_logits(model, given), of_logits(model, short)
+    return other * 2 + one
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss of one's own, on a model, with a schedule."""
+
+    loss: Loss
+    family: str = "qwen3_moe"
+    plan: str = "flowmoe"
+    changes: dict[str, Any] = field(default_factory=dict)
+    ep_size: int | None = None
+    adapters: bool = False
+    frozen: str = ""  # parameters with this in their names
+    again: bool = False  # layers are computed again
+    bound_factor: float | None = None
+    summed: bool = False
+    padded: bool = False
+    sharded: bool = False
+    classes: int = 0  # the model is one of sequences; 0: of language
+    uneven: bool = False  # the last rank has fewer samples
+
+    def model(self) -> Any:
+        model = small(self.family, dtype=torch.float64, **self.changes)
+        if self.classes:
+            model.config.num_labels = self.classes
+            torch.manual_seed(4)
+            model = AutoModelForSequenceClassification.from_config(model.config).double().train()
+        model.critic = nn.Linear(32, 1, dtype=torch.float64)
+        torch.manual_seed(3)
+        nn.init.normal_(model.critic.weight)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not self.frozen or self.frozen not in name)
+        return with_adapters(model) if self.adapters else model
+
+    def parts(self, world: int) -> list[Given]:
+        batch = Batch(samples=2 * world, padded=self.padded)
+        ends = [2 * (rank + 1) for rank in range(world)]
+        ends[-1] -= self.uneven
+        return [batch.inputs(2 * rank, end) for rank, end in enumerate(ends)]
+
+    def losses(self, model: Any, parts: list[Given]) -> list[Tensor]:
+        """The loss of every rank, on one process; that of routers is of all samples."""
+        if self.loss is not of_router:
+            return [self.loss(model, part) for part in parts]
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        out = model(**without_labels(whole), output_router_logits=True)
+        logits = out.logits.split([len(part["labels"]) for part in parts])
+        pairs = zip(logits, parts, strict=True)
+        return [cross_entropy(each, part["labels"]) + WEIGHT * out.aux_loss for each, part in pairs]
+
+    def check(self, rank: int, world: int) -> dict[str, float]:
+        """Distances of this rank's loss and gradients from those of one process."""
+        parts, wanted, ours = self.parts(world), self.model(), self.model()
+        penstock.parallelize(
+            ours,
+            plan=self.plan,
+            ep_size=self.ep_size,
+            bound_factor=self.bound_factor,
+            gradient_reduction="sum" if self.summed else "mean",
+            updating=Updating(clips=False) if self.sharded else None,
+        )
+        if self.again:
+            ours.gradient_checkpointing_enable()
+        optimizer = None
+        if self.sharded:
+            optimizer = penstock.ShardedAdamW(
+                stack_of(ours), [{"params": list(ours.parameters()), "weight_decay": 0.01}], lr=1e-3
+            )
+        with exactly(torch.float64):
+            for _ in range(2):  # the second is accumulated, with bounds of rows from the first
+                losses = self.losses(wanted, parts)
+                torch.stack(losses).sum().div(1 if self.summed else world).backward()
+                loss = self.loss(ours, parts[rank])
+                loss.backward()
+        if optimizer is not None:
+            torch.optim.AdamW(wanted.parameters(), lr=1e-3).step()
+            optimizer.step()
+            theirs, mine = (dict(each.named_parameters()) for each in (wanted, ours))
+        else:
+            theirs, mine = grads_of(wanted), grads_of(ours)
+            unused = {name: torch.zeros_like(mine[name]) for name in mine.keys() - theirs.keys()}
+            theirs |= unused
+        ep_rank = rank % (self.ep_size or world)
+        found = {name: distance(grad, share_of(theirs[name], grad, ep_rank)) for name, grad in mine.items()}
+        return {**found, "loss": distance(loss.detach(), losses[rank].detach())}
+
+
+CASES = {
+    "logits": Case(of_logits),
+    "tied": Case(of_logits, "mixtral", changes={"tie_word_embeddings": True}),
+    "padded": Case(of_logits, "deepseek_v3", "penstock", padded=True),
+    "tuple": Case(of_tuple, "gpt_oss", "sequential"),
+    "last token": Case(of_last_token, "olmoe", "fsmoe"),
+    "critic": Case(of_critic),
+    "critic first": Case(of_critic_alone),
+    "pairs": Case(of_pairs, "mixtral"),
+    "both": Case(of_both, changes={"tie_word_embeddings": True}),
+    "adapters": Case(of_logits, adapters=True),
+    "frozen head": Case(of_logits, frozen="lm_head"),
+    "frozen layers": Case(of_critic, frozen="model."),
+    "frozen layers, critic first": Case(of_critic_alone, frozen="model."),
+    "again": Case(of_pairs, again=True),
+    "bounded": Case(of_logits, bound_factor=1.0),
+    "summed": Case(of_logits, summed=True),
+    "replicas": Case(of_logits, ep_size=1),
+    "sharded": Case(of_critic, sharded=True),
+    "router": Case(of_router, "mixtral", padded=True),
+    "classes": Case(of_classes, classes=3, padded=True),
+    "classes, summed": Case(of_classes, "mixtral", classes=3, padded=True, summed=True),
+    "loss function": Case(of_function, "deepseek_v3"),
+    "router logits": Case(of_router_logits, "mixtral", "fsmoe", padded=True),
+    "router logits, again": Case(of_router_logits, "gpt_oss", padded=True, again=True),
+    "router logits, uneven": Case(of_router_logits, padded=True, uneven=True),
+    "router, summed": Case(of_router, summed=True),
+    "uneven": Case(of_logits, uneven=True),
+}
+
+
+def check_all(rank: int, world: int, names: list[str]) -> dict[str, dict[str, float]]:
+    return {name: CASES[name].check(rank, world) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name: str) -> None:
+    for found in ranks(2).run(check_all, 2, [name]):
+        assert max(found[name].values()) < LIMIT, found
+
+
+def test_on_one_rank() -> None:
+    for name, found in check_all(0, 1, list(CASES)).items():
+        assert max(found.values()) < LIMIT, (name, found)

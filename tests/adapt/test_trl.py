@@ -1,0 +1,173 @@
+"""TRL's trainers, as they are, with scheduled models: curves on several ranks are those of one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+import penstock
+from penstock.adapt.scheduled import engine_of
+from tests.support.adapted import as_torchrun_starts_it, distance, small
+from tests.support.ranks import Pools
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+WORDS = [f"w{number}" for number in range(57)]
+STEPS, SAVED_AT, SAMPLES = 4, 2, 32
+
+
+def tokenizer() -> Any:
+    """Every word is a token."""
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def texts(seed: int, fewest: int, most: int) -> list[str]:
+    drawn = random.Random(seed)
+    return [" ".join(drawn.choices(WORDS, k=drawn.randint(fewest, most))) for _ in range(SAMPLES)]
+
+
+def preferences() -> Dataset:
+    columns = {"prompt": texts(1, 4, 4), "chosen": texts(2, 5, 5), "rejected": texts(3, 5, 5)}
+    return Dataset.from_dict(columns)
+
+
+def sft(model: Any, common: dict[str, Any], **more: Any) -> Any:
+    data = Dataset.from_dict({"text": texts(0, 6, 14)})
+    arguments = SFTConfig(**common, max_length=16, router_aux_loss_coef=0.0)
+    return SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer(), **more)
+
+
+def sft_with_adapters(model: Any, common: dict[str, Any]) -> Any:
+    """Attention alone: adapters of experts begin otherwise where ranks have shares of them."""
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return sft(model, common, peft_config=adapters)
+
+
+def dpo(model: Any, common: dict[str, Any]) -> Any:
+    arguments = DPOConfig(**common, max_length=16, router_aux_loss_coef=0.0)
+    return DPOTrainer(model=model, args=arguments, train_dataset=preferences(), processing_class=tokenizer())
+
+
+def reward(model: Any, common: dict[str, Any]) -> Any:
+    arguments = RewardConfig(**common, max_length=16)
+    return RewardTrainer(
+        model=model, args=arguments, train_dataset=preferences(), processing_class=tokenizer()
+    )
+
+
+def grpo(model: Any, common: dict[str, Any]) -> Any:
+    """Every rank writes completions of its own, of other lengths, inside of the training loop."""
+    per_device = 2 * common.pop("per_device_train_batch_size")
+    arguments = GRPOConfig(
+        **common,
+        per_device_train_batch_size=per_device,
+        max_completion_length=6,
+        num_generations=2,
+        beta=0.1,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(each.split()))) for each in completions],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": texts(1, 4, 4)}),
+        processing_class=tokenizer(),
+    )
+
+
+TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "sft": sft,
+    "sft with adapters": sft_with_adapters,
+    "dpo": dpo,
+    "reward": reward,
+    "grpo": grpo,
+}
+
+
+def trained(name: str, folder: Path, world: int, *, scheduled: bool, resume: str | None = None) -> Any:
+    """The trainer when it has trained; every step has four samples in two parts, of all ranks."""
+    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    named = {"num_labels": 1} if name == "reward" else {}
+    torch.manual_seed(0)
+    model = kind.from_pretrained(folder / "whole", **named).train()
+    if scheduled:
+        model = penstock.parallelize(model, plan="flowmoe")
+    common: dict[str, Any] = {
+        "output_dir": str(folder / f"{name} {world} {scheduled} {resume is None}"),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2 // world,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": SAVED_AT,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    trainer = TRAINERS[name](model, common)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def curve(trainer: Any) -> list[tuple[float, float]]:
+    """Losses and norms of gradients by step."""
+    return [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+
+
+def train_on_ranks(rank: int, world: int, name: str, folder: Path) -> list[list[tuple[float, float]]]:
+    """As a whole, and from a checkpoint in between."""
+    with as_torchrun_starts_it(rank, world):
+        one = trained(name, folder, world, scheduled=True)
+        engine_of(one.model).stack.compare_values()
+        saved = f"{one.args.output_dir}/checkpoint-{SAVED_AT}"
+        other = trained(name, folder, world, scheduled=True, resume=saved)
+        if name != "grpo":  # what is drawn after a checkpoint is not what would have been drawn
+            for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
+                assert distance(theirs.detach(), mine.detach()) < 1e-6
+        return [curve(one), curve(other)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small("qwen3_moe", initializer_range=0.1).save_pretrained(tmp_path / "whole")
+    tokenizer().save_pretrained(tmp_path / "whole")
+    AcceleratorState._reset_state(True)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_of_trl_train_as_on_one_process(ranks: Pools, folder: Path, name: str, world: int) -> None:
+    wanted = curve(trained(name, folder, 1, scheduled=False))
+    AcceleratorState._reset_state(True)
+    assert len(wanted) == STEPS
+    for one, other in ranks(world).run(train_on_ranks, world, name, folder, timeout_s=300):
+        assert len(one) == len(other) == STEPS and torch.tensor([one, other]).isfinite().all()
+        if name != "grpo":
+            assert torch.tensor(one).allclose(torch.tensor(wanted), rtol=1e-3)
