@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import penstock
@@ -52,6 +54,63 @@ def test_attention_that_ranks_cannot_share_is_refused_by_family(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^tp_size = {tp_size}: .*{words}"):
         penstock.parallelize(small(family, **changes), tp_size=tp_size)
+
+
+def as_it_is(model: Any) -> None:
+    del model
+
+
+def with_a_scale(model: Any) -> None:
+    model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(8))
+
+
+def with_a_softmax(model: Any) -> None:
+    """An activation to which a part of the width is not enough."""
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Softmax(-1)
+
+
+def with_a_norm(model: Any) -> None:
+    model.model.layers[1].mlp.experts.has_post_expert_norm = True
+
+
+@pytest.mark.parametrize(
+    ("family", "esp_size", "change", "words"),
+    [
+        ("dbrx", 2, as_it_is, "experts of a model of dbrx have several rows of a parameter each"),
+        ("mixtral", 5, as_it_is, r"must divide the width \(24\) of experts of a model of mixtral"),
+        ("mixtral", 2, with_a_scale, r"MixtralExperts has more than weights and biases \(scale\)"),
+        ("mixtral", 2, with_a_softmax, "MixtralExperts makes of a part of its width no part"),
+        ("mixtral", 2, with_a_norm, "MixtralExperts norms what each expert returns"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(
+    family: str, esp_size: int, change: Callable[[Any], None], words: str
+) -> None:
+    model = small(family)
+    change(model)
+    with pytest.raises(ConfigError, match=f"^esp_size = {esp_size}: {words}"):
+        penstock.parallelize(model, esp_size=esp_size)
+
+
+def adapt_experts(rank: int, world: int) -> list[str]:
+    """What is said where experts that ranks share get adapters, before the model is scheduled and after."""
+    lora = LoraConfig(r=2, target_parameters=["experts.down_proj"])
+    model = penstock.parallelize(small("mixtral"), esp_size=world, plan="flowmoe")
+    adapted, said = get_peft_model(model, lora), []
+    for run in (
+        lambda: penstock.parallelize(get_peft_model(small("mixtral"), lora), esp_size=world),
+        lambda: adapted(**Batch().inputs(rank, rank + 1)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
+    for said in ranks(2).run(adapt_experts, 2):
+        assert all("esp_size" in each and "adapters" in each for each in said)
 
 
 def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
