@@ -117,6 +117,12 @@ def mark_share(module: nn.Module, share: str, inside: Sequence[str] = ("",)) -> 
         module.register_load_state_dict_pre_hook(_Check(inside))
 
 
+def unmark_share(module: nn.Module) -> None:
+    """Let `module`, if it was marked, have the state dicts of a whole module again."""
+    if hasattr(module, KEY):
+        setattr(module, KEY, "")
+
+
 def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a state dict that are the model's own."""
     return {name: each for name, each in state.items() if name.rpartition(".")[2] != KEY}
@@ -149,7 +155,8 @@ class _Write(_Hook):
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         del metadata
-        state[prefix + KEY] = ShareMark.of(getattr(module, KEY))
+        if share := getattr(module, KEY):
+            state[prefix + KEY] = ShareMark.of(share)
 
 
 class _Check(_Hook):
@@ -160,13 +167,13 @@ class _Check(_Hook):
         here, mark = getattr(module, KEY), state.pop(prefix + KEY, None)
         if not any(name.startswith(tuple(prefix + each for each in self.inside)) for name in state):
             return
-        if mark is None:
+        if mark is None and here:
             raise ShareError(
                 f"this rank holds a share of a model, {here}, and the state dict that is loaded does "
                 f"not say of which share it is: it is that of a whole model, or {prefix + KEY} was left "
                 f"out. {REMEDY}"
             )
-        check_share(share_of(mark), here)
+        check_share("" if mark is None else share_of(mark), here)
 
 
 def check_share(found: str, here: str) -> None:

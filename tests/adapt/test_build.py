@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -167,23 +168,30 @@ def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools) -> N
 
 
 def refuse_late(rank: int, world: int) -> None:
-    """First by the plan, then by the last parameter that the runtime looks at."""
-    model, given = small("mixtral"), Batch().inputs(rank, rank + 1)
+    """First by the plan, then by the last parameter that the runtime looks at, in several layouts."""
+    changes: dict[str, Any] = DIVISIBLE
+    model, given = small("mixtral", **changes), Batch().inputs(rank, rank + 1)
     model.gradient_checkpointing_enable()
     model(**given).loss.backward()
     before, grads = {name: p.detach().clone() for name, p in model.named_parameters()}, grads_of(model)
     hooks = hooks_of(model)
-    joined = len(Sockets.now().targets)
+    names, joined = model.state_dict().keys(), len(Sockets.now().targets)
     head = model.lm_head.weight
-    for plan, weight, words in (
-        ("nonsense", head, "nonsense"),
-        ("flowmoe", torch.nn.Parameter(head.to("meta")), "lm_head.weight is on meta"),
+    layouts: list[dict[str, Any]] = [{}, {"esp_size": world}, {"tp_size": world}]
+    for layout, (plan, weight, words) in product(
+        layouts,
+        (
+            ("nonsense", head, "nonsense"),
+            ("flowmoe", torch.nn.Parameter(head.to("meta")), "lm_head.weight is on meta"),
+        ),
     ):
         model.lm_head.weight = weight
         with pytest.raises(ValueError, match=words):
-            penstock.parallelize(model, ep_size=world, plan=plan)
+            penstock.parallelize(model, plan=plan, **layout)
         model.lm_head.weight = head
         check_unchanged(model, before, grads)
+        assert model.state_dict().keys() == names
+        model.load_state_dict(model.state_dict())
         assert hooks_of(model) == hooks and len(Sockets.now().targets) == joined
     model(**given).loss.backward()
     model.zero_grad()

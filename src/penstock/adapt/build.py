@@ -88,25 +88,10 @@ def parallelize(
     torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
     that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
-    if is_wrapped_by_peft(model):
-        parallelize(
-            model.get_base_model(),
-            ep_size=ep_size,
-            plan=plan,
-            tp_size=tp_size,
-            esp_size=esp_size,
-            ep_plan=ep_plan,
-            ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
-            transport=transport,
-            bound_factor=bound_factor,
-            updating=updating,
-            gradient_reduction=gradient_reduction,
-        )
-        return saved_together(model).train()
-    if "_penstock" in model.__dict__:
+    inner = model.get_base_model() if is_wrapped_by_peft(model) else model
+    if "_penstock" in inner.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
-    found = replace(_found(model, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
+    found = replace(_found(inner, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
     if tp_size > 1:
         check_can_share(found, tp_size)
     check_can_narrow(found, esp_size)
@@ -118,7 +103,7 @@ def parallelize(
         timeout_s=timeout_s,
         transport=transport,
     )
-    with machinery_for(parallel, found.num_experts, next(model.parameters()).device) as machinery:
+    with machinery_for(parallel, found.num_experts, next(inner.parameters()).device) as machinery:
         layout = machinery.layout
         shares = found.shares(layout)
         tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
@@ -131,7 +116,9 @@ def parallelize(
             raise
     for each in undone:
         each.settle()
-    engine_of(model).averages_own = gradient_reduction == "mean"
+    engine_of(inner).averages_own = gradient_reduction == "mean"
+    if inner is not model:
+        saved_together(model)
     return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 

@@ -30,6 +30,7 @@ from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
 from penstock.moe.experts.base import ExpertShard
+from penstock.partial_state import unmark_share
 from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport import Transport
@@ -246,6 +247,7 @@ class TensorShares:
             stand.undo()
         for module in self._declared:
             del module.shardings
+            unmark_share(module)
         self._whole, self._stands, self._declared = {}, [], []
 
     def changed(self) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from penstock.families.forms import STACKED, ExpertForm
 from penstock.mesh import Group
 from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
+from penstock.partial_state import unmark_share
 from penstock.sharding import Sharding, StackedSharding
 from penstock.topology import Layout
 
@@ -149,6 +150,7 @@ class Shares:
             parameter.data, parameter.grad = whole, grad
         for core in self._declared:
             del core.shardings
+            unmark_share(core)
         self._whole, self._declared = [], []
         self._tell(self._num_experts)
 
