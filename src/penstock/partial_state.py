@@ -108,13 +108,19 @@ def mark_share(module: nn.Module, share: str, inside: Sequence[str] = ("",)) -> 
 
     share: what this rank holds, in words that differ between shares. inside: beginnings of the names, in the
     module, of what belongs to the share; a state dict without any of them is not checked. Marking again
-    changes nothing.
+    changes the words alone.
     """
-    if getattr(module, KEY, None) == share:
-        return
+    is_marked = hasattr(module, KEY)
     setattr(module, KEY, share)  # torch looks up the entries of a state dict as attributes
-    module.register_state_dict_post_hook(_Write(share, inside))
-    module.register_load_state_dict_pre_hook(_Check(share, inside))
+    if not is_marked:
+        module.register_state_dict_post_hook(_Write(inside))
+        module.register_load_state_dict_pre_hook(_Check(inside))
+
+
+def unmark_share(module: nn.Module) -> None:
+    """Let `module`, if it was marked, have the state dicts of a whole module again."""
+    if hasattr(module, KEY):
+        setattr(module, KEY, "")
 
 
 def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,33 +146,34 @@ def refuse_pickle(what: str) -> NoReturn:
 class _Hook:
     """A hook on a module's state dicts; a class, as torch marks hooks, and hooks are copied with a module."""
 
-    def __init__(self, share: str, inside: Sequence[str]) -> None:
-        self.share, self.inside = share, tuple(inside)
+    def __init__(self, inside: Sequence[str]) -> None:
+        self.inside = tuple(inside)
 
 
 class _Write(_Hook):
     """Adds the mark to a state dict."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        del module, metadata
-        state[prefix + KEY] = ShareMark.of(self.share)
+        del metadata
+        if share := getattr(module, KEY):
+            state[prefix + KEY] = ShareMark.of(share)
 
 
 class _Check(_Hook):
     """Takes the mark out of a state dict that is loaded; raises ShareError if it is of another share."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        del module, others
-        mark = state.pop(prefix + KEY, None)
+        del others
+        here, mark = getattr(module, KEY), state.pop(prefix + KEY, None)
         if not any(name.startswith(tuple(prefix + each for each in self.inside)) for name in state):
             return
-        if mark is None:
+        if mark is None and here:
             raise ShareError(
-                f"this rank holds a share of a model, {self.share}, and the state dict that is loaded does "
+                f"this rank holds a share of a model, {here}, and the state dict that is loaded does "
                 f"not say of which share it is: it is that of a whole model, or {prefix + KEY} was left "
                 f"out. {REMEDY}"
             )
-        check_share(share_of(mark), self.share)
+        check_share("" if mark is None else share_of(mark), here)
 
 
 def check_share(found: str, here: str) -> None:

@@ -7,7 +7,7 @@ know no other form. A rank's part is cut from it by `Sharding.part` and put back
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -20,6 +20,10 @@ from penstock.partial_state import mark_share
 
 MARK = "penstock_sharding"
 
+Place = tuple[int, ...]
+Box = tuple[Place, Place]
+"""Offsets and sizes in a whole tensor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
@@ -29,7 +33,7 @@ class Sharding:
     whole tensor. view: the shape to which the whole is reshaped so that `dim` is the dimension that is cut: a
     fused matrix of queries, keys and values [3 A K, M] is cut as [3, A K, M] along 1, so that every part has
     heads of all three. index: this rank's part. For experts, a Sharding describes one expert's tensor,
-    without the dimension that counts experts.
+    without the dimension that counts experts; `StackedSharding` has it.
     """
 
     axes: Axes
@@ -61,9 +65,32 @@ class Sharding:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of a part: that of the whole, with as few of its dimensions changed as possible."""
-        if self.view == self.shape:
-            return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
-        return (self.shape[0] // self.count, *self.shape[1:])
+        dim = self.dim
+        if self.view != self.shape:
+            before, sizes = prod(self.view[:dim]), range(len(self.shape))
+            dim = next((at for at in sizes if prod(self.shape[: at + 1]) > before), 0)
+        return (*self.shape[:dim], self.shape[dim] // self.count, *self.shape[dim + 1 :])
+
+    @property
+    def offset(self) -> Place | None:
+        """Where this rank's part begins in the whole; None if it is no single box of it."""
+        if self.view != self.shape:
+            return None
+        before = self.index * self.part_shape[self.dim]
+        return tuple(before * (dim == self.dim) for dim in range(len(self.shape)))
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """Yield the boxes in the whole tensor of the numbers from `start` to `stop` of this rank's part."""
+        if (offset := self.offset) is not None:
+            for offsets, sizes in boxes_of(self.part_shape, start, stop):
+                yield tuple(map(sum, zip(offset, offsets, strict=True))), sizes
+            return
+        whole = prod(self.view[self.dim :])  # every index of the dimensions before has a piece of the part
+        piece = whole // self.count
+        for number in range(start // piece, -(-stop // piece)):
+            shift = number * (whole - piece) + self.index * piece
+            begin, end = max(start, number * piece), min(stop, (number + 1) * piece)
+            yield from boxes_of(self.shape, begin + shift, end + shift)
 
     @property
     def transposed(self) -> Sharding:
@@ -98,6 +125,89 @@ class Sharding:
         """Return this very object: a copy of a parameter is the same part."""
         del memo
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedSharding(Sharding):
+    """A part of a parameter of all experts, one after the other: of one rank's experts, a part of each.
+
+    The fields say how experts are dealt: `index` and `count` along dimension 0. each: which part of every
+    expert this rank has. Parts are in the order of the ranks with the same experts, and of these in turn.
+    """
+
+    each: Sharding
+
+    @staticmethod
+    def of(
+        each: Sharding, slots: int, num_experts: int, place: int = 0, axes: Axes | None = None
+    ) -> StackedSharding:
+        """Describe `slots` of these experts, at a place among the ranks that have the others.
+
+        axes: of these ranks and those with the other parts; None: of the latter.
+        """
+        shape = (num_experts, *each.shape)
+        return StackedSharding(
+            axes=axes or each.axes,
+            shape=shape,
+            view=shape,
+            dim=0,
+            index=place,
+            count=num_experts // slots,
+            each=each,
+        )
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return (self.shape[0] // self.count, *self.each.part_shape)
+
+    @property
+    def offset(self) -> Place | None:
+        offset = self.each.offset
+        return None if offset is None else (self.index * self.part_shape[0], *offset)
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        size, first = prod(self.each.part_shape), self.index * self.part_shape[0]
+        for expert in range(start // size, -(-stop // size)):
+            begin, end = max(start - expert * size, 0), min(stop - expert * size, size)
+            for offsets, sizes in self.each.boxes(begin, end):
+                yield (first + expert, *offsets), (1, *sizes)
+
+    def part(self, whole: Tensor) -> Tensor:
+        return self.part_of(whole, self.index * self.each.count + self.each.index)
+
+    def part_of(self, whole: Tensor, index: int) -> Tensor:
+        place, shard = divmod(index, self.each.count)
+        slots = self.part_shape[0]
+        experts = whole[place * slots : (place + 1) * slots]
+        return torch.stack([self.each.part_of(each, shard) for each in experts])
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        ranks = range(0, len(parts), self.each.count)
+        held = (zip(*parts[first : first + self.each.count], strict=True) for first in ranks)
+        return torch.stack([self.each.join(of_one) for experts in held for of_one in experts])
+
+
+def boxes_of(shape: Place, start: int, stop: int) -> Iterator[Box]:
+    """Yield the fewest boxes, in their order, that have the numbers from `start` to `stop` of a tensor."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # they begin and end in the same row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(shape, first - 1, row - (first * row - start), row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Place, row: int, start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in boxes_of(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
 
 
 @dataclass(frozen=True, eq=False)

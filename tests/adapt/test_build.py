@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import penstock
@@ -52,6 +55,63 @@ def test_attention_that_ranks_cannot_share_is_refused_by_family(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^tp_size = {tp_size}: .*{words}"):
         penstock.parallelize(small(family, **changes), tp_size=tp_size)
+
+
+def as_it_is(model: Any) -> None:
+    del model
+
+
+def with_a_scale(model: Any) -> None:
+    model.model.layers[1].mlp.experts.scale = torch.nn.Parameter(torch.ones(8))
+
+
+def with_a_softmax(model: Any) -> None:
+    """An activation to which a part of the width is not enough."""
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Softmax(-1)
+
+
+def with_a_norm(model: Any) -> None:
+    model.model.layers[1].mlp.experts.has_post_expert_norm = True
+
+
+@pytest.mark.parametrize(
+    ("family", "esp_size", "change", "words"),
+    [
+        ("dbrx", 2, as_it_is, "experts of a model of dbrx have several rows of a parameter each"),
+        ("mixtral", 5, as_it_is, r"must divide the width \(24\) of experts of a model of mixtral"),
+        ("mixtral", 2, with_a_scale, r"MixtralExperts has more than weights and biases \(scale\)"),
+        ("mixtral", 2, with_a_softmax, "MixtralExperts makes of a part of its width no part"),
+        ("mixtral", 2, with_a_norm, "MixtralExperts norms what each expert returns"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(
+    family: str, esp_size: int, change: Callable[[Any], None], words: str
+) -> None:
+    model = small(family)
+    change(model)
+    with pytest.raises(ConfigError, match=f"^esp_size = {esp_size}: {words}"):
+        penstock.parallelize(model, esp_size=esp_size)
+
+
+def adapt_experts(rank: int, world: int) -> list[str]:
+    """What is said where experts that ranks share get adapters, before the model is scheduled and after."""
+    lora = LoraConfig(r=2, target_parameters=["experts.down_proj"])
+    model = penstock.parallelize(small("mixtral"), esp_size=world, plan="flowmoe")
+    adapted, said = get_peft_model(model, lora), []
+    for run in (
+        lambda: penstock.parallelize(get_peft_model(small("mixtral"), lora), esp_size=world),
+        lambda: adapted(**Batch().inputs(rank, rank + 1)),
+    ):
+        with pytest.raises(ValueError) as caught:
+            run()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
+    for said in ranks(2).run(adapt_experts, 2):
+        assert all("esp_size" in each and "adapters" in each for each in said)
 
 
 def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
@@ -108,23 +168,30 @@ def test_what_ranks_that_share_attention_cannot_do_is_refused(ranks: Pools) -> N
 
 
 def refuse_late(rank: int, world: int) -> None:
-    """First by the plan, then by the last parameter that the runtime looks at."""
-    model, given = small("mixtral"), Batch().inputs(rank, rank + 1)
+    """First by the plan, then by the last parameter that the runtime looks at, in several layouts."""
+    changes: dict[str, Any] = DIVISIBLE
+    model, given = small("mixtral", **changes), Batch().inputs(rank, rank + 1)
     model.gradient_checkpointing_enable()
     model(**given).loss.backward()
     before, grads = {name: p.detach().clone() for name, p in model.named_parameters()}, grads_of(model)
     hooks = hooks_of(model)
-    joined = len(Sockets.now().targets)
+    names, joined = model.state_dict().keys(), len(Sockets.now().targets)
     head = model.lm_head.weight
-    for plan, weight, words in (
-        ("nonsense", head, "nonsense"),
-        ("flowmoe", torch.nn.Parameter(head.to("meta")), "lm_head.weight is on meta"),
+    layouts: list[dict[str, Any]] = [{}, {"esp_size": world}, {"tp_size": world}]
+    for layout, (plan, weight, words) in product(
+        layouts,
+        (
+            ("nonsense", head, "nonsense"),
+            ("flowmoe", torch.nn.Parameter(head.to("meta")), "lm_head.weight is on meta"),
+        ),
     ):
         model.lm_head.weight = weight
         with pytest.raises(ValueError, match=words):
-            penstock.parallelize(model, ep_size=world, plan=plan)
+            penstock.parallelize(model, plan=plan, **layout)
         model.lm_head.weight = head
         check_unchanged(model, before, grads)
+        assert model.state_dict().keys() == names
+        model.load_state_dict(model.state_dict())
         assert hooks_of(model) == hooks and len(Sockets.now().targets) == joined
     model(**given).loss.backward()
     model.zero_grad()

@@ -56,20 +56,20 @@ def updating(*, sharded: bool) -> Updating | None:
     return Updating(clips=False) if sharded else None
 
 
-def begin(rank: int, world: int, family: str, folder: str, tp_size: int, sharded: bool) -> list[float]:
+def begin(
+    rank: int, world: int, family: str, folder: str, layout: dict[str, Any], sharded: bool
+) -> list[float]:
+    tp_size = layout.get("tp_size", 1)
     sizes: dict[str, Any] = {} if tp_size == 1 else DIVISIBLE
     whole = small(family, initializer_range=0.1, **sizes)
-    model = penstock.parallelize(
-        whole, ep_size=world, tp_size=tp_size, plan="flowmoe", updating=updating(sharded=sharded)
-    )
+    model = penstock.parallelize(whole, plan="flowmoe", updating=updating(sharded=sharded), **layout)
     place, groups = rank // tp_size, world // tp_size
     return losses_of(model, optimizer_of(model, sharded=sharded), place, groups, range(STEPS), folder)
 
 
-def go_on(rank: int, world: int, folder: str, tp_size: int, sharded: bool) -> list[float]:
-    model = penstock.load_pretrained(
-        folder, ep_size=world, tp_size=tp_size, plan="flowmoe", updating=updating(sharded=sharded)
-    )
+def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: bool) -> list[float]:
+    tp_size = layout.get("tp_size", 1)
+    model = penstock.load_pretrained(folder, plan="flowmoe", updating=updating(sharded=sharded), **layout)
     optimizer = optimizer_of(model, sharded=sharded)
     for group in optimizer.param_groups:
         group["lr"] = 1.0  # what was saved counts
@@ -79,17 +79,19 @@ def go_on(rank: int, world: int, folder: str, tp_size: int, sharded: bool) -> li
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp_size", "sharded"),
+    ("family", "layout", "sharded"),
     [
-        ("mixtral", 1, False),
-        ("mixtral", 1, True),
-        ("gpt_oss", 2, False),
-        ("gpt_oss", 2, True),
-        pytest.param("dbrx", 1, False, marks=pytest.mark.soak),
+        ("mixtral", {}, False),
+        ("mixtral", {}, True),
+        ("mixtral", {"esp_size": 2}, True),
+        ("gpt_oss", {"tp_size": 2}, False),
+        ("gpt_oss", {"tp_size": 2}, True),
+        ("gpt_oss", {"esp_size": 2}, False),
+        pytest.param("dbrx", {}, False, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_goes_on_from_its_checkpoint(
-    ranks: Pools, tmp_path: Path, family: str, tp_size: int, sharded: bool
+    ranks: Pools, tmp_path: Path, family: str, layout: dict[str, Any], sharded: bool
 ) -> None:
     """On other ranks, with the optimiser that has saved, and from a sharded one with a plain one and back."""
     folder = tmp_path / "saved"
@@ -99,14 +101,14 @@ def test_a_run_goes_on_from_its_checkpoint(
     (killed / "tokenizer.json").touch()
     (folder / "notes").touch()
     (folder / "model-00001-of-00009.safetensors").touch()
-    began = ranks(2).run(begin, 2, family, str(folder), tp_size, sharded)
+    began = ranks(2).run(begin, 2, family, str(folder), layout, sharded)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert (folder / "tokenizer.json").exists() and (folder / "notes").exists()
     assert not (folder / "model-00001-of-00009.safetensors").exists()
-    for sharing, shares in {(1, sharded), (tp_size, not sharded)}:
-        for found in ranks(2).run(go_on, 2, str(folder), sharing, shares):
+    for other, shares in (({}, sharded), (layout, not sharded)):
+        for found in ranks(2).run(go_on, 2, str(folder), other, shares):
             assert found == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
-    assert go_on(0, 1, str(folder), 1, False) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
+    assert go_on(0, 1, str(folder), {}, False) == pytest.approx(began[0][SAVED_AT:], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -53,11 +53,11 @@ def test_experts_that_layers_share_are_saved_as_transformers_does(ranks: Pools, 
     assert all(tensor.equal(wanted[name]) for name, tensor in found.items())
 
 
-def counted(rank: int, world: int) -> list[int]:
-    """Parameters of a spread model by its own count: all, trained ones, and all but embeddings."""
+def counted(rank: int) -> list[list[int]]:
+    """Parameters of spread models by their own count: all, trained ones, and all but embeddings."""
     del rank
-    model = penstock.parallelize(frozen_in_part(), ep_size=world, plan="flowmoe")
-    return counts_of(model)
+    layouts: list[dict[str, Any]] = [{"ep_size": 2}, {"esp_size": 2}]
+    return [counts_of(penstock.parallelize(frozen_in_part(), plan="flowmoe", **each)) for each in layouts]
 
 
 def counts_of(model: Any) -> list[int]:
@@ -73,7 +73,7 @@ def frozen_in_part() -> Any:
 
 
 def test_parameters_are_counted_as_those_of_the_whole_model(ranks: Pools) -> None:
-    assert ranks(2).run(counted, 2) == [counts_of(frozen_in_part())] * 2
+    assert ranks(2).run(counted) == [[counts_of(frozen_in_part())] * 2] * 2
 
 
 def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:

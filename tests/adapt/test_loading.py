@@ -26,49 +26,53 @@ FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
 """Families that store experts in ways of their own; of the last one a step is run, too."""
 
 
-def shares_read(rank: int, world: int, folder: str, families: list[str], tp_size: int) -> list[str]:
+def shares_read(rank: int, world: int, folder: str, families: list[str], layout: dict[str, Any]) -> list[str]:
     """The tensors that are not this rank's share of those in the folder, bit by bit; of one a step, too."""
     wrong: list[str] = []
+    place = 0 if "esp_size" in layout else rank
     for family in families:
-        whole = small(family, **sizes_of(tp_size))
-        model = penstock.load_pretrained(f"{folder}/{family}", ep_size=world, tp_size=tp_size, plan="flowmoe")
+        whole = small(family, **sizes_of(layout))
+        model = penstock.load_pretrained(f"{folder}/{family}", plan="flowmoe", **layout)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         given = dict(whole.state_dict())
         held = without_marks(model.state_dict())
         for name, mine in held.items():
-            if not torch.equal(part_of(parameters.get(name, mine), given[name], rank), mine):
+            if not torch.equal(part_of(parameters.get(name, mine), given[name], place), mine):
                 wrong.append(f"{family}: {name}")
         assert given.keys() == held.keys()
         assert type(model).__name__ == type(whole).__name__ and model.generation_config is not None
     batch = Batch(samples=world).inputs()
     whole(**batch).loss.backward()
-    mine = slice(rank, rank + 1) if tp_size == 1 else slice(None)
+    mine = slice(None) if "tp_size" in layout else slice(rank, rank + 1)
     model(**{name: each[mine] for name, each in batch.items()}).loss.backward()
     expected = grads_of(whole)
     return wrong + [
         name
         for name, grad in grads_of(model).items()
-        if distance(grad, part_of(parameters[name], expected[name], rank)) > 1e-5
+        if distance(grad, part_of(parameters[name], expected[name], place)) > 1e-5
     ]
 
 
-def sizes_of(tp_size: int) -> dict[str, Any]:
-    return {} if tp_size == 1 else DIVISIBLE
+def sizes_of(layout: dict[str, Any]) -> dict[str, Any]:
+    return DIVISIBLE if "tp_size" in layout else {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("families", "tp_size"),
+    ("families", "layout"),
     [
-        (FORMS, 1),
-        (["gpt_oss", "deepseek_v3", "mixtral"], 2),
-        pytest.param(sorted(FAMILIES), 1, marks=pytest.mark.soak),
+        (FORMS, {}),
+        (["gpt_oss", "deepseek_v3", "mixtral"], {"tp_size": 2}),
+        (["gpt_oss", "granitemoe", "llama4_text", "mixtral"], {"esp_size": 2}),
+        pytest.param(sorted(FAMILIES), {}, marks=pytest.mark.soak),
     ],
 )
-def test_every_rank_reads_its_share(ranks: Pools, tmp_path: Path, families: list[str], tp_size: int) -> None:
+def test_every_rank_reads_its_share(
+    ranks: Pools, tmp_path: Path, families: list[str], layout: dict[str, Any]
+) -> None:
     for family in families:
-        small(family, **sizes_of(tp_size)).save_pretrained(tmp_path / family, max_shard_size="40KB")
-    for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families, tp_size):
+        small(family, **sizes_of(layout)).save_pretrained(tmp_path / family, max_shard_size="40KB")
+    for wrong in ranks(2).run(shares_read, 2, str(tmp_path), families, layout):
         assert not wrong
 
 

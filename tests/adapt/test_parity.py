@@ -76,14 +76,16 @@ def agreement(
     ranks_per_node: int | None = None,
     sharded: bool = False,
     ep_size: int | None = None,
+    esp_size: int = 1,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
     on this rank.
 
     again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
     that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
-    None = all ranks.
+    None = all ranks. esp_size: ranks that share every expert.
     """
+    ep_size = ep_size or world // esp_size
     batch = Batch(padded=True)
     everything = batch.inputs()
     groups, place = world // tp_size, rank // tp_size
@@ -98,8 +100,9 @@ def agreement(
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
         penstock.parallelize(
             model,
-            ep_size=ep_size or world,
+            ep_size=ep_size,
             tp_size=tp_size,
+            esp_size=esp_size,
             plan=plan,
             ranks_per_node=ranks_per_node,
             bound_factor=bound_factor,
@@ -123,7 +126,7 @@ def agreement(
         for name in ("loss", "aux_loss") if options else ("loss",):
             found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
         for name, p in trained.items() if not sharded else ():
-            found[name] = distance(grads[name], part_of(p, all_grads[name], rank % (ep_size or world)))
+            found[name] = distance(grads[name], part_of(p, all_grads[name], rank // esp_size % ep_size))
         norm = penstock.clip_grad_norm_(model, 0.5) if optimizer is None else stepped(optimizer)
         found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
         for each in (wanted, model) if optimizer is None else (wanted,):
@@ -131,7 +134,7 @@ def agreement(
         whole = dict(wanted.named_parameters())
         found |= {
             f"{name} after AdamW": distance(
-                p.detach(), part_of(p, whole[name].detach(), rank % (ep_size or world))
+                p.detach(), part_of(p, whole[name].detach(), rank // esp_size % ep_size)
             )
             for name, p in trained.items()
         }
@@ -278,22 +281,42 @@ def test_a_sharded_optimizer_updates_families(ranks: Pools, families: list[str],
         assert max(found.values()) < LIMITS[torch.float64], found
 
 
-def layout_agreements(rank: int, world: int) -> dict[str, float]:
-    """The largest distance for layouts in which experts have replicas."""
-    layouts = (("qwen3_moe", 2, False), ("gpt_oss", 2, True), ("deepseek_v3", 4, False), ("olmoe", 1, True))
+def layout_agreements(rank: int, world: int, layouts: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
+    """The largest distance for every family and layout."""
     return {
-        family: max(
-            agreement(
-                rank, world, family, "penstock", torch.float64, tp_size=tp_size, ep_size=2, sharded=sharded
-            ).values()
+        f"{family} {layout}": max(
+            agreement(rank, world, family, "penstock", torch.float64, **layout).values()
         )
-        for family, tp_size, sharded in layouts
+        for family, layout in layouts
     }
 
 
+REPLICAS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+    ("gpt_oss", {"tp_size": 2, "ep_size": 2, "sharded": True}),
+    ("deepseek_v3", {"tp_size": 4, "ep_size": 2}),
+    ("olmoe", {"ep_size": 2, "sharded": True}),
+]
+"""Layouts in which experts have replicas."""
+
+NARROW: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"esp_size": 4}),
+    ("gpt_oss", {"esp_size": 2, "sharded": True}),
+    ("deepseek_v3", {"esp_size": 2, "tp_size": 2, "again": True}),
+    ("llama4_text", {"esp_size": 2, "ep_size": 1}),
+    ("olmoe", {"esp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
+]
+"""Layouts in which ranks share every expert."""
+
+ALL_NARROW = [(name, {"esp_size": 2}) for name, family in sorted(FAMILIES.items()) if family.form.narrows]
+
+
 @pytest.mark.slow
-def test_replicas_of_experts_beside_shared_attention(ranks: Pools) -> None:
-    for found in ranks(4).run(layout_agreements, 4, timeout_s=300):
+@pytest.mark.parametrize("layouts", [REPLICAS, NARROW, pytest.param(ALL_NARROW, marks=pytest.mark.soak)])
+def test_replicas_and_shards_of_experts_beside_shared_attention(
+    ranks: Pools, layouts: list[tuple[str, dict[str, Any]]]
+) -> None:
+    for found in ranks(4).run(layout_agreements, 4, layouts, timeout_s=300):
         assert max(found.values()) < LIMITS[torch.float64], found
 
 

@@ -53,6 +53,7 @@ class Case:
     ranks: int = 1
     tp_size: int = 1
     ep_size: int | None = None
+    esp_size: int = 1
     schedule: str = "penstock"
     sharded: bool = False
     experts: str = "none"
@@ -63,7 +64,7 @@ class Case:
     def __str__(self) -> str:
         extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
         extra += f"{' documents' * self.documents}{' moves' * self.moves}"
-        return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size}{extra}"
+        return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size} esp{self.esp_size}{extra}"
 
     def config(self, folder: Path) -> RunConfig:
         """The run that begins with the model in a folder."""
@@ -80,7 +81,8 @@ class Case:
             parallel=ParallelConfig(
                 ep_size=self.ep_size,
                 mp_size=self.tp_size,
-                ranks_per_node=max(self.tp_size, self.ranks // 2),
+                esp_size=self.esp_size,
+                ranks_per_node=max(self.tp_size, self.esp_size, self.ranks // 2),
             ),
             data=DataConfig(batch_per_device=SAMPLES // groups, separate_documents=self.documents),
             optimizer=replace(ADAMW, sharded=self.sharded),
@@ -244,6 +246,12 @@ CASES = [
     (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
     (Case("jamba", 4, moves=True, schedule="flowmoe"), Case("jamba", 2, moves=True, sharded=True)),
     (Case("qwen2_moe", 2, moves=True, experts="planned"), Case("qwen2_moe", 4, tp_size=2, moves=True)),
+    (Case("mixtral", 4, esp_size=2, schedule="fsmoe"), Case("mixtral", 4, esp_size=4, sharded=True)),
+    (Case("gpt_oss", 4, esp_size=2, tp_size=2, sharded=True), Case("gpt_oss", 1)),
+    (Case("llama4_text", 2), Case("llama4_text", 4, esp_size=2, schedule="flowmoe")),
+    (Case("granitemoe", 2, esp_size=2), Case("granitemoe", 4, ep_size=1, esp_size=2)),
+    (Case("olmoe", 4, esp_size=2, experts="planned"), Case("olmoe", 2, esp_size=2, sharded=True)),
+    (Case("qwen2_moe", 4, esp_size=2, moves=True, schedule="fsmoe"), Case("qwen2_moe", 2)),
 ]
 """A run, and the layout on which it is continued after two steps."""
 
@@ -290,12 +298,16 @@ def planned_and_found(rank: int, cases: list[tuple[Case, Path]]) -> list[tuple[G
 def test_plans_reckon_with_the_gradients_that_ranks_find(
     ranks: Pools, tmp_path: Path, families: list[str]
 ) -> None:
-    """With attention shared and not, and replicas of experts."""
+    """With attention shared and not, with replicas of experts and shards of them."""
     cases = [
-        (Case(family, 4, tp_size=tp_size, ep_size=2), folder_of(family, tmp_path / family, **DIVISIBLE))
+        (
+            Case(family, 4, tp_size=tp_size, ep_size=2, esp_size=esp_size),
+            folder_of(family, tmp_path / family, **DIVISIBLE),
+        )
         for family in families
-        for tp_size in (1, 2)
+        for tp_size, esp_size in ((1, 1), (2, 1), (1, 2))
         if tp_size == 1 or FAMILIES[family].attention is not None
+        if esp_size == 1 or FAMILIES[family].form.narrows
     ]
     for pairs in ranks(4).run(planned_and_found, cases):
         assert len(pairs) == len(cases) and all(planned == found for planned, found in pairs)

@@ -91,7 +91,6 @@ def test_a_configuration_alone_begins_with_the_same_weights_on_any_layout(
 @pytest.mark.parametrize(
     ("setting", "key"),
     [
-        ("parallel.esp_size=2", "parallel.esp_size"),
         ("moe.gate=sigmoid", "moe.gate"),
         ("moe.num_experts=16", "moe.num_experts"),
         ("model.hidden_size=64", "model.hidden_size"),
@@ -112,6 +111,7 @@ def test_what_the_family_does_not_have_is_refused(
     ("family", "setting", "key"),
     [
         ("dbrx", "parallel.mp_size=2", "parallel.mp_size"),
+        ("dbrx", "parallel.esp_size=2", "parallel.esp_size"),
         ("gpt_oss", "data.separate_documents=true", "data.separate_documents"),
         ("dbrx", "placement.experts=shadowing", "placement.experts"),
         ("deepseek_v3", "moe.aux_loss_coeff=0.5", "moe.aux_loss_coeff"),

@@ -19,9 +19,9 @@ from penstock.sharding import sharding_of
 from tests.support.adapted import (
     DIVISIBLE,
     Batch,
+    cut,
     distance,
     grads_of,
-    share_of,
     small,
     with_adapters,
     without_labels,
@@ -30,6 +30,7 @@ from tests.support.ranks import Pools
 
 FEW = ("mixtral", "deepseek_v3", "gpt_oss")
 ALL = sorted(FAMILIES)
+NARROW = [name for name in ALL if FAMILIES[name].form.narrows]
 MOST = [family if family in FEW else pytest.param(family, marks=pytest.mark.soak) for family in ALL]
 STEPS, BATCHES = 20, 4
 
@@ -65,8 +66,11 @@ def test_twenty_steps_follow_transformers(family: str) -> None:
     assert sum(expected[-BATCHES:]) < sum(expected[:BATCHES])
 
 
-def fine_tune(rank: int, world: int, folder: str, families: Sequence[str], tp_size: int) -> dict[str, Any]:
-    """Train, save and generate on this rank."""
+def fine_tune(
+    rank: int, world: int, folder: str, families: Sequence[str], layout: dict[str, Any]
+) -> dict[str, Any]:
+    """Train, save and generate on this rank. layout: sizes of `parallelize`."""
+    tp_size = layout.get("tp_size", 1)
     batch, groups, place = Batch(samples=4), world // tp_size, rank // tp_size
     each = 4 // groups
     mine = batch.inputs(place * each, (place + 1) * each)
@@ -76,7 +80,7 @@ def fine_tune(rank: int, world: int, folder: str, families: Sequence[str], tp_si
         model = small(family, initializer_range=0.1, tie_word_embeddings=family == "mixtral", **changes)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.0.self_attn" not in name)  # frozen
-        penstock.parallelize(model, ep_size=2, tp_size=tp_size, plan="flowmoe")
+        penstock.parallelize(model, plan="flowmoe", **layout)
         count = model.num_parameters()
         assert train(model, [mine] * 3, penstock.clip_grad_norm_)[2] > 0
         model.save_pretrained(f"{folder}/{family}")
@@ -89,19 +93,24 @@ def fine_tune(rank: int, world: int, folder: str, families: Sequence[str], tp_si
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "families", "tp_size"),
+    ("world", "families", "layout"),
     [
-        (2, FEW, 1),
-        (2, FEW, 2),
-        pytest.param(2, ALL, 1, marks=pytest.mark.soak),
-        pytest.param(4, FEW, 1, marks=pytest.mark.soak),
-        pytest.param(4, FEW, 2, marks=pytest.mark.soak),
+        (2, FEW, {"ep_size": 2}),
+        (2, FEW, {"ep_size": 2, "tp_size": 2}),
+        (2, FEW, {"esp_size": 2}),
+        (4, ("mixtral", "gpt_oss"), {"ep_size": 2, "esp_size": 2, "tp_size": 2}),
+        pytest.param(2, ALL, {"ep_size": 2}, marks=pytest.mark.soak),
+        pytest.param(2, NARROW, {"esp_size": 2}, marks=pytest.mark.soak),
+        pytest.param(4, FEW, {"ep_size": 2}, marks=pytest.mark.soak),
+        pytest.param(4, FEW, {"ep_size": 2, "tp_size": 2}, marks=pytest.mark.soak),
+        pytest.param(4, FEW, {"ep_size": 1, "esp_size": 2}, marks=pytest.mark.soak),
     ],
 )
 def test_what_ranks_save_together_transformers_reads(
-    ranks: Pools, tmp_path: Path, world: int, families: Sequence[str], tp_size: int
+    ranks: Pools, tmp_path: Path, world: int, families: Sequence[str], layout: dict[str, Any]
 ) -> None:
-    results = ranks(world).run(fine_tune, world, str(tmp_path), families, tp_size, timeout_s=300)
+    results = ranks(world).run(fine_tune, world, str(tmp_path), families, layout, timeout_s=300)
+    experts = layout.get("ep_size", world // layout.get("esp_size", 1))
     for family in families:
         kind = type(small(family))
         read, told = kind.from_pretrained(tmp_path / family, output_loading_info=True)
@@ -112,8 +121,8 @@ def test_what_ranks_save_together_transformers_reads(
             assert held.keys() == whole.keys() and count == read.num_parameters()
             for name, (mine, sharding) in held.items():
                 theirs = whole[name]
-                part = share_of(theirs, mine, rank % 2) if sharding is None else sharding.part(theirs)
-                assert torch.equal(part, mine), name
+                place = rank // layout.get("esp_size", 1) % experts
+                assert torch.equal(cut(mine, sharding, theirs, place), mine), name
             length = tokens.shape[1] - prompt.shape[1]
             assert read.eval().generate(prompt, max_new_tokens=length, do_sample=False).equal(tokens)
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.checkpoint.storage import Dealing, Part, State, boxes_of
-from penstock.sharding import Sharding
+from penstock.checkpoint.storage import Dealing, Part, State
+from penstock.sharding import Sharding, StackedSharding, boxes_of
 from penstock.topology import Control
 from tests.support.ranks import Pools
 
@@ -40,18 +40,28 @@ SHARDINGS: list[dict[str, Any]] = [
     {"dim": 1, "shape": (3, 8)},
     {"dim": 1, "shape": (12, 5), "view": (3, 4, 5)},
     {"dim": 1, "shape": (12,), "view": (3, 4)},
+    {"dim": 2, "shape": (3, 12), "view": (3, 3, 4)},
 ]
 
 
+def cuts_of(sharding: dict[str, Any], stacked: bool) -> list[Sharding]:
+    """The parts of four ranks; stacked: and those of four others, which have other experts."""
+    cuts = [Sharding.along(axes=("mp",), index=index, count=4, **sharding) for index in range(4)]
+    return [StackedSharding.of(cut, 3, 6, place) for place in range(2) for cut in cuts] if stacked else cuts
+
+
 @pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("owners", [1, 3])
-def test_parts_of_all_ranks_fill_the_whole(sharding: dict[str, Any], owners: int) -> None:
+def test_parts_of_all_ranks_fill_the_whole(sharding: dict[str, Any], stacked: bool, owners: int) -> None:
     """Ranks that share a tensor, and others that each own a run of every part, written through the boxes."""
-    shape = sharding["shape"]
+    cuts = cuts_of(sharding, stacked)
+    shape = cuts[0].shape
     wanted, filled = torch.arange(prod(shape)).view(shape), torch.full(shape, -1)
-    for index in range(4):
-        cut = Sharding.along(axes=("mp",), index=index, count=4, **sharding)
+    assert torch.equal(cuts[0].join([cut.part(wanted) for cut in cuts]), wanted)
+    for cut in cuts:
         local = cut.part(wanted).clone()
+        assert tuple(local.shape) == cut.part_shape
         ends = [len(local.view(-1)) * place // owners for place in range(owners + 1)]
         for begin, end in pairwise(ends):
             run = local.view(-1)[begin:end]

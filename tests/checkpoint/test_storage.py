@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from penstock.checkpoint.folder import DamagedError, digest_of
-from penstock.checkpoint.storage import CODES, Outgoing, Part, Place, Stored, _overlap, misfits, write_shard
+from penstock.checkpoint.storage import CODES, Outgoing, Part, Stored, _overlap, misfits, write_shard
+from penstock.sharding import Place
 
 
 def outgoing(tensors: Mapping[str, Tensor], offsets: Place | None = None) -> list[Outgoing]:

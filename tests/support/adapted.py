@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from penstock.sharding import sharding_of
+from penstock.mesh import Group
+from penstock.sharding import Sharding, StackedSharding, sharding_of
 
 COMMON: dict[str, Any] = {
     "vocab_size": 61,
@@ -271,8 +272,17 @@ def share_of(whole: Tensor, mine: Tensor, rank: int) -> Tensor:
 
 def part_of(parameter: Tensor, whole: Tensor, rank: int) -> Tensor:
     """What a rank has of the gradient of a parameter, of which it may have its heads or its experts."""
-    sharding = sharding_of(parameter)
-    return share_of(whole, parameter, rank) if sharding is None else sharding.part(whole)
+    return cut(parameter, sharding_of(parameter), whole, rank)
+
+
+def cut(mine: Tensor, sharding: Sharding | None, whole: Tensor, rank: int) -> Tensor:
+    """What a rank has of a tensor: its experts, the part that a sharding says, or both. rank: among those
+    that have different experts."""
+    if sharding is None:
+        return share_of(whole, mine, rank)
+    if sharding.axes == Group.SHARDS:
+        sharding = StackedSharding.of(sharding, len(mine), len(whole), rank)
+    return sharding.part(whole)
 
 
 def without_labels(given: Mapping[str, Tensor]) -> dict[str, Tensor]:

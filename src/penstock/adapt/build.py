@@ -19,12 +19,12 @@ from penstock.adapt.passes import Passes
 from penstock.adapt.planning import choice_of, moving_of, planner_of
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together, schedule
 from penstock.adapt.shared import SharedCutLayer, SharedDenseLayer
-from penstock.adapt.spread import JoinAdapters, Spread, TakeAdapters
-from penstock.adapt.tensor import TensorShares, check_can_share
+from penstock.adapt.spread import JoinAdapters, NarrowSpread, Spread, TakeAdapters
+from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
 from penstock.dispatch import find_dispatch
 from penstock.families.adapters import core_of
-from penstock.families.experts import ModelExperts, Shares
+from penstock.families.experts import ModelExperts
 from penstock.families.family import Family
 from penstock.families.known import family_of
 from penstock.families.look import Found, look
@@ -33,6 +33,7 @@ from penstock.mesh import Group
 from penstock.models.decoder import TensorShard
 from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_order
+from penstock.moe.experts.base import ExpertShard
 from penstock.moe.orders.sort import SortOrder
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
@@ -58,6 +59,7 @@ def parallelize(
     ep_size: int | None = None,
     plan: str | Decision = "auto",
     tp_size: int = 1,
+    esp_size: int = 1,
     ep_plan: EpPlan | None = None,
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
@@ -76,8 +78,9 @@ def parallelize(
     ranks, and its `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and
     refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
-    all. tp_size: how many ranks share attention, dense layers and vocabulary, and are given the same samples;
-    of some families (docs/features.md). plan: "auto" measures the cluster at the first step and searches;
+    all, after `esp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
+    the same samples; of some families (docs/features.md). esp_size: how many ranks share every expert, each a
+    part of its width. plan: "auto" measures the cluster at the first step and searches;
     else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
     None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
     ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`
@@ -85,37 +88,24 @@ def parallelize(
     torchrun or Slurm has started are joined, unless they are joined already. Raises ValueError for a model
     that cannot be scheduled, ConfigError for sizes and plans that do not fit; the model is then unchanged.
     """
-    if is_wrapped_by_peft(model):
-        parallelize(
-            model.get_base_model(),
-            ep_size=ep_size,
-            plan=plan,
-            tp_size=tp_size,
-            ep_plan=ep_plan,
-            ranks_per_node=ranks_per_node,
-            timeout_s=timeout_s,
-            transport=transport,
-            bound_factor=bound_factor,
-            updating=updating,
-            gradient_reduction=gradient_reduction,
-        )
-        return saved_together(model).train()
-    if "_penstock" in model.__dict__:
+    inner = model.get_base_model() if is_wrapped_by_peft(model) else model
+    if "_penstock" in inner.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
-    found = replace(_found(model, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
+    found = replace(_found(inner, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
     if tp_size > 1:
         check_can_share(found, tp_size)
+    check_can_narrow(found, esp_size)
     parallel = ParallelConfig(
         ep_size=ep_size,
         mp_size=tp_size,
+        esp_size=esp_size,
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
         transport=transport,
     )
-    with machinery_for(parallel, found.num_experts, next(model.parameters()).device) as machinery:
+    with machinery_for(parallel, found.num_experts, next(inner.parameters()).device) as machinery:
         layout = machinery.layout
-        held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-        shares = Shares(found.experts, held, found.num_experts)
+        shares = found.shares(layout)
         tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
         undone = (shares,) if tensor is None else (shares, tensor)
         try:
@@ -126,7 +116,9 @@ def parallelize(
             raise
     for each in undone:
         each.settle()
-    engine_of(model).averages_own = gradient_reduction == "mean"
+    engine_of(inner).averages_own = gradient_reduction == "mean"
+    if inner is not model:
+        saved_together(model)
     return model.train()  # from_pretrained leaves it in evaluation mode, which runs no step
 
 
@@ -220,8 +212,8 @@ def _engine(
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
-        if layout.ep_size > 1:
-            machinery.transports.open([(Lane.INTER, Group.EXPERT)])
+        if layout.ep_size * layout.esp_size > 1:
+            machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:
             tensor.ranks.open(machinery)
     stack.mark_experts()
@@ -230,9 +222,11 @@ def _engine(
     for layer, cut in pieces.cuts.items():
         moe = decoder.parts[layer].moe
         assert moe is not None, "it is cut where it has experts"
-        if layout.ep_size > 1:
+        if layout.ep_size * layout.esp_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
-            cut.spread = Spread(machinery, _plain(moe), passes, width)
+            spread = Spread if layout.esp_size == 1 else NarrowSpread
+            cut.spread = spread(machinery, _plain(moe), passes, width)
+        if layout.ep_size > 1:
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
     return Engine(stack, decoder, planner, passes)
@@ -258,7 +252,7 @@ def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iter
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
         layers = _layers(found, cuts, calls, layout, tensor)
         for each in cuts.values():
-            each.ranks, each.holds_share = layout.world_size, layout.ep_size > 1
+            each.ranks, each.holds_share = layout.world_size, layout.ep_size * layout.esp_size > 1
         yield Pieces(
             Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
         )
@@ -273,7 +267,9 @@ def mark_shares(pieces: Pieces, layout: Layout) -> None:
         moe = pieces.decoder.parts[layer].moe
         assert moe is not None, "it is cut where it has experts"
         if layout.ep_size > 1:
-            mark_share(core_of(cut.experts), moe.placement.in_words(layout.ep_rank))
+            core = core_of(cut.experts)
+            parts = {each.in_words for each in getattr(core, "shardings", {}).values()}
+            mark_share(core, "; ".join([moe.placement.in_words(layout.ep_rank), *sorted(parts)]))
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:
@@ -311,7 +307,8 @@ def _layers(
                 else SharedDenseLayer(layer, number, calls, found.family, shared)
             )
             continue
-        cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form)
+        shard = ExpertShard(layout.esp_rank, layout.esp_size)
+        cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),
             order=build_order(config, ep_size, ep_rank=ep_rank, node_size=node_size),

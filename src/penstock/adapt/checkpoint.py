@@ -29,6 +29,7 @@ from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, St
 from penstock.config import UNSET, ConfigError, read_json
 from penstock.families.adapters import ExpertAxis, InTurn
 from penstock.families.described import FORMER, FORMER_CHECKPOINT, refuse_cut_off
+from penstock.families.experts import sharding_of_experts
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
@@ -241,11 +242,11 @@ class _States:
         axis, layout = self.axes.get(name), self.engine.layout
         if axis is None:
             return [(f"{name}{suffix}", tensor, self.shardings.get(name))]
-        dim = 0
+        sharding = sharding_of_experts(tensor.shape, self.shardings.get(name), layout)
         if isinstance(axis, InTurn):
-            tensor, dim = tensor.unflatten(1, (axis.rank, -1)), 2
-        shape = [size * (layout.ep_size if at == dim else 1) for at, size in enumerate(tensor.shape)]
-        sharding = Sharding.along(dim, shape, (), layout.ep_rank, layout.ep_size)
+            tensor = tensor.unflatten(1, (axis.rank, -1))
+            shape = (*tensor.shape[:2], tensor.shape[2] * layout.ep_size)
+            sharding = Sharding.along(2, shape, (), layout.ep_rank, layout.ep_size)
         return [(f"{name}{suffix}", tensor, sharding)]
 
     def _part(self, parameter: nn.Parameter, key: str, tensor: Tensor) -> State:

@@ -141,6 +141,11 @@ class Cut:
         experts, router = self.family.experts_of(self.block), self.family.router_of(self.block)
         if experts is not self.experts and core_of(experts) is core_of(self.experts):
             check_adapters(experts, type(self.block).__name__)
+            if self.rows is not None and self.rows.shard.size > 1:
+                raise ValueError(
+                    f"{type(self.block).__name__}: ranks share every expert (esp_size = "
+                    f"{self.rows.shard.size}), and adapters are those of whole ones: use esp_size = 1"
+                )
             settle(experts)
             self.experts.__dict__.pop("forward", None)
             self.experts, experts.forward = experts, self._meet

@@ -15,9 +15,9 @@ from penstock.adapt.decoder import CutLayer
 from penstock.adapt.engine import Engine
 from penstock.families.adapters import ExpertAxis, axes_of, core_of
 from penstock.families.described import quiet
-from penstock.mesh import Group
+from penstock.families.experts import sharding_of_experts
 from penstock.partial_state import check_marks, without_marks
-from penstock.sharding import sharding_of
+from penstock.sharding import Sharding, sharding_of
 from penstock.words import some_of
 
 
@@ -33,31 +33,29 @@ def whole_state(
     layout, control = machinery.layout, machinery.control
     own = model.state_dict()  # all ranks join the state of adapters in it
     state = without_marks(own if given is None else given)
-    members = layout.mesh.members(0, Group.EXPERT)
-    if layout.ep_size > 1 and layout.rank in members:
-        whole: dict[int, Tensor] = {}
-        for name, parameter in expert_names(model, engine).items():
-            if id(parameter) not in whole:  # layers may share it, and are saved so
-                parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
-                whole[id(parameter)] = torch.cat(parts) if parts else state[name]
-            state[name] = whole[id(parameter)]
-    _join_shared(model, engine, state)
+    named, whole = dict(model.named_parameters(remove_duplicate=False)), dict[int, Tensor]()
+    for name, sharding in shardings_of_state(model, engine).items():
+        members, key = layout.mesh.members(0, sharding.axes), id(named[name])
+        if layout.rank not in members:
+            continue
+        if key not in whole:  # embeddings may be tied, and layers share experts
+            parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
+            whole[key] = sharding.join(parts) if parts else state[name]
+        state[name] = whole[key]
     return state if control.rank == 0 else None
 
 
-def _join_shared(model: nn.Module, engine: Engine, state: dict[str, Tensor]) -> None:
-    """Join at rank 0 the parameters of which ranks that share attention have each a part."""
-    layout, control = engine.layout, engine.stack.machinery.control
-    members = layout.mesh.members(0, Group.TENSOR)
-    whole: dict[int, Tensor] = {}
+def shardings_of_state(model: nn.Module, engine: Engine) -> dict[str, Sharding]:
+    """Return which part this rank has of parameters that ranks share, by all of their names."""
+    experts = expert_names(model, engine)
+    found: dict[str, Sharding] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sharding = sharding_of(parameter)
-        if sharding is None or sharding.axes != Group.TENSOR or layout.rank not in members:
-            continue
-        if id(parameter) not in whole:  # embeddings may be tied
-            parts = control.collect(state[name].detach().cpu(), members, 0, f"saving {name}")
-            whole[id(parameter)] = sharding.join(parts) if parts else state[name]
-        state[name] = whole[id(parameter)]
+        if name in experts:
+            sharding = sharding_of_experts(parameter.shape, sharding, engine.layout)
+        if sharding is not None:
+            found[name] = sharding
+    return found
 
 
 def expert_names(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:

@@ -9,6 +9,7 @@ from penstock.adapt.planning import UNKNOWN
 from penstock.families.family import Family
 
 YES, NO = "yes", "no"
+SEVERAL_ROWS = "parameters have several rows for each expert"
 Serves = Callable[[Family], str | None]
 """Maps a family to the reason why a feature does not serve it; None: it does."""
 
@@ -21,8 +22,12 @@ def _tensor(family: Family) -> str | None:
     return family.uncut if family.attention is None else None
 
 
+def _narrows(family: Family) -> str | None:
+    return None if family.form.narrows else SEVERAL_ROWS
+
+
 def _moves(family: Family) -> str | None:
-    return None if family.form.moves else "parameters have several rows for each expert"
+    return None if family.form.moves else SEVERAL_ROWS
 
 
 def _separates(family: Family) -> str | None:
@@ -32,6 +37,7 @@ def _separates(family: Family) -> str | None:
 FEATURES: Mapping[str, Serves] = {
     "experts spread over ranks (`ep_size`)": _always,
     "attention shared by ranks (`tp_size`)": _tensor,
+    "every expert shared by ranks (`esp_size`)": _narrows,
     'every schedule, `plan="auto"`': _always,
     "every dispatch, compressed rows": _always,
     "experts that move (`plan.experts`)": _moves,
@@ -54,7 +60,6 @@ def table(families: Mapping[str, Family]) -> str:
         rows.append(_row((f"`{name}`", *cells)))
     numbered = (f"{number}. {why}" for why, number in reasons.items())
     nobody = [f"- `plan.{name}` of `parallelize` other than `none`: {why}" for name, why in UNKNOWN]
-    nobody += ["- shards of every expert (`esp_size`): experts stay as wide as their modules are"]
     return "\n".join(chain(rows, [""], numbered, ["", "No family has", ""], nobody))
 
 

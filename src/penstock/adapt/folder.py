@@ -56,7 +56,9 @@ def save_folder(
     try:
         token = together(control, purpose, lambda: _begin(folder, lambda: write(state_dict={})), rank=0)
         writing, token = None, control.gather(token, purpose)[0]
-        if not control.any(not _is_known(), "looking how transformers writes a model"):
+        if not control.any(
+            engine.layout.esp_size > 1 or not _is_known(), "looking how transformers writes a model"
+        ):
             writing = _writing(model, engine, max_shard_size, original=save_original_format)
         alone = writing is None or not writing.fits or not _sees(work, token)
         if not control.any(alone, "looking whether all ranks can write the model") and writing is not None:

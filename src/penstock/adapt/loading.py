@@ -16,15 +16,16 @@ from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.guess import guess
 from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of, plain_class
-from penstock.adapt.tensor import TensorShares, check_can_share
+from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
-from penstock.families.experts import keep_shares
+from penstock.families.experts import Shares, keep_shares
 from penstock.families.family import Family
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.look import Found, look
 from penstock.families.model_folder import ModelFolder
 from penstock.families.weights import StoredTensor, share_of_experts
 from penstock.models.decoder import TensorShard
+from penstock.moe.experts.base import ExpertShard
 from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import Updating
@@ -41,6 +42,7 @@ def load_pretrained(
     ep_size: int | None = None,
     plan: str | Decision = "auto",
     tp_size: int = 1,
+    esp_size: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
@@ -52,19 +54,21 @@ def load_pretrained(
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
-    hold and for one layer's experts; what ranks with a `tp_size` share each reads whole first. All ranks call
-    this together. folder: configuration and safetensors, as save_pretrained writes them. dtype: of the
-    weights; None = as the configuration says. Other parameters: see `parallelize`. Raises ValueError for a
-    family that is not known, or if a tensor is missing, of another shape, or not the model's, ConfigError for
-    sizes that do not fit.
+    hold and for one layer's experts; what ranks share (`tp_size`, `esp_size`) each reads whole first. All
+    ranks call this together. folder: configuration and safetensors, as save_pretrained writes them. dtype: of
+    the weights; None = as the configuration says. Other parameters: see `parallelize`. Raises ValueError for
+    a family that is not known, or if a tensor is missing, of another shape, or not the model's, ConfigError
+    for sizes that do not fit.
     """
     opened = ModelFolder.open(Path(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     if tp_size > 1:
         check_can_share(found, tp_size)
+    check_can_narrow(found, esp_size)
     parallel = ParallelConfig(
         ep_size=ep_size,
         mp_size=tp_size,
+        esp_size=esp_size,
         ranks_per_node=ranks_per_node,
         timeout_s=timeout_s,
         transport=transport,
@@ -82,10 +86,15 @@ def load_pretrained(
 def read_share(
     found: Found, opened: ModelFolder, layout: Layout, dtype: torch.dtype, device: torch.device | str
 ) -> Found:
-    """Return the parts of a model with this rank's share of experts, read from its folder."""
+    """Return the parts of a model with this rank's share of experts, read from its folder.
+
+    Experts that ranks share are read whole, and cut afterwards.
+    """
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
     model = _filled(found, opened, _share_of(found, opened, held), held, dtype)
-    return found.of(model.to(device))
+    found, shard = found.of(model.to(device)), ExpertShard(layout.esp_rank, layout.esp_size)
+    Shares(found.experts, range(len(held)), len(held), shard, found.family.form).settle()
+    return found
 
 
 def reload(model: Any, folder: str | Path) -> None:
@@ -94,11 +103,8 @@ def reload(model: Any, folder: str | Path) -> None:
     Raises ValueError if the folder holds another model.
     """
     opened = ModelFolder.open(Path(folder), plain_class(model))
-    found = skeleton(opened)
-    layout = engine_of(model).layout
-    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    tensors = _share_of(found, opened, held)
-    state = _filled(found, opened, tensors, held, next(model.parameters()).dtype).state_dict()
+    layout, dtype = engine_of(model).layout, next(model.parameters()).dtype
+    state = read_share(skeleton(opened), opened, layout, dtype, "cpu").model.state_dict()
     mine = without_marks(model.state_dict())
     if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")

@@ -21,22 +21,20 @@ from penstock.adapt.build import mark_shares, pieces_of
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
-from penstock.adapt.tensor import TensorShares, check_can_share
+from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
-from penstock.families.experts import Shares
-from penstock.families.in_files import Place, places_of, saved_tensors
+from penstock.families.experts import sharding_of_experts
+from penstock.families.in_files import Place, cut_in_file, places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
 from penstock.families.weights import EXPERT, quantized_in
-from penstock.mesh import Group
 from penstock.models.decoder import TensorShard
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
-from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
@@ -114,29 +112,39 @@ class ModelNaming:
         self._spread = {name for name, p in model.named_parameters() if id(p) in experts}
         placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
         self._first = placement.held(layout.ep_rank)[0]
-        self._places: Mapping[str, Place] | None = None
+        self._places: Mapping[str, tuple[Place, Sharding | None]] | None = None
 
     def in_files(self) -> Iterator[Named]:
         """Yield views of the model's tensors, as files of transformers have them."""
         tensors = {name: each.detach() for name, each in saved_tensors(self._model)}
         if self._places is None:  # worked out once for a save, which asks twice
-            self._places = places_of(self._model, tensors, self._spread, self._first)
-        for name, place in self._places.items():
-            view = place.view(tensors[place.source])
-            alone = place.source in self._spread and EXPERT.search(name)  # of one expert, which is here
-            yield name, view, None if alone else self._sharding(place.source, view)
+            self._places = dict(self._found(tensors))
+        for name, (place, sharding) in self._places.items():
+            yield name, place.view(tensors[place.source]), sharding
+
+    def _found(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[Place, Sharding | None]]]:
+        """Yield where the tensors of files lie, with what part of the whole this rank has of each."""
+        places = places_of(self._model, tensors, self._spread, self._first)
+        whole, cut = places, self._spread & self._shardings.keys()
+        if cut:
+            shapes = {name: (len(tensors[name]), *self._shardings[name].shape) for name in cut}
+            widened = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            whole = places_of(self._model, {**tensors, **widened}, self._spread, self._first)
+        for name, place in places.items():
+            each, spread = self._shardings.get(place.source), place.source in self._spread
+            alone = spread and EXPERT.search(name)  # of one expert, which is here
+            if each is not None and spread:
+                first = 0 if alone else 1
+                each = cut_in_file(each, place.shape[first:], whole[name].shape[first:])
+            stacked = spread and not alone
+            yield name, (place, sharding_of_experts(place.shape, each, self._layout) if stacked else each)
 
     def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
         """Return a tensor of a parameter's shape, by the parameter's name."""
-        return [(f"{name}{suffix}", tensor, self._sharding(name, tensor))]
-
-    def _sharding(self, name: str, part: Tensor) -> Sharding | None:
-        """Return what part of the whole this rank has of a parameter."""
-        layout = self._layout
-        if name not in self._spread or layout.ep_size == 1:
-            return self._shardings.get(name)
-        whole = (part.shape[0] * layout.ep_size, *part.shape[1:])
-        return Sharding.along(0, whole, Group.EXPERT, layout.ep_rank, layout.ep_size)
+        sharding = self._shardings.get(name)
+        if name in self._spread:
+            sharding = sharding_of_experts(tensor.shape, sharding, self._layout)
+        return [(f"{name}{suffix}", tensor, sharding)]
 
 
 def _of_transformers(
@@ -199,6 +207,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     stored, built = files_alike(path, control), list[Found]()
 
     def build() -> None:
+        check_can_narrow(described_in(path), layout.esp_size)
         try:
             found = _read(path, machinery) if stored else _drawn(path, config.train.seed, layout)
         except ConfigError:
@@ -240,8 +249,7 @@ def _drawn(path: Path, seed: int, layout: Layout) -> Found:
     if generation is not None:
         model.generation_config = generation
     found = empty.of(model)
-    held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    Shares(found.experts, held, found.num_experts).settle()
+    found.shares(layout).settle()
     return found
 
 

@@ -387,15 +387,12 @@ def _num_parameters(plain: Any) -> Callable[..., int]:
         engine = engine_of(self)
         spread = expert_axes(self, engine).keys()
         counted = [(n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable]
-        held = sum(parameter.numel() for name, parameter in counted if name in spread)
-        elsewhere = held * (engine.layout.ep_size - 1)
         left_out = self.get_input_embeddings().weight if exclude_embeddings else None
-        elsewhere += sum(
-            p.numel() * (engine.layout.mp_size - 1)
-            for _, p in counted
-            if sharding_of(p) and p is not left_out
-        )
-        total: int = plain.num_parameters(self, only_trainable, exclude_embeddings) + elsewhere
+        total: int = plain.num_parameters(self, only_trainable, exclude_embeddings)
+        for name, parameter in counted:
+            cut = None if parameter is left_out else sharding_of(parameter)
+            parts = (1 if cut is None else cut.count) * (engine.layout.ep_size if name in spread else 1)
+            total += parameter.numel() * (parts - 1)
         return total
 
     return num_parameters

@@ -16,6 +16,7 @@ from penstock.adapt.cut import Cut
 from penstock.adapt.passes import Passes
 from penstock.dispatch import find_dispatch
 from penstock.families.adapters import ExpertAxis, axes_of, core_of
+from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.orders.sort import SortOrder
@@ -50,8 +51,8 @@ class Spread:
     def take_part(self) -> None:
         """Compute this rank's experts on the tokens of others, with none of its own."""
         x_TM = torch.empty(0, self._width, dtype=self._dtype, device=self._machinery.device)
-        none_T1 = x_TM.new_empty(0, 1)
-        self._exchanged(x_TM, none_T1.long(), none_T1)
+        none_Tk = x_TM.new_empty(0, 1)
+        self._exchanged(x_TM, none_Tk.long(), none_Tk)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -62,7 +63,7 @@ class Spread:
         return next(self._moe.experts.parameters()).dtype
 
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        order, transport = self._moe.order, self._machinery.transports.inter
+        order, transport = self._moe.order, self._machinery.transports.of(Lane.INTER, Group.EXPERT)
         assert isinstance(order, SortOrder)
         plan = order.arrange(experts_Tk, (len(x_TM),), masked=False)
         assert plan.counts_CN is not None
@@ -74,6 +75,22 @@ class Spread:
         for leg in reversed(route.legs):
             rows_RM = send_home(rows_RM, leg, transport)
         return order.unorder(rows_RM, weights_Tk, plan)
+
+
+class NarrowSpread(Spread):
+    """The same where ranks share every expert: they bring their tokens together, and add up parts of sums."""
+
+    def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        layout, transport = self._machinery.layout, self._machinery.transports.of(Lane.INTER, Group.SHARDS)
+        size_12 = torch.tensor([experts_Tk.shape], device=x_TM.device)
+        sizes_S2 = transport.all_gather(size_12, [1] * layout.esp_size, Group.SHARDS)
+        sizes, top_k = sizes_S2[:, 0].tolist(), int(sizes_S2[:, 1].max())
+        given = (x_TM, *(each.reshape(len(x_TM), top_k) for each in (experts_Tk, weights_Tk)))
+        every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
+        sum_TM = super()._exchanged(*every)
+        transport.all_reduce(sum_TM, Group.SHARDS)
+        mine_TM: Tensor = sum_TM.split(sizes)[layout.esp_rank]
+        return mine_TM
 
 
 class _Hook:

@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside
 from penstock.adapt.intact import is_foreign
 from penstock.config import ConfigError
+from penstock.families.adapters import core_of
 from penstock.families.family import AttentionCut
 from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
 from penstock.families.look import Found
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.models.decoder import TensorShard, held_rows
+from penstock.moe.experts.base import ExpertShard
+from penstock.partial_state import unmark_share
 from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport import Transport
@@ -244,6 +247,7 @@ class TensorShares:
             stand.undo()
         for module in self._declared:
             del module.shardings
+            unmark_share(module)
         self._whole, self._stands, self._declared = {}, [], []
 
     def changed(self) -> Iterator[nn.Module]:
@@ -331,6 +335,28 @@ def check_can_share(found: Found, size: int) -> None:
         raise ConfigError(KEY, size, why, "Use 1.")
     _check_plain(found.model.get_input_embeddings(), size)
     _check_plain(found.model.get_output_embeddings(), size)
+
+
+def check_can_narrow(found: Found, size: int) -> None:
+    """Raise ConfigError unless `size` ranks can share every expert of a model, each a part of its width."""
+    form, what = found.family.form, f"experts of a model of {found.family.name}"
+    whole = "Use 1, and spread them with ep_size."
+    if size == 1:
+        return
+    if not form.narrows:
+        raise ConfigError("esp_size", size, f"{what} have several rows of a parameter each", whole)
+    for experts in found.experts:
+        core = core_of(experts)
+        sizes = {"width": form.width(core), "hidden size": form.entering(core)}
+        for name, number in sizes.items():
+            if number % size:
+                raise ConfigError("esp_size", size, f"must divide the {name} ({number}) of {what}", whole)
+        if core is not experts:
+            raise ConfigError("esp_size", size, f"{what} have adapters, which are those of whole ones", whole)
+        try:
+            form.cut(core, ExpertShard(0, size))
+        except ValueError as error:
+            raise ConfigError("esp_size", size, str(error), whole) from error
 
 
 def _check_plain(shared: nn.Module, size: int) -> None:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from penstock.checkpoint.folder import INDEX, DamagedError, open_regular
-from penstock.sharding import Sharding
+from penstock.sharding import Place, Sharding, boxes_of
 from penstock.topology import Control
 from penstock.topology.faults import reason
 from penstock.writing import replacing, write_whole
@@ -121,10 +121,6 @@ def together(control: Control, purpose: str, work: Callable[[], T], rank: int | 
 
 # ---- parts -------------------------------------------------------------------------------------------------
 
-Place = tuple[int, ...]
-Box = tuple[Place, Place]
-"""Offsets and sizes in a whole tensor."""
-
 State = dict[str, "Part"]
 """What a rank has of all tensors of a checkpoint, by logical name."""
 
@@ -140,12 +136,10 @@ class Part:
     @staticmethod
     def of(tensor: Tensor, sharding: Sharding | None = None) -> Part:
         """Describe a tensor. sharding: its part of the whole; None: it is the whole."""
-        offsets = [0] * tensor.dim()
         if sharding is None:
-            return Part(tensor.shape, tensor.dtype, {tuple(offsets): tensor})
-        if sharding.view == sharding.shape:
-            offsets[sharding.dim] = sharding.index * tensor.shape[sharding.dim]
-            return Part(torch.Size(sharding.shape), tensor.dtype, {tuple(offsets): tensor})
+            return Part(tensor.shape, tensor.dtype, {(0,) * tensor.dim(): tensor})
+        if (offset := sharding.offset) is not None:
+            return Part(torch.Size(sharding.shape), tensor.dtype, {offset: tensor})
         assert tensor.is_contiguous(), "parts of parameters are"
         return Part.of_runs([(0, tensor.view(-1))], tensor, sharding)
 
@@ -158,8 +152,9 @@ class Part:
         boxes: dict[Place, Tensor] = {}
         dtype = local.dtype
         for first, numbers in runs:
-            begin, dtype = 0, numbers.dtype
-            for offsets, sizes in _boxes_in_whole(local.shape, sharding, first, first + len(numbers)):
+            begin, dtype, last = 0, numbers.dtype, first + len(numbers)
+            found = boxes_of(local.shape, first, last) if sharding is None else sharding.boxes(first, last)
+            for offsets, sizes in found:
                 boxes[offsets] = numbers[begin : begin + prod(sizes)].view(sizes)
                 begin += prod(sizes)
         return Part(local.shape if sharding is None else torch.Size(sharding.shape), dtype, boxes)
@@ -187,46 +182,6 @@ class Part:
             ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=box.shape)
             for offsets, box in self.boxes.items()
         ]
-
-
-def boxes_of(shape: Place, start: int, stop: int) -> Iterator[Box]:
-    """Yield the fewest boxes, in their order, that have the numbers from `start` to `stop` of a tensor."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield ((start,), (stop - start,)) if shape else ((), ())
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # the whole rows
-    if first > last:  # they begin and end in the same row
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _in_row(shape, first - 1, row - (first * row - start), row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, stop - last * row)
-
-
-def _in_row(shape: Place, row: int, start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes_of(shape[1:], start, stop):
-        yield (row, *offsets), (1, *sizes)
-
-
-def _boxes_in_whole(local: Place, sharding: Sharding | None, start: int, stop: int) -> Iterator[Box]:
-    """Yield the boxes in the whole tensor of consecutive numbers of the local part."""
-    if sharding is None:
-        yield from boxes_of(local, start, stop)
-    elif sharding.view == sharding.shape:
-        dim, shift = sharding.dim, sharding.index * local[sharding.dim]
-        for offsets, sizes in boxes_of(local, start, stop):
-            yield (*offsets[:dim], offsets[dim] + shift, *offsets[dim + 1 :]), sizes
-    else:  # every index of the view's first dimensions has a piece of the part
-        whole = prod(sharding.view[sharding.dim :])
-        piece = whole // sharding.count
-        for number in range(start // piece, -(-stop // piece)):
-            shift = number * (whole - piece) + sharding.index * piece
-            begin, end = max(start, number * piece), min(stop, (number + 1) * piece)
-            yield from boxes_of(sharding.shape, begin + shift, end + shift)
 
 
 class Dealing:

@@ -13,26 +13,38 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.families.adapters import active, axes_of, core_of, wrappers
-from penstock.families.forms import ExpertForm
-from penstock.moe.experts.base import Experts, StackedExperts
+from penstock.families.forms import STACKED, ExpertForm
+from penstock.mesh import Group
+from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard, StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
+from penstock.partial_state import unmark_share
+from penstock.sharding import Sharding, StackedSharding
+from penstock.topology import Layout
 
 
 class ModelExperts(StackedExperts):
     """The experts in a module of transformers.
 
     source: the module, inside any wrappers of peft; its parameters stay in place and keep their names. form:
-    how the experts multiply.
+    how the experts multiply. shard: the part of each that the module has; outputs are then parts of sums.
     """
 
-    def __init__(self, source: nn.Module, num_local_experts: int, form: ExpertForm) -> None:
+    def __init__(
+        self,
+        source: nn.Module,
+        num_local_experts: int,
+        form: ExpertForm,
+        shard: ExpertShard = ONE_SHARD,
+    ) -> None:
         super().__init__(num_local_experts)
         self.source: Any = source
-        self.form = form
+        self.form, self.shard = form, shard
 
     def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
         core = core_of(self.source)
-        return self.form.compute(core, rows_RM, _Times(core, wrappers(self.source), sizes, product))
+        return self.form.compute(
+            core, rows_RM, _Times(core, wrappers(self.source), sizes, product, self.shard)
+        )
 
     def guests(self, slots: int) -> Experts:
         if not self.form.moves or wrappers(self.source):
@@ -59,6 +71,7 @@ class _Times:
     around: Sequence[Any]
     sizes: Sequence[int]
     product: Product
+    shard: ExpertShard
 
     def __call__(self, rows_RM: Tensor, name: str, *, turned: bool = False) -> Tensor:
         # Adapters come first: one that was merged and is disabled now changes the weight when it is read.
@@ -93,20 +106,36 @@ def check_experts(experts: nn.Module, num_experts: int, rows: int, where: str) -
 
 
 class Shares:
-    """This rank's share of the experts in some modules: consecutive experts.
+    """This rank's share of the experts in some modules: consecutive experts, and of each its shard.
 
-    They are views of all experts until it is certain that the other experts are given up.
+    All experts are kept until it is certain that the others are given up. form: see `ModelExperts`; it has
+    said that it can be cut.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        held: Sequence[int],
+        num_experts: int,
+        shard: ExpertShard = ONE_SHARD,
+        form: ExpertForm = STACKED,
+    ) -> None:
         cut, place, ranks = len(held) < num_experts, held[0] // len(held), num_experts // len(held)
-        axes = {p: axis for experts in modules for p, axis in axes_of(experts).items() if cut}
-        self._whole = [(p, p.data, p.grad) for p in axes]
+        self._declared = [core_of(experts) for experts in modules] if shard.size > 1 else []
+        cuts = [form.cut(core, shard) for core in self._declared]
+        axes = {p: axis for experts in modules for p, axis in axes_of(experts).items()}
+        self._whole = [(p, p.data, p.grad) for p in axes if cut or shard.size > 1]
         self._around = [each for experts in modules for each in wrappers(experts) if cut]
         self._num_experts = num_experts
         for parameter, whole, _ in self._whole:
             parameter.grad = None  # it has another shape
             parameter.data = axes[parameter].part(whole, place, ranks)  # an optimizer may hold the parameter
+        for core, own in zip(self._declared, cuts, strict=True):
+            core.shardings = own
+            for name, each in own.items():
+                parameter = core.get_parameter(name)
+                stacked = StackedSharding.of(each, len(held), len(held))
+                parameter.data = stacked.part(parameter.data)
         self._tell(len(held))
 
     def settle(self) -> None:
@@ -119,7 +148,10 @@ class Shares:
         """Give the modules all experts and their gradients again."""
         for parameter, whole, grad in self._whole:
             parameter.data, parameter.grad = whole, grad
-        self._whole = []
+        for core in self._declared:
+            del core.shardings
+            unmark_share(core)
+        self._whole, self._declared = [], []
         self._tell(self._num_experts)
 
     def _tell(self, num_experts: int) -> None:
@@ -131,3 +163,17 @@ class Shares:
 def keep_shares(modules: Sequence[nn.Module], held: Sequence[int], num_experts: int) -> None:
     """Keep in every module only the experts `held`, which are consecutive, in memory of their own."""
     Shares(modules, held, num_experts).settle()
+
+
+def sharding_of_experts(shape: Sequence[int], each: Sharding | None, layout: Layout) -> Sharding | None:
+    """Return which part of a parameter of all experts a rank has; None: all of it.
+
+    shape: of this part. each: which part of every expert it has; None: all.
+    """
+    if each is not None:
+        slots = shape[0]
+        return StackedSharding.of(each, slots, slots * layout.ep_size, layout.ep_rank, Group.EXPERT_SHARDS)
+    if layout.ep_size == 1:
+        return None
+    whole = (shape[0] * layout.ep_size, *shape[1:])
+    return Sharding.along(0, whole, Group.EXPERT, layout.ep_rank, layout.ep_size)

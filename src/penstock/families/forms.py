@@ -1,7 +1,7 @@
 """How the experts of a family are called, and how they multiply.
 
 Shapes: T tokens, M hidden size, H width of an expert, E experts (of this rank, where they multiply),
-k choices per token, R rows, X = E * T rows.
+k choices per token, R rows, X = E * T rows, W = H or 2 * H.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.device import on_device
 from penstock.families.adapters import core_of
+from penstock.sharding import Shard, Sharding
 
 TRAITS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate")
 """Attributes by which transformers describes experts with stacked weights (`use_experts_implementation`)."""
@@ -32,7 +34,11 @@ class RouterCall:
 
 
 class Times(Protocol):
-    """Multiplies rows, sorted by expert, by one of the experts' weights."""
+    """Multiplies rows, sorted by expert, by one of the experts' weights. shard: the part of each that is
+    here."""
+
+    @property
+    def shard(self) -> Shard: ...
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -50,10 +56,12 @@ class ExpertForm:
     Its router is called before the experts, and returns logits first, or nothing else. rebuilds: whether
     what experts get is recomputed from the router's call, instead of taken from the experts' call. moves:
     whether every parameter has one row for each expert, so that an expert can be brought to another rank.
+    narrows: whether ranks can share every expert, each a part of its width.
     """
 
     rebuilds = False
     moves = True
+    narrows = True
 
     def check(self, experts: nn.Module, where: str) -> None:
         """Raise ValueError unless it is known how the experts multiply."""
@@ -78,14 +86,69 @@ class ExpertForm:
         return 1
 
     def width(self, experts: Any) -> int:
-        """Return the width of one expert between its matrices."""
-        size: int = experts.down_proj.shape[1 if experts.is_transposed else 2]
+        """Return the width of one whole expert between its matrices."""
+        cut = getattr(experts, "shardings", {}).get("down_proj")
+        shape = experts.down_proj.shape[1:] if cut is None else cut.shape
+        size: int = shape[0 if self.transposed(experts) else 1]
         return size
 
     def entering(self, experts: Any) -> int:
         """Return the width of what experts get and return."""
-        size: int = experts.down_proj.shape[2 if experts.is_transposed else 1]
+        size: int = experts.down_proj.shape[2 if self.transposed(experts) else 1]
         return size
+
+    def transposed(self, experts: Any) -> bool:
+        """Return whether rows are multiplied by weights as they are, [M, H], and not turned, [H, M]."""
+        found: bool = experts.is_transposed
+        return found
+
+    def inward(self, experts: Any) -> str:
+        """Return the name of the weight that rows meet first."""
+        return "gate_up_proj" if experts.has_gate else "up_proj"
+
+    def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
+        """Return what the outward weight multiplies, [R, H], from the inward weight's product."""
+        found: Tensor = experts._apply_gate(inner_RW) if experts.has_gate else experts.act_fn(inner_RW)
+        return found
+
+    def cut(self, experts: Any, shard: Shard) -> dict[str, Sharding]:
+        """Return, by parameter, which part of every expert's a rank has where ranks share each expert.
+
+        A bias of outputs is cut, too: each rank adds its part to its own columns of the sum. Raises
+        ValueError where it is not understood how parts add up to the whole.
+        """
+        kind, inward = type(experts).__name__, self.inward(experts)
+        shapes = {name: tuple(each.shape[1:]) for name, each in experts.named_parameters()}
+        biases = {f"{name}_bias" for name in (inward, "down_proj")}
+        if others := shapes.keys() - {inward, "down_proj", *biases}:
+            raise ValueError(f"{kind} has more than weights and biases ({', '.join(sorted(others))})")
+        if getattr(experts, "has_post_expert_norm", False):
+            raise ValueError(f"{kind} norms what each expert returns, which has to be whole for that")
+        narrow = shard.cut(0, (self.width(experts),))
+        outputs = shard.cut(0, (self.entering(experts),)) if "down_proj_bias" in shapes else narrow
+        dim, wide = int(self.transposed(experts)), self._cut_of_inner(experts, shard)
+        found = {inward: (dim, wide), f"{inward}_bias": (0, wide)}
+        found |= {"down_proj": (1 - dim, narrow), "down_proj_bias": (0, outputs)}
+        return {name: _along(shard, shape, *found[name]) for name, shape in shapes.items()}
+
+    def _cut_of_inner(self, experts: Any, shard: Shard) -> Sharding:
+        """Return which part of what the activation gets belongs to a part of what it returns: gate and up may
+        lie one after the other, or in turn. Raises ValueError if it is none of them."""
+        weight = getattr(experts, self.inward(experts))
+        size, generator = weight.shape[1 + self.transposed(experts)], torch.Generator().manual_seed(0)
+        inner_RW = torch.randn(4, size, generator=generator)
+        with torch.no_grad():
+            whole_RH = self.activated(experts, inner_RW)
+            for view in ((size,), (2, size // 2)) if size % 2 == 0 else ((size,),):
+                cut = shard.cut(len(view) - 1, (size,), view)
+                given, wanted = (
+                    _along(shard, tuple(each.shape), 1, how).part(each)
+                    for each, how in ((inner_RW, cut), (whole_RH, shard.cut(0, whole_RH.shape[1:])))
+                )
+                found = self.activated(experts, given)
+                if found.shape == wanted.shape and torch.allclose(found, wanted):
+                    return cut
+        raise ValueError(f"{type(experts).__name__} makes of a part of its width no part of what all makes")
 
     def matrices(self, experts: Any) -> int:
         """Return the number of matrices that a row meets, a fused one counted as two."""
@@ -113,10 +176,8 @@ class ExpertForm:
 
     def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
         """Return the experts' outputs for rows that are sorted by expert."""
-        name = "gate_up_proj" if experts.has_gate else "up_proj"
-        inner_RH = _multiply(experts, name, rows_RM, times)
-        inner_RH = experts._apply_gate(inner_RH) if experts.has_gate else experts.act_fn(inner_RH)
-        out_RM = _multiply(experts, "down_proj", inner_RH, times)
+        inner_RW = _multiply(experts, self.inward(experts), rows_RM, times)
+        out_RM = _multiply(experts, "down_proj", self.activated(experts, inner_RW), times)
         if experts.has_post_expert_norm:
             return experts.post_expert_norm(out_RM)  # type: ignore[no-any-return]  # any module of theirs
         return out_RM
@@ -125,7 +186,7 @@ class ExpertForm:
 class FlatForm(ExpertForm):
     """DBRX's form: three matrices of all experts one below the other, [E * H, M], in an inner module."""
 
-    moves = False
+    moves = narrows = False
 
     def check(self, experts: nn.Module, where: str) -> None:
         if not all(hasattr(getattr(experts, "mlp", None), name) for name in ("w1", "v1", "w2")):
@@ -167,13 +228,18 @@ class WeighedForm(ExpertForm):
         if not all(hasattr(experts, name) for name in ("gate_up_proj", "down_proj", "act_fn")):
             raise ValueError(f"{where}: {type(experts).__name__} has no gate_up_proj, down_proj and act_fn")
 
-    def width(self, experts: Any) -> int:
-        size: int = experts.down_proj.shape[1]
-        return size
+    def transposed(self, experts: Any) -> bool:
+        del experts
+        return True
 
-    def entering(self, experts: Any) -> int:
-        size: int = experts.down_proj.shape[2]
-        return size
+    def inward(self, experts: Any) -> str:
+        del experts
+        return "gate_up_proj"
+
+    def activated(self, experts: Any, inner_RW: Tensor) -> Tensor:
+        gate_RH, up_RH = inner_RW.chunk(2, dim=-1)
+        found: Tensor = up_RH * experts.act_fn(gate_RH)
+        return found
 
     def matrices(self, experts: Any) -> int:
         del experts
@@ -206,11 +272,16 @@ class WeighedForm(ExpertForm):
         return torch.cat([out_TM, zeros])
 
     def compute(self, experts: Any, rows_RM: Tensor, times: Times) -> Tensor:
-        gate_RH, up_RH = times(rows_RM, "gate_up_proj").chunk(2, dim=-1)
-        return times(up_RH * experts.act_fn(gate_RH), "down_proj")
+        return times(self.activated(experts, times(rows_RM, "gate_up_proj")), "down_proj")
 
 
 STACKED = ExpertForm()
+
+
+def _along(shard: Shard, shape: tuple[int, ...], dim: int, numbers: Sharding) -> Sharding:
+    """Return the part of a tensor in which these numbers, and a part of them, are one dimension."""
+    view = (*shape[:dim], *numbers.view, *shape[dim + 1 :])
+    return shard.cut(dim + numbers.dim, shape, view)
 
 
 def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
@@ -218,6 +289,9 @@ def _multiply(experts: Any, name: str, rows_RM: Tensor, times: Times) -> Tensor:
     if not experts.has_bias:
         return out_RH
     bias_EH = getattr(experts, f"{name}_bias")
+    if more := out_RH.shape[1] - bias_EH.shape[1]:  # where outputs are added up, each column is biased once
+        before = times.shard.rank * bias_EH.shape[1]
+        bias_EH = F.pad(bias_EH, (before, more - before))
     times_E = on_device(times.sizes, bias_EH.device)
     bias_RH = bias_EH.repeat_interleave(times_E, dim=0, output_size=len(rows_RM))
     biased_RH: Tensor = out_RH + bias_RH.to(out_RH.dtype)

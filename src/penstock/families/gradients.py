@@ -96,7 +96,7 @@ def _layers(found: Found, layout: Layout) -> list[_Layer]:
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         last, base = number == len(found.layers) - 1, found.family.decoder(model)
         experts = [] if block is None else list(core_of(found.family.experts_of(block)).parameters())
-        of_experts = fresh(experts) // found.num_experts * _held(found, layout)
+        of_experts = fresh(experts) // (found.num_experts * layout.esp_size) * _held(found, layout)
         vocabulary = list(model.get_input_embeddings().parameters()) if number == 0 else []
         vocabulary += model.get_output_embeddings().parameters() if last else []
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)

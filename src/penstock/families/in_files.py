@@ -7,7 +7,7 @@ names that its files have, and no tensor is in memory twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.families.weights import EXPERT
+from penstock.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,17 @@ def _whole(places: Collection[Place], tensors: Mapping[str, Tensor]) -> set[str]
 def renumbered(name: str, first: int) -> str:
     """Return the name of an expert's tensor by the expert's number in the whole model."""
     return EXPERT.sub(lambda found: f".experts.{int(found[1]) + first}.", name)
+
+
+def cut_in_file(cut: Sharding, shape: Sequence[int], whole: Sequence[int]) -> Sharding:
+    """Return which part of a file's tensor a rank has that lies in its part of a parameter.
+
+    cut: of the parameter, of one expert. shape, whole: of the file's tensor of one expert, here and in all.
+    """
+    if (tuple(shape), tuple(whole)) == (cut.part_shape, cut.shape):
+        return cut
+    (dim,) = (dim for dim, sizes in enumerate(zip(shape, whole, strict=True)) if sizes[0] < sizes[1])
+    return Sharding.along(dim, whole, cut.axes, cut.index, cut.count)
 
 
 class _InPlace(TorchFunctionMode):

@@ -9,10 +9,13 @@ from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
 from penstock.families.code import changed_code, in_parts, is_patched, patched
 from penstock.families.described import setting_of
-from penstock.families.experts import check_experts
+from penstock.families.experts import Shares, check_experts
 from penstock.families.family import Family
 from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
+from penstock.moe.experts.base import ExpertShard
+from penstock.placement import ExpertPlacement
+from penstock.topology import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,12 @@ class Found:
         """Return the module of a block's shared experts; None if it has none that run by themselves."""
         name = self.family.shared_module
         return None if name is None else getattr(block, name, None)
+
+    def shares(self, layout: Layout) -> Shares:
+        """Give up the experts of other ranks, and of each what other ranks have of it; see `Shares`."""
+        held = ExpertPlacement.even(self.num_experts, layout.ep_size).held(layout.ep_rank)
+        shard = ExpertShard(layout.esp_rank, layout.esp_size)
+        return Shares(self.experts, held, self.num_experts, shard, self.family.form)
 
     @property
     def moe(self) -> MoEConfig:

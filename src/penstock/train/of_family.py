@@ -62,8 +62,8 @@ def check_features(model_type: str, placement: PlacementConfig, data: DataConfig
 def check_layout(model_type: str, parallel: ParallelConfig) -> None:
     """Raise ConfigError for a layout in which ranks would share what models of this family do not share."""
     family = FAMILIES[model_type]
-    if parallel.esp_size > 1:
-        why = f"experts of a {model_type} are whole on their rank"
+    if parallel.esp_size > 1 and not family.form.narrows:
+        why = f"a parameter of a {model_type} has several rows for every expert, which are not cut"
         raise ConfigError("parallel.esp_size", parallel.esp_size, why, "Use 1, and spread them with ep_size.")
     if parallel.mp_size > 1 and family.attention is None:
         why = f"{family.uncut}, so ranks cannot share the attention of a {model_type}"
