@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import UNSET, ConfigError, open_regular, parse_json
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.train.curves import ScalarLog
 
 METRICS_FILE = "metrics.jsonl"
-WHAT_TO_DO = "mend or delete the line, or move the file away"
+WHAT_TO_DO = "Correct or delete the line, or move the file away."
 HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
@@ -124,16 +123,7 @@ class StepMetrics:
         return 1 - self.exposed_communication_s / self.communication_s
 
 
-BY_LAYER = (
-    "expert_load_max_over_mean",
-    "rank_load_max_over_mean",
-    "rank_rows_max_over_mean",
-    "expert_load_entropy",
-    "loads_in_common",
-    "rows_crossing_nodes",
-    "aux_loss_by_layer",
-    "rows_dropped",
-)
+BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(field.type))
 """Fields with a number for every MoE layer."""
 
 WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "steps_run_again")
@@ -155,14 +145,18 @@ class MetricsWriter:
     A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
     since JSON cannot express it.
 
-    Raises `ValueError` naming file and line when the existing record cannot be read.
+    Raises `ConfigError` about the file for a record that cannot be continued.
     """
 
     def __init__(self, folder: Path, resume_step: int, logs: Sequence[ScalarLog] = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
-        self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
+            self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+            raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
         self._last_step = kept[-1].step if kept else 0
         self._logs = logs
 
@@ -181,24 +175,19 @@ class MetricsWriter:
             for log in self._logs:
                 log.draw(step, picture)
 
-    def close(self) -> None:
-        self.file.close()
-        for log in self._logs:
-            log.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *failure: object) -> None:
+        self.file.close()
+        for log in self._logs:
+            log.close()
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
 
-    A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
+    A last line that a killed run left without its end is dropped. Raises `ConfigError` naming file and line
     for any other line that is not a step, or is none after the step before it.
     """
     with open_regular(path, str(path), "Move it away.") as file:
@@ -208,7 +197,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     for number, (before, after) in enumerate(pairwise(found), start=2):
         if after.step <= before.step:
             why = f"is step {after.step} after step {before.step}, and steps count up"
-            raise ValueError(f"{path}, line {number}: {why}; {WHAT_TO_DO}")
+            raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO)
     return found
 
 
@@ -217,7 +206,8 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
         record = parse_json(line)
         return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path}, line {number}: not a training step ({error}); {WHAT_TO_DO}") from error
+        why = f"not a training step ({error})"
+        raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
 
 
 def _from_json(key: str, value: Any) -> Any:
@@ -250,17 +240,3 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_json(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> MetricsWriter:
-    """Return a MetricsWriter; raise ConfigError about the file for a record that cannot be continued."""
-    path = folder / METRICS_FILE
-    try:
-        return MetricsWriter(folder, resume_step, logs)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, ")) from error
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from penstock.checkpoint.storage import CheckpointError
@@ -26,21 +27,18 @@ from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
-from penstock.trace.stragglers import Straggler
 from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
-from penstock.train.curves import ScalarLog, TensorBoard
+from penstock.train.curves import ScalarLog, TensorBoard, check_wandb, open_logs
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
-from penstock.train.history import History
-from penstock.train.loads import LoadBook, expert_loads, with_loads
-from penstock.train.logs import open_logs
+from penstock.train.history import History, LoadBook, summarise
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
+from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
@@ -50,13 +48,9 @@ from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
 from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
-from penstock.train.step_record import keep_step
 from penstock.train.stopping import StopRequests
-from penstock.train.stragglers import find_stragglers
-from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
 from penstock.train.update import build_update
-from penstock.train.wandb_sink import check_wandb
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -145,7 +139,6 @@ class Trainer:
         self.records: list[TaskRecord] = []
         self.saved: Path | None = None
         self.analysis: StepAnalysis | None = None
-        self.slow: tuple[Straggler, ...] = ()
         self.began, self.summary = False, cast("RunSummary | None", None)
 
     def run(self) -> RunSummary:
@@ -198,7 +191,6 @@ class Trainer:
             self.history,
             checkpoint=checkpoint,
             analysis=self.analysis,
-            slow=self.slow,
             loads=None if picture is None else str(picture),
         )
         if self.leader:
@@ -244,19 +236,17 @@ class Trainer:
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
         self.routing.record(step + 1, self.stack)
-        metrics = measured(
+        return measured(
             self.stack,
-            self.pilot.flops,
+            self.pilot,
             self.recent[-1],
             step=step + 1,
             loss=loss_value,
             rate=rate,
             norm=norm_value,
             iteration_s=iteration_s,
-            all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
+            accepted=accepted,
         )
-        metrics = with_loads(metrics, self.stack)
-        return metrics if accepted else replace(metrics, skipped=True)
 
     def _is_timed(self, step: int) -> bool:
         """Return whether a GPU measures when the tasks of a step run; `step` counts from 0.
@@ -308,8 +298,9 @@ class Trainer:
 
     def _note_loads(self, step: int, writer: MetricsWriter) -> None:
         """Keep the loads that pictures show."""
-        loads_YE = expert_loads(self.stack)
-        if loads_YE is not None:
+        loads_PYE = self.stack.loads.last
+        if loads_PYE is not None:
+            loads_YE = loads_PYE.sum(axis=0, dtype=np.int64)
             self.loads.add(step, loads_YE)
             writer.draw(step, loads_YE)
 
@@ -370,11 +361,16 @@ class Trainer:
 
     def _describe(self) -> None:
         """Write the analysis of the last steps, after the checkpoint: no run ends because this fails."""
-        wanted, kept, folder = self.config.output.trace_steps, list(self.recent), self.config.output.dir
-        steps = kept[-max(wanted, ANALYSED_STEPS) :]
-        self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
-        self.slow = find_stragglers(self.control, kept)
-        keep_step(self.stack, kept, found, self.slow, self.pilot.forecast, folder, self._spare)
+        wanted, folder = self.config.output.trace_steps, self.config.output.dir
+        self.analysis = analyse(
+            self.stack,
+            list(self.recent),
+            max(wanted, ANALYSED_STEPS),
+            self.pilot.forecast,
+            folder,
+            traces=wanted > 0,
+            writing=self._spare,
+        )
         course = self.loads.course(self.moe_layers)  # only rank 0 has one
         if course is not None:
             with self._spare():
@@ -422,7 +418,7 @@ class Trainer:
         writers: list[MetricsWriter] = []
 
         def prepare() -> None:
-            found = open_metrics(self.config.output.dir, first, logs)
+            found = MetricsWriter(self.config.output.dir, first, logs)
             writers.append(closing.enter_context(found))
             self._save_settings(first)
             self.loads = LoadBook.resumed(self.config.output.dir, first)
