@@ -18,7 +18,7 @@ from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
-from penstock.moe import update_expert_biases
+from penstock.moe import MoELayer, update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
 from penstock.report.summary import SUMMARY_FILE
@@ -35,7 +35,6 @@ from penstock.train.config import RunConfig
 from penstock.train.curves import ScalarLog, TensorBoard, check_wandb, open_logs
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
-from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.measuring import measured
 from penstock.train.metrics import MetricsWriter, StepMetrics
@@ -50,7 +49,7 @@ from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.tracing import StepAnalysis, analyse
-from penstock.train.update import build_update
+from penstock.train.update import ADVICE, DivergedError, StepGuard, build_update
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -331,7 +330,9 @@ class Trainer:
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         """Undo the step; end the run if too many steps in a row were skipped."""
-        forget_choices(self.stack)
+        for module in self.stack.modules():  # what loss-free balancing has counted moves no bias
+            if isinstance(module, MoELayer) and module.gate.bias is not None:
+                module.gate.bias.forget()
         if self.guard.gives_up:
             raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
         self.progress.say(self.guard.describe(step, loss, norm))
