@@ -41,8 +41,7 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.trace.stragglers import stragglers, typical_seconds
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Forecast, Ranks
-from penstock.train.resumption import Resumption, Say
+from penstock.train.pilot import Forecast, Ranks, Resumption, Say
 from penstock.words import milliseconds
 
 CALIBRATION_STEPS = 8

@@ -10,12 +10,12 @@ import ipaddress
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Final, Literal
 from weakref import WeakSet
@@ -30,12 +30,20 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.topology.attempt import name_of_attempt
 from penstock.topology.control import CommunicationError, Control, host_group
-from penstock.topology.faults import JOB_KEY, FaultWatcher, has_ended, is_watched, reason, underlying, watch
+from penstock.topology.faults import (
+    JOB_KEY,
+    FaultWatcher,
+    has_ended,
+    is_watched,
+    named,
+    reason,
+    underlying,
+    watch,
+)
 from penstock.topology.gpu_groups import prepare
 from penstock.topology.groups import TransportName
-from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
+from penstock.topology.interfaces import VARIABLE, check_interface, in_use, interface_names, listed
 from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
 
 GROUPS = count()
@@ -48,6 +56,8 @@ _CHANGES: Final = ExitStack()
 """Puts back what `join` has changed in this process besides connecting it."""
 
 MOST_DIGITS = 9
+POLL_S: Final = 0.005
+"""How often rank 0 looks who has come."""
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 
@@ -87,9 +97,8 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     """
     info = detect(environ)
     if info is None or info.launcher != "slurm":
-        raise ConfigError(
-            "SLURM_PROCID", UNSET, "this process was not started by srun", "Start it with srun."
-        )
+        why = "this process was not started by srun"
+        raise ConfigError("SLURM_PROCID", UNSET, why, "Start it with srun.")
     return {
         "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
@@ -131,25 +140,20 @@ def join(
         os.environ.update(rendezvous_env(os.environ))
     prepare(device, os.environ)
     device_of(device).make_current(device)
-    where = "here" if info == ALONE else _master(os.environ)
+    where = "" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
     _name_loopback(where)
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, where, start_s)
     _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
-    if info.world_size > 1:
-        if start_s != timeout_s:
-            _set_pg_timeout(timedelta(seconds=timeout_s))
-        watch(
-            FaultWatcher(
-                store,
-                info.rank,
-                info.world_size,
-                held_by=None if _is_kept_by_launcher() else 0,
-                exchange_timeout_s=timeout_s if device_of(device).is_gpu else None,
-            )
-        )
-    if device_of(device).is_cpu and info.world_size > 1:
+    if info.world_size == 1:
+        return
+    if start_s != timeout_s:
+        _set_pg_timeout(timedelta(seconds=timeout_s))
+    held_by = None if _is_kept_by_launcher() else 0
+    limit_s = timeout_s if device_of(device).is_gpu else None
+    watch(FaultWatcher(store, info.rank, info.world_size, held_by=held_by, exchange_timeout_s=limit_s))
+    if device_of(device).is_cpu:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
@@ -218,9 +222,8 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
         hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
         raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
-        raise ConfigError(
-            name, text, "must be a whole number of at most nine digits, 0 or more", "Correct or unset it."
-        )
+        why = "must be a whole number of at most nine digits, 0 or more"
+        raise ConfigError(name, text, why, "Correct or unset it.")
     return int(text)
 
 
@@ -272,10 +275,7 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
     prefix = f"penstock-{next(GROUPS)}"
     here = PrefixStore(prefix, store)
     left_s = max(0.0, until_s - time.monotonic())
-
-    def name() -> str:
-        return name_of_attempt(here, info.rank, info.world_size, timedelta(seconds=left_s))
-
+    name = partial(name_of_attempt, here, info.rank, info.world_size, timedelta(seconds=left_s))
     try:
         start = within(left_s + SPARE_S, name)
     except RuntimeError as error:
@@ -292,6 +292,47 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
     return PrefixStore(start, here)
 
 
+def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return one name on all ranks, which must call this together; every start has a new name.
+
+    torchrun keeps its store when it restarts ranks. What ranks of an earlier start have left there under the
+    same name looks like an answer: an address at which no rank listens now. The number of torchrun's restarts
+    does not help, since the agents of several machines count differently.
+
+    Rank 0 makes the name up and tells every rank that greets it. A greeting says under which key its answer
+    is expected, so no greeting or answer of an earlier start is mistaken. Raises RuntimeError after the
+    timeout.
+    """
+    if rank == 0:
+        return _told(store, world_size, time.monotonic() + timeout.total_seconds())
+    greeting = secrets.token_hex(8)
+    store.set(f"greeting/{rank}", greeting)
+    store.wait([f"answer/{greeting}"], timeout)
+    name: str = store.get(f"answer/{greeting}").decode()
+    store.set(f"heard/{name}/{rank}", "")
+    return name
+
+
+def _told(store: Store, world_size: int, until_s: float) -> str:
+    """Tell a new name to all other ranks until each has confirmed it, and return the name."""
+    name, waiting = secrets.token_hex(8), set(range(1, world_size))
+    answered: dict[int, bytes] = {}
+    while waiting:
+        for rank in sorted(waiting):
+            if store.check([f"heard/{name}/{rank}"]):
+                waiting.remove(rank)
+            elif store.check([f"greeting/{rank}"]):
+                greeting = store.get(f"greeting/{rank}")
+                if answered.get(rank) != greeting:
+                    store.set(f"answer/{greeting.decode()}", name)
+                    answered[rank] = greeting
+        if time.monotonic() > until_s:
+            verb = "has" if len(waiting) == 1 else "have"
+            raise RuntimeError(f"{named(sorted(waiting))} {verb} not come")
+        time.sleep(POLL_S)
+    return name
+
+
 def _is_kept_by_launcher() -> bool:
     """Tell whether a launcher, as torchrun, keeps the store at which ranks meet, and not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -299,17 +340,14 @@ def _is_kept_by_launcher() -> bool:
 
 def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) -> None:
     """Start torch's default process group, in which every rank connects to every other."""
-    timeout = timedelta(seconds=timeout_s)
-
-    def start() -> None:
-        dist.init_process_group(
-            backend=backend,
-            store=store,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-        )
-
+    start = partial(
+        dist.init_process_group,
+        backend=backend,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     try:
         within(timeout_s + SPARE_S, start)
     except RuntimeError as error:
@@ -328,10 +366,9 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     """
     default, control = dist.group.WORLD, Control(info.rank, info.world_size)
     assert default is not None, "ranks have joined"
-    if default in _WATCHED:
-        if not control.any(has_ended(), "asking whether ranks are watched"):
-            return
-    elif is_watched():
+    if default not in _WATCHED and is_watched():
+        return
+    if default in _WATCHED and not control.any(has_ended(), "asking whether ranks are watched"):
         return
     _WATCHED.add(default)
     name = control.gather(secrets.token_hex(8), "naming the watch")[0]
@@ -346,9 +383,8 @@ def _master(environ: Mapping[str, str]) -> str:
         hint = "Set it to the host of rank 0, or start with torchrun, which does."
         raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
     if not 0 < port < 2**16:
-        raise ConfigError(
-            "MASTER_PORT", port, "must be between 1 and 65535", "Use a free port such as 29500."
-        )
+        hint = "Use a free port such as 29500."
+        raise ConfigError("MASTER_PORT", port, "must be between 1 and 65535", hint)
     return f"{address}:{port}"
 
 
@@ -357,18 +393,13 @@ def _name_loopback(where: str) -> None:
 
     Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
     """
-    if where == "here" or _is_loopback(where.rpartition(":")[0]):
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            _CHANGES.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-        names = {name for _, name in socket.if_nameindex()}
-        for name in names & {"lo", "lo0"}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _is_loopback(address: str) -> bool:
+    address = where.rpartition(":")[0] or "localhost"
+    is_near = address == "localhost"
     with suppress(ValueError):  # a host name is not an address
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"
+        is_near = ipaddress.ip_address(address).is_loopback
+    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
+        _CHANGES.callback(os.environ.pop, VARIABLE, None)
+        os.environ[VARIABLE] = name
 
 
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:

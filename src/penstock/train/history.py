@@ -123,9 +123,9 @@ def summarise(
     source: Source,
     history: History,
     *,
-    checkpoint: str | None,
+    checkpoint: Path | None,
     analysis: StepAnalysis,
-    loads: str | None,
+    loads: Path | None,
 ) -> RunSummary:
     """Return the summary of one start: medians over its steps, first and last losses.
 
@@ -157,7 +157,7 @@ def summarise(
         num_local_experts=ExpertPlacement.even(config.moe.num_experts, layout.ep_size).slots,
         parameters=total_parameters(stack),
         corpus=source.words,
-        checkpoint=checkpoint,
+        checkpoint=_if_there(checkpoint),
         metrics=str(output.dir / METRICS_FILE),
         trace=str(output.dir / "trace.json") if output.trace_steps else None,
         tensorboard=_if_there(output.dir / TENSORBOARD_FOLDER) if output.tensorboard else None,
@@ -169,13 +169,13 @@ def summarise(
         rank_load_max_over_mean=typical.get("rank_rows_max_over_mean"),
         rows_crossing_nodes=typical.get("rows_crossing_nodes"),
         loads_in_common=typical.get("loads_in_common"),
-        loads=loads,
+        loads=_if_there(loads),
         stragglers=analysis.stragglers,
     )
 
 
-def _if_there(path: Path) -> str | None:
-    return str(path) if path.exists() else None
+def _if_there(path: Path | None) -> str | None:
+    return str(path) if path is not None and path.exists() else None
 
 
 def total_parameters(stack: PipelinedStack) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, TypeVar
@@ -20,12 +20,12 @@ from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig
+from penstock.train.pilot import Say
 
 HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
 """Key of uneven fractions alone: earlier versions held out one block of some, whatever the fraction."""
 
 T = TypeVar("T")
-Say = Callable[[str], None]
 
 PAGE, GLIMPSED_PAGES = 4096, 64
 TURN_S = 2.0
