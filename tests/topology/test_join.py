@@ -395,6 +395,6 @@ def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatc
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clean.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     info = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="torchrun")  # waits for no other rank
-    first, second = (_store(info, f"127.0.0.1:{server.port}", HANG_S) for _ in range(2))
+    first, second = (_store(info, "127.0.0.1", server.port, HANG_S) for _ in range(2))
     first.set("address", "old")
     assert first.check(["address"]) and not second.check(["address"])

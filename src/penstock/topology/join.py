@@ -115,8 +115,14 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
-    host, _, port = _master(environ).rpartition(":")
-    return host, int(port)
+    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
+    if not address:
+        hint = "Set it to the host of rank 0, or start with torchrun, which does."
+        raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
+    if not 0 < port < 2**16:
+        hint = "Use a free port such as 29500."
+        raise ConfigError("MASTER_PORT", port, "must be between 1 and 65535", hint)
+    return address, port
 
 
 def join(
@@ -136,15 +142,15 @@ def join(
     address, or Gloo is to use an interface that is not there; and `CommunicationError` with what was found if
     the others cannot be met in time.
     """
+    host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
     prepare(device, os.environ)
     device_of(device).make_current(device)
-    where = "" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
-    _name_loopback(where)
+    _name_loopback(host)
     start_s = start_s or timeout_s
-    store: Store = HashStore() if info == ALONE else _store(info, where, start_s)
+    store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)
     _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
     if info.world_size == 1:
         return
@@ -258,20 +264,19 @@ def _first_host(environ: Mapping[str, str]) -> str:
 # ---- connecting --------------------------------------------------------------------------------------------
 
 
-def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
+def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
     """Return the store at which processes leave their addresses, once all of them have come.
 
     It may outlive a group and this start of the processes, so every group of every start has names of its
     own. Raises CommunicationError.
     """
     until_s = time.monotonic() + timeout_s
-    host, _, port = where.rpartition(":")
     serves = info.rank == 0 and not _is_kept_by_launcher()
     try:
-        store = open_store(host, int(port), timeout_s, serves=serves)
+        store = open_store(host, port, timeout_s, serves=serves)
     except RuntimeError as error:
-        why = _found_there(host, int(port), error, serves=serves)
-        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+        why = _found_there(host, port, error, serves=serves)
+        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
     prefix = f"penstock-{next(GROUPS)}"
     here = PrefixStore(prefix, store)
     left_s = max(0.0, until_s - time.monotonic())
@@ -286,7 +291,7 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
             f"{others}. Check that all {info.world_size} processes were started and are still running, and "
             "that MASTER_ADDR and MASTER_PORT are the same on all of them"
         )
-        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
     if info.rank == 0:
         store.set(JOB_KEY, f"{prefix}/{start}")
     return PrefixStore(start, here)
@@ -376,27 +381,14 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     watch(FaultWatcher(store, info.rank, info.world_size, exchange_timeout_s=timeout_s))
 
 
-def _master(environ: Mapping[str, str]) -> str:
-    """Return `host:port` where the processes meet."""
-    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
-    if not address:
-        hint = "Set it to the host of rank 0, or start with torchrun, which does."
-        raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
-    if not 0 < port < 2**16:
-        hint = "Use a free port such as 29500."
-        raise ConfigError("MASTER_PORT", port, "must be between 1 and 65535", hint)
-    return f"{address}:{port}"
-
-
-def _name_loopback(where: str) -> None:
+def _name_loopback(host: str) -> None:
     """Keep Gloo on the loopback interface when all processes are on this host.
 
     Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
     """
-    address = where.rpartition(":")[0] or "localhost"
-    is_near = address == "localhost"
+    is_near = host == "localhost"
     with suppress(ValueError):  # a host name is not an address
-        is_near = ipaddress.ip_address(address).is_loopback
+        is_near = ipaddress.ip_address(host).is_loopback
     for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
         _CHANGES.callback(os.environ.pop, VARIABLE, None)
         os.environ[VARIABLE] = name
@@ -405,33 +397,24 @@ def _name_loopback(where: str) -> None:
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
     """Return what is where the store should be, and what to do about it. error: why it was not opened."""
     found = look_at(host, port)
-    if found.kind == "unresolved":
-        return (
-            f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts or DNS, "
-            "or set MASTER_ADDR to an address"
-        )
-    if serves:
+    if serves and found.kind != "unresolved":
         what = "another program listens there" if found.kind == "accepts" else "this rank cannot listen there"
         other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
         return f"{what} ({reason(error)}). {other}"
-    if found.kind == "accepts":
-        return (
-            "a program accepts connections there, and does not answer as the store of these ranks does. "
-            "Choose another MASTER_PORT, or end that program"
-        )
-    if found.kind == "refused":
-        return (
-            "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this one, "
-            "and that rank 0 was started there and is still running"
-        )
-    return (
-        f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of rank 0 as seen "
-        "from this one, and that no firewall closes the port"
-    )
+    return {
+        "unresolved": f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts "
+        "or DNS, or set MASTER_ADDR to an address",
+        "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
+        "does. Choose another MASTER_PORT, or end that program",
+        "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
+        "one, and that rank 0 was started there and is still running",
+        "unreachable": f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of "
+        "rank 0 as seen from this one, and that no firewall closes the port",
+    }[found.kind]
 
 
-def _not_joined(info: ProcessInfo, timeout_s: float, where: str, why: str) -> str:
+def _not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:
     return (
-        f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s: "
-        f"{why}."
+        f"rank {info.rank} of {info.world_size} could not join the others at {host}:{port} within "
+        f"{timeout_s:g} s: {why}."
     )
