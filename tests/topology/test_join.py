@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
 from penstock.topology.control import CommunicationError
-from penstock.topology.interfaces import interface_names
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
+from penstock.topology.meeting_point import interface_names
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
 from tests.support.runs import refused, write_config

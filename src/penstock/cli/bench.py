@@ -31,7 +31,7 @@ from penstock.emulate import EmulateConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.fits import check_run, host_bytes
-from penstock.train.shares import check_shares
+from penstock.train.possible import check_shares
 from penstock.words import terminal_width
 
 

@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from penstock.config import ConfigError
 from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason
-from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
-from penstock.topology.meeting_point import SPARE_S, within
+from penstock.topology.meeting_point import SPARE_S, VARIABLE, check_interface, in_use, listed, within
 
 T = TypeVar("T")
 

@@ -43,8 +43,17 @@ from penstock.topology.faults import (
 )
 from penstock.topology.gpu_groups import prepare
 from penstock.topology.groups import TransportName
-from penstock.topology.interfaces import VARIABLE, check_interface, in_use, interface_names, listed
-from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
+from penstock.topology.meeting_point import (
+    SPARE_S,
+    VARIABLE,
+    check_interface,
+    in_use,
+    interface_names,
+    listed,
+    look_at,
+    open_store,
+    within,
+)
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""

@@ -18,10 +18,8 @@ from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
-from penstock.train.moves import check_movable, check_moves
-from penstock.train.of_family import check_features, check_sections, staying
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.shares import check_shares
+from penstock.train.possible import check_movable, check_moves, check_sections, check_shares, moving_in
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -175,8 +173,8 @@ class RunConfig:
         sizes = sections_of(path)
         model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
         check_sections(path, sizes, model, moe)
-        check_features(model.model_type, self.placement, self.data)
-        return replace(self, model=model, moe=moe, placement=staying(model.model_type, self.placement))
+        placement = moving_in(model.model_type, self.placement, self.data)
+        return replace(self, model=model, moe=moe, placement=placement)
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:

@@ -24,7 +24,13 @@ HEAT_MAP: Final = "moe/loads"
 ID_FILE: Final = "wandb-id.txt"
 MOST_ID_BYTES: Final = 1 << 10
 HINT: Final = "Move it away: the run then begins another one at Weights & Biases."
-BALANCE: Final = ("aux_loss_global", "aux_loss_sequence", "aux_loss_microbatch")
+AUX_LOSSES: Final = ("aux_loss_global", "aux_loss_sequence", "aux_loss_microbatch")
+PLACES: Final = {
+    "speed": ("iteration_s", "tokens_per_s", "compute_s", "model_flops_per_s", "model_flops_utilisation"),
+    "network": ("communication_s", "exposed_communication_s"),
+    "moe": ("tokens_per_expert_max_over_mean", "z_loss", *AUX_LOSSES),
+}
+"""Metrics whose curves have their names, by place."""
 Picture = npt.NDArray[np.uint8]
 
 
@@ -154,30 +160,20 @@ def _id_in(folder: Path, *, resumes: bool) -> str:
 
 def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
     """Return the value of each curve that has one. layers: numbers of the MoE layers."""
-    found = {
+    found: dict[str, float | None] = {
         "loss/train": metrics.loss,
-        "optimizer/learning_rate": metrics.learning_rate,
-        "optimizer/grad_norm": metrics.grad_norm,
-        "speed/iteration_s": metrics.iteration_s,
-        "speed/tokens_per_s": metrics.tokens_per_s,
-        "network/communication_s": metrics.communication_s,
-        "network/exposed_communication_s": metrics.exposed_communication_s,
-        "network/hidden_communication": metrics.hidden_communication,
-        "speed/compute_s": metrics.compute_s,
-        "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
-    }
-    optional = {
         "loss/eval": metrics.eval_loss,
         "loss/total": metrics.total_loss,
-        "moe/z_loss": metrics.z_loss,
-        "speed/model_flops_per_s": metrics.model_flops_per_s,
-        "speed/model_flops_utilisation": metrics.model_flops_utilisation,
+        "optimizer/learning_rate": metrics.learning_rate,
+        "optimizer/grad_norm": metrics.grad_norm,
+        "network/hidden_communication": metrics.hidden_communication,
         "memory/peak_bytes": metrics.peak_memory_bytes,
     }
-    optional |= {f"moe/{name}": getattr(metrics, name) for name in BALANCE}
+    for place, names in PLACES.items():
+        found |= {f"{place}/{name}": getattr(metrics, name) for name in names}
     for name in BY_LAYER:
         values = getattr(metrics, name)
         if values:
-            optional[f"moe/{name}"] = fmean(values)
-            optional |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
-    return found | {name: value for name, value in optional.items() if value is not None}
+            found[f"moe/{name}"] = fmean(values)
+            found |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -18,6 +18,7 @@ from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import gradient_bytes, model_of
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
+from penstock.words import gib
 
 COPIES = 4
 """Copies of a weight: itself, its gradient and AdamW's two moments, all in float32."""
@@ -137,11 +138,11 @@ def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: i
     }
     key = max(parts, key=lambda name: parts[name][1])
     ranks = "a rank needs" if sharing == 1 else f"each of {sharing} ranks needs"
-    masks = f", masks of documents {_gib(need.masks_bytes)}" if need.masks_bytes else ""
+    masks = f", masks of documents {gib(need.masks_bytes)}" if need.masks_bytes else ""
     why = (
-        f"{ranks} {_gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
-        f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}{masks}), and there are "
-        f"{_gib(there_bytes)} in all"
+        f"{ranks} {gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
+        f"{gib(need.state_bytes)}, activations {gib(need.activations_bytes)}{masks}), and there are "
+        f"{gib(there_bytes)} in all"
     )
     spare = SPARING.get(config.optimizer.shared_copies, "")
     spare += "" if config.plan.may_repeat_blocks else ", or compute blocks again (plan.recompute=blocks)"
@@ -158,7 +159,7 @@ def check_processes(processes: int) -> None:
     """Raise ConfigError for more local processes than this machine has memory for, even without a model."""
     most = max(1, host_bytes() // RANK_BYTES)
     if processes > most:
-        why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {_gib(host_bytes())}"
+        why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {gib(host_bytes())}"
         raise ConfigError("parallel.processes", processes, why, f"Use {most} or fewer.")
 
 
@@ -178,7 +179,3 @@ def device_bytes(device: torch.device, control: Control) -> int:
     mine = everyone[control.rank]
     own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
     return host_bytes() if own_bytes is None else own_bytes
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

@@ -33,53 +33,10 @@ HEAT_MAP_EVERY = 20
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One training step, measured.
+    """One training step, measured; docs/training.md has a table of what each field means, and how exactly.
 
-    `step`                    steps done with this one; the first is 1
-    `loss`, `eval_loss`       cross entropy, nats per token of all ranks; `eval_loss` is None on steps without
-                              evaluation
-    `eval_noise`              with 95 % confidence `eval_loss` is too small by less than this, judged by how
-                              its batches differ; None for a single batch
-    `total_loss`              what is minimised: `loss + moe_layers * (aux_loss_coeff * aux_loss_global (or
-                              that of another group) + z_loss_coeff * z_loss)`
-    `grad_norm`               of `total_loss`, before clipping, every expert counted once
-    `iteration_s`             forward, backward, clipping and update on rank 0, not reading the batch
-    `tokens_per_s`            tokens of all ranks without padding, over `iteration_s`
-    `communication_s`, `compute_s`
-                              time in forward and backward of rank 0 during which a collective was running,
-                              and during which something was computed; on a GPU of the last step that
-                              measured its tasks
-    `exposed_communication_s` the part of `communication_s` during which nothing was computed
-    `tokens_per_expert_max_over_mean`
-                              load of the busiest expert, mean over MoE layers; 1 is perfect balance
-    `expert_load_max_over_mean`, `rank_load_max_over_mean`
-                              by MoE layer: rows of the busiest expert, and of the rank whose experts get
-                              most, over the mean; 1 is perfect balance
-    `rank_rows_max_over_mean` by MoE layer: rows that the busiest rank computes over the mean,
-                              including rows of experts that ranks host as guests in this step
-    `expert_load_entropy`     by MoE layer: entropy of the experts' shares over that of equal ones; 1 is
-                              perfect balance, 0 means that one expert gets everything
-    `loads_in_common`         by MoE layer: share of rows that this step and the one before have in common,
-                              by rank and expert; 1 is the same distribution. None in the first step
-    `rows_crossing_nodes`     by MoE layer: share of rows that are computed on another node
-    `z_loss`                  mean over MoE layers, without its coefficient
-    `aux_loss_global`, `..._sequence`, `..._microbatch`
-                              the balance loss, mean over MoE layers, without its coefficient, under the name
-                              of the group over which balance is judged; the other two are None. 1 is balance
-    `aux_loss_by_layer`       the balance loss by MoE layer
-    `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
-                              routing drops none
-    `steps_run_again`         steps since the run was started or continued that ran a second time, as
-                              an expert got more rows than `moe.bound_factor` had made room for; None
-                              without it
-    `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
-                              of all ranks, over `iteration_s`; see `cost.model_flops`
-    `model_flops_utilisation` `model_flops_per_s` over the highest rate of a matrix product that the profile
-                              measured on all ranks at once; None without a profile
-    `peak_memory_bytes`       the most that rank 0 has held so far: on a GPU in tensors, else resident
-    `plan`                    which plan ran the step: the first digits of its schedule's hash
-    `skipped`                 True: loss or gradients were not finite, and nothing was updated
-    `all_reduce_chunk_bytes`  size of a piece of an all-reduce; None if the schedule cuts none
+    None: the step has no such number. A tuple has one for every MoE layer. Times are those of rank 0, counts
+    those of all ranks.
     """
 
     step: int

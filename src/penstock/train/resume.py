@@ -51,14 +51,13 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     """
     if config.train.resume is False:
         return None
-    folder = checkpoints_folder(config)
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     mine, purpose = list[Path](), "looking for checkpoints"
     control.agreed(lambda: mine.extend(_saved(config)), purpose, by=0)
     found = control.gather(mine, purpose)[0]
     if not found:
         require_checkpoint(config)
-        say(f"{folder} contains no checkpoint: starting from the beginning")
+        say(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")
         return None
     return _newest_whole(config, control, tuple(reversed(found)), (), say)
 

@@ -49,7 +49,7 @@ from penstock.train.routing_file import RoutingFile
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.tracing import StepAnalysis, analyse
-from penstock.train.update import ADVICE, DivergedError, StepGuard, build_update
+from penstock.train.update import ADVICE, DivergedError, build_update
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -69,6 +69,7 @@ class Trainer:
     """
 
     began = False
+    skipped_in_a_row = 0
     summary: RunSummary | None = None
     saved: Path | None = None
     analysis: StepAnalysis | None = None
@@ -111,7 +112,6 @@ class Trainer:
         # This loop reads no loss before backward.
         self.stack.bounds.late = device_of(device).is_gpu and model.repeats_late
         pilot.take_over(self.stack)
-        self.guard = StepGuard(self.control, config.train.max_skipped_steps)
         self.optimizer = build_optimizer(self.stack, config.optimizer)
         self.update = build_update(self.stack, self.optimizer, config.optimizer)
         self.checkpoints = Checkpoints(
@@ -218,10 +218,13 @@ class Trainer:
         # On a GPU the host waits here, once, and once more before the clock is read.
         self.stack.statistics, (norm_value, loss_value) = self.stack.statistics.on_host(norm, loss)
         self._check_peers()
-        accepted = self.guard.accepts(step + 1, loss_value, norm_value)
+        # On all ranks together, so that none updates alone and differs from the others ever after.
+        broken = not (math.isfinite(loss_value) and math.isfinite(norm_value))
+        accepted = not self.control.any(broken, f"agreeing whether step {step + 1} is finite")
         self.update.apply(accepted=accepted)
         if accepted:
             update_expert_biases(self.stack)
+            self.skipped_in_a_row = 0
         else:
             self._skip(step + 1, loss_value, norm_value)
         device_of(self.stack.machinery.device).synchronize(self.stack.machinery.device)
@@ -319,9 +322,12 @@ class Trainer:
         for module in self.stack.modules():  # what loss-free balancing has counted moves no bias
             if isinstance(module, MoELayer) and module.gate.bias is not None:
                 module.gate.bias.forget()
-        if self.guard.gives_up:
-            raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
-        self.progress.say(self.guard.describe(step, loss, norm))
+        self.skipped_in_a_row += 1
+        numbers, most = f"loss {loss}, gradient norm {norm}", self.config.train.max_skipped_steps
+        if self.skipped_in_a_row > most:
+            raise DivergedError(self._diverged(f"step {step} has {numbers}"))
+        count = f"{self.skipped_in_a_row} in a row, train.max_skipped_steps = {most}"
+        self.progress.say(f"step {step} skipped: {numbers}; nothing was updated ({count})")
 
     @property
     def config(self) -> RunConfig:

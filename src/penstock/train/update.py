@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import PipelinedStack, ShardedAdamW, clip_grad_norm_
-from penstock.topology import Control
 from penstock.train.optimizer import OptimizerConfig
 
 ADVICE = "A lower optimizer.lr or more optimizer.warmup_steps may help."
@@ -22,36 +21,6 @@ ADVICE = "A lower optimizer.lr or more optimizer.warmup_steps may help."
 
 class DivergedError(RuntimeError):
     """The run has no finite numbers left with which to continue; continuing would only save useless state."""
-
-
-class StepGuard:
-    """Decides whether a step may change anything. most_in_a_row: consecutive steps that may be skipped."""
-
-    def __init__(self, control: Control, most_in_a_row: int) -> None:
-        self._control, self._most = control, most_in_a_row
-        self._in_a_row = 0
-
-    def accepts(self, step: int, loss: float, norm: float) -> bool:
-        """Tell whether all ranks apply this step: its loss and gradient norm are finite on each of them.
-
-        It costs one all-reduce of 8 bytes, so that no rank updates alone and diverges from the others.
-        """
-        broken = not (math.isfinite(loss) and math.isfinite(norm))
-        broken = self._control.any(broken, f"agreeing whether step {step} is finite")
-        self._in_a_row = self._in_a_row + 1 if broken else 0
-        return not broken
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether more consecutive steps were not finite than are allowed."""
-        return self._in_a_row > self._most
-
-    def describe(self, step: int, loss: float, norm: float) -> str:
-        """Return the message about a step that was skipped."""
-        return (
-            f"step {step} skipped: loss {loss}, gradient norm {norm}; nothing was updated "
-            f"({self._in_a_row} in a row, train.max_skipped_steps = {self._most})"
-        )
 
 
 class Update:
