@@ -27,9 +27,8 @@ if TYPE_CHECKING:
         ignore_experts,
     )
     from penstock.topology import ParallelConfig
-    from penstock.train.config import OutputConfig, RunConfig, TrainConfig
+    from penstock.train.config import MetricsConfig, OutputConfig, RunConfig, TrainConfig
     from penstock.train.optimizer import OptimizerConfig
-    from penstock.train.wandb_sink import MetricsConfig
 
 __version__ = "0.1.0"
 
@@ -38,7 +37,7 @@ _HOMES = {
     "ConfigError": "penstock.config",
     "DataConfig": "penstock.data",
     "ExpertParallel": "penstock.runtime",
-    "MetricsConfig": "penstock.train.wandb_sink",
+    "MetricsConfig": "penstock.train.config",
     "MoEConfig": "penstock.moe",
     "MoELayer": "penstock.moe",
     "ModelConfig": "penstock.models",

@@ -24,7 +24,7 @@ import time
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum, auto
+from enum import Enum
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -48,20 +48,16 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 class Phase(Enum):
     """What a stop finds."""
 
-    LOADING = auto()
-    WORKING = auto()
-    DONE = auto()
+    LOADING, WORKING, DONE = range(3)
 
 
 class Stops:
     """Requests to stop this process, and what is true to say about one."""
 
     def __init__(self) -> None:
-        self.heard: int | None = None
-        self._phase, self._left = Phase.LOADING, _always(NOT_YET)
         self._taken: list[signal.Signals] = []
-        self._code: int | None = None
-        self._raised, self._told = False, threading.Lock()
+        self.begin(NOT_YET)
+        self._phase = Phase.LOADING
 
     # ---- what a command notes ----
 
@@ -84,8 +80,10 @@ class Stops:
 
     def begin(self, left: str) -> None:
         """Note that a command begins, after which a stop leaves what `left` says; "" = it says so itself."""
-        self.heard, self._raised, self._told = None, False, threading.Lock()
-        self._left, self._code, self._phase = _always(left), None, Phase.WORKING
+        self.heard: int | None = None
+        self._raised, self._told = False, threading.Lock()
+        self.finish(None, left)
+        self._phase = Phase.WORKING
 
     def says(self, left: Callable[[], str]) -> None:
         """Ask `left` from now on what a stop leaves: a clause that begins with "stopped"."""
@@ -105,21 +103,19 @@ class Stops:
 
         code: with which a process that then stands still is ended; None = that of a stop. left: what is said.
         """
-        self._phase = Phase.DONE
-        self._left, self._code = _always(left), code
+        self._phase, self._code = Phase.DONE, code
+        self.says(lambda: left)
 
     def stopped(self) -> int:
         """Say what this stop leaves, and return the exit code."""
-        self._phase = Phase.DONE
+        self._phase, self._code = Phase.DONE, None
         self.say()
-        self._left, self._code = _always(""), None
         return self.code
 
     def say(self) -> None:
         """Print what a stop leaves, once, if this process speaks for all ranks."""
-        if text := self._line():
-            with suppress(OSError):  # nobody is there to read it
-                print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody is there to read it
+            print(self._line(), end="", file=sys.stderr, flush=True)
 
     @property
     def code(self) -> int:
@@ -143,6 +139,9 @@ class Stops:
         for number in filter(self._is_ours, SIGNALS):
             signal.signal(number, signal.SIG_IGN)
 
+    def _is_ours(self, number: int) -> bool:
+        return signal.getsignal(number) == self._handle
+
     def _watch(self, ears: int) -> None:
         """Hear the kernel's word whatever the main thread waits for."""
         while heard := os.read(ears, 1):
@@ -151,67 +150,49 @@ class Stops:
                 self._wait(ears)
                 self._leave()
 
-    def _is_ours(self, number: int) -> bool:
-        return signal.getsignal(number) == self._handle
-
     def _wait(self, ears: int) -> None:
         """Return when the process stands still, or is asked again."""
         patience, insists_s = Patience(threading.main_thread()), time.monotonic() + SAME_REQUEST_S
         while not patience.ends(GRACE_S, moves=self._phase is Phase.DONE):
             if not all(map(self._is_ours, self._taken)):
-                patience.begin()
-            if not select.select([ears], [], [], POLL_S)[0]:
-                continue
-            again = os.read(ears, 1)[0]
-            if time.monotonic() > insists_s and again in SIGNALS and self._is_ours(again):
-                return
+                patience = Patience(threading.main_thread())
+            if select.select([ears], [], [], POLL_S)[0]:
+                again = os.read(ears, 1)[0]
+                if time.monotonic() > insists_s and again in SIGNALS and self._is_ours(again):
+                    return
 
     def _leave(self) -> None:
-        """Say what the stop leaves, and end the process.
+        """Say what the stop leaves, and end the process; past sys.stderr, whose lock may be held."""
+        start_new_thread(self._end, (SAY_S,))  # whoever hinders the words, and whoever was to read them
+        try:
+            os.write(2, self._line().encode())
+        finally:
+            self._end()
 
-        The words are written by a bare thread, since their reader may be gone, and past sys.stderr and the
-        locks of `threading`, which the interrupted thread may hold.
-        """
-        written = threading.Lock()
-        written.acquire()
-        start_new_thread(self._write, (written,))
-        written.acquire(timeout=SAY_S)
+    def _end(self, after_s: float = 0.0) -> None:
+        time.sleep(after_s)
         os._exit(self.code if self._code is None else self._code)
 
-    def _write(self, written: threading.Lock) -> None:
-        try:
-            os.write(2, f"{text}\n".encode() if (text := self._line()) else b"")
-        finally:
-            written.release()
-
     def _line(self) -> str:
-        if not speaks() or not self._told.acquire(blocking=False):
-            return ""
-        text = self._left()
-        return f"penstock: {text}" if text else ""
+        text = self._left() if speaks() and self._told.acquire(blocking=False) else ""
+        return f"penstock: {text}\n" if text else ""
 
 
 class Patience:
-    """How long another thread may stand still."""
+    """How long another thread may stand still, by its processor time where a system tells that."""
 
     def __init__(self, thread: threading.Thread) -> None:
         assert thread.ident is not None, "it has been started"
         self._clock = time.pthread_getcpuclockid(thread.ident) if sys.platform == "linux" else None
-        self.begin()
-
-    def begin(self) -> None:
-        """Count from now on."""
-        self._since_s, self._used_s = time.monotonic(), self._processor_s()
+        self._since_s, self._used_s = time.monotonic(), 0.0
 
     def ends(self, grace_s: float, *, moves: bool) -> bool:
         """Tell whether it has lasted `grace_s`; if the thread `moves`, only while it used no processor."""
-        if moves and self._processor_s() != self._used_s:
-            self.begin()
-        return time.monotonic() - self._since_s >= grace_s
-
-    def _processor_s(self) -> float:
-        """Return the processor time of the thread; 0 where a system does not tell."""
-        return 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        before_s, now_s = self._used_s, time.monotonic()
+        self._used_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        if moves and self._used_s != before_s:
+            self._since_s = now_s
+        return now_s - self._since_s >= grace_s
 
 
 def heeded() -> list[signal.Signals]:
@@ -220,10 +201,7 @@ def heeded() -> list[signal.Signals]:
 
 
 def leave_lost_terminal() -> None:
-    """Write to nowhere from now on what would be written to a terminal that is gone.
-
-    Every line would be an error, which would end the work that is still to be saved.
-    """
+    """Mute a terminal that is gone: a line would be an error, which would end the work still to be saved."""
     for descriptor in (1, 2):
         try:
             os.get_terminal_size(descriptor)
@@ -264,10 +242,6 @@ def die_with_parent(parent: int) -> Callable[[], None] | None:
 def speaks() -> bool:
     """Tell whether this process speaks for all ranks, by what torchrun, Slurm or Penstock has left."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
-
-
-def _always(text: str) -> Callable[[], str]:
-    return lambda: text
 
 
 STOPS = Stops()

@@ -14,9 +14,9 @@ import torch
 from penstock.device import Stream, using
 from penstock.graph import Task
 from penstock.ops import OPS, Op
+from penstock.runtime import clip_grad_norm_
 from penstock.schedule import SCHEDULES
 from penstock.topology.groups import Summation, TransportName
-from penstock.train.clip import clip_grad_norm
 from penstock.train.optimizer import build_adamw
 from tests.runtime.recorded.test_steps import AXES, case_of, fits, hosts_of, named
 from tests.steps import PLAIN
@@ -86,7 +86,7 @@ def step_on_card(rank: int, case: Case, kernel: bool, fault: str = "") -> Carded
                 if fault == "item":
                     loss.item()
                 loss.backward()
-                clip_grad_norm(stack, CLIP)
+                clip_grad_norm_(stack, CLIP)
                 optimizer.step()
                 optimizer.zero_grad()
         return Carded(result, dict(waits))

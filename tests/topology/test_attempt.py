@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from penstock.topology.attempt import name_of_attempt
+from penstock.topology.join import name_of_attempt
 from tests.support.patience import HANG_S
 
 SOON = timedelta(seconds=HANG_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from penstock.topology.faults import (
     silent_ranks,
     watch,
 )
-from tests.support.patience import wait_for
+from tests.support.patience import HANG_S, wait_for
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1."
 
@@ -64,6 +65,20 @@ def test_all_answer_at_once(three: Ranks) -> None:
         found = first.give_up()
     assert (found.silent, found.culprits, found.verdict()) == ((), (), "")
     assert found.answers.keys() == {1, 2}
+
+
+def test_ranks_that_fail_at_once_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call wakes all ranks, which all answer: hundreds of calls would be millions of answers."""
+    monkeypatch.setattr(faults, "ANSWER_S", HANG_S)
+    many = Ranks(12)
+    watchers = [many.start(rank) for rank in range(many.world_size)]
+    with ThreadPoolExecutor(many.world_size) as pool:
+        found = list(pool.map(FaultWatcher.give_up, watchers))
+    assert [each.silent for each in found] == [()] * many.world_size
+    calls = [PrefixStore("job", many.root).check([f"call/{number}"]) for number in (1, 2)]
+    assert calls == [True, False]
+    for each in watchers:
+        each.close()
 
 
 def test_a_store_of_one_process_serves_as_well() -> None:

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 from penstock.config import ConfigError
 from penstock.device import Cpu, using
 from penstock.topology.control import CommunicationError
-from penstock.topology.interfaces import interface_names
 from penstock.topology.join import ALONE, ProcessInfo, _store, detect, join, leave, rendezvous_env
+from penstock.topology.meeting_point import interface_names
 from tests.support.forked import run_forked
 from tests.support.patience import HANG_S
 from tests.support.runs import refused, write_config
@@ -395,6 +395,6 @@ def test_a_group_does_not_read_what_one_before_has_left(clean: pytest.MonkeyPatc
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     clean.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     info = ProcessInfo(rank=0, world_size=1, local_rank=0, launcher="torchrun")  # waits for no other rank
-    first, second = (_store(info, f"127.0.0.1:{server.port}", HANG_S) for _ in range(2))
+    first, second = (_store(info, "127.0.0.1", server.port, HANG_S) for _ in range(2))
     first.set("address", "old")
     assert first.check(["address"]) and not second.check(["address"])

@@ -253,8 +253,6 @@ def test_blocks_are_held_out_of_a_long_corpus_and_windows_of_a_short_one() -> No
         (Case(windows=0), "batch_per_device"),
         (Case(windows=14), "batch_per_device"),
         (Case(held_out_fraction=1e-6), "held_out_fraction"),
-        (Case(seq_len=0), "seq_len"),
-        (Case(seed=-1), "seed"),
     ],
 )
 def test_what_cannot_be_batched_is_refused_by_name(case: Case, key: str) -> None:

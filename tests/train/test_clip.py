@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.runtime import clip_grad_norm_
 from penstock.sharding import Sharding
-from penstock.train.clip import clip_grad_norm
 from tests.support.close import check_close
 from tests.support.joining import joined
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
@@ -62,9 +63,9 @@ def clip(rank: int, case: Case, max_norm: float | None) -> Clipped:
         return logical(stack, found)
 
     before = gradients()
-    norm = clip_grad_norm(stack, max_norm)
+    norm = clip_grad_norm_(stack, math.inf if max_norm is None else max_norm)
     assert norm.dtype == torch.float64
-    return Clipped(float(norm), float(clip_grad_norm(stack, None)), before, gradients(), parts_of(stack))
+    return Clipped(float(norm), float(clip_grad_norm_(stack, math.inf)), before, gradients(), parts_of(stack))
 
 
 def together(results: list[Clipped]) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ def test_a_norm_below_the_limit_changes_no_bit(ranks: Pools) -> None:
 
 def test_gradients_that_are_not_there_count_nothing() -> None:
     stack = stack_of(0, case_of((1, 1, 1, 1)))
-    assert float(clip_grad_norm(stack, 1.0)) == 0.0
+    assert float(clip_grad_norm_(stack, 1.0)) == 0.0
     next(stack.parameters()).grad = torch.full_like(next(stack.parameters()), 2.0)
     count = next(stack.parameters()).numel()
-    assert float(clip_grad_norm(stack, None)) == pytest.approx(2.0 * count**0.5)
+    assert float(clip_grad_norm_(stack, math.inf)) == pytest.approx(2.0 * count**0.5)

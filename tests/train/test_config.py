@@ -16,9 +16,8 @@ from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig, given_schedule
 from penstock.schedule import SCHEDULES
 from penstock.topology import ParallelConfig
-from penstock.train.config import OutputConfig, RunConfig, TrainConfig
+from penstock.train.config import MetricsConfig, OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.wandb_sink import MetricsConfig
 
 CUTTING = {"flowmoe", "penstock"}
 

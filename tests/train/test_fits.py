@@ -6,19 +6,18 @@ import pytest
 import torch
 
 from penstock.config import ConfigError
+from penstock.data import DataConfig
+from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.models.decoder import Attention, Rotary
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import model_of
-from penstock.train.fits import (
-    COPIES,
-    RANK_BYTES,
-    check_memory,
-    check_processes,
-    host_bytes,
-    rank_memory,
-)
+from penstock.train.config import RunConfig
+from penstock.train.fits import COPIES, RANK_BYTES, check_processes, check_run, host_bytes, memory_of
+from penstock.train.optimizer import OptimizerConfig
+
+TWO = Layout(world_size=2, ep_size=2, rank=0)
 
 MODELS = [
     (ModelConfig(num_layers=3), MoEConfig()),
@@ -26,6 +25,23 @@ MODELS = [
     (ModelConfig(num_layers=1, hidden_size=64, vocab_size=500), MoEConfig(gate="cosine", gate_proj_size=32)),
     (ModelConfig(num_layers=2, moe_layers=(1,)), MoEConfig(shared_ffn_hidden_size=48, expert_bias_rate=0.1)),
 ]
+
+
+def run_of(
+    model: ModelConfig,
+    moe: MoEConfig,
+    batch: int = 4,
+    *,
+    separate_documents: bool = False,
+    optimizer: OptimizerConfig | None = None,
+) -> RunConfig:
+    return RunConfig(
+        model=model,
+        moe=moe,
+        schedule=ScheduleConfig(microbatches=1),
+        data=DataConfig(batch_per_device=batch, separate_documents=separate_documents),
+        optimizer=optimizer or OptimizerConfig(),
+    )
 
 
 @pytest.mark.parametrize(("model", "moe"), MODELS)
@@ -36,12 +52,13 @@ def test_the_state_is_that_of_the_real_model(
     layout = Layout(world_size=4, ep_size=ep_size, rank=0, mp_size=mp_size, esp_size=esp_size)
     real = model_of(model, moe, layout)
     state_bytes = COPIES * sum(parameter.nbytes for parameter in real.parameters())
-    assert rank_memory(model, moe, 4, layout).state_bytes == state_bytes
+    assert memory_of(run_of(model, moe), layout).state_bytes == state_bytes
     experts = sum(p.nbytes for layer in range(model.num_layers) for p in real.expert_parameters(layer))
     whole = state_bytes // COPIES
     share = (whole - experts) / layout.dp_size + experts / layout.edp_size
     for shared in (2, 3):  # moments; gradients, too
-        found = rank_memory(model, moe, 4, layout, shared_copies=shared).state_bytes
+        config = OptimizerConfig(sharded=True, shard_gradients=shared == 3)
+        found = memory_of(run_of(model, moe, optimizer=config), layout).state_bytes
         assert found == pytest.approx((COPIES - shared) * whole + shared * share, abs=8)
 
 
@@ -60,27 +77,21 @@ def test_what_does_not_fit_is_refused_at_once(
     with pytest.raises(
         ConfigError, match=r"each of 2 ranks needs .* GiB at the least .* 8\.0 GiB in all"
     ) as caught:
-        check_memory(
-            model, moe, batch, Layout(world_size=2, ep_size=2, rank=0), there_bytes=8 << 30, sharing=2
-        )
+        check_run(run_of(model, moe, batch), TWO, there_bytes=8 << 30, sharing=2)
     assert caught.value.key == key
 
 
 def test_what_fits_is_accepted_to_the_byte() -> None:
-    model, moe, layout = ModelConfig(), MoEConfig(), Layout(world_size=2, ep_size=2, rank=0)
-    need = rank_memory(model, moe, 4, layout).total_bytes
-    check_memory(model, moe, 4, layout, there_bytes=2 * need, sharing=2)
+    config = run_of(ModelConfig(), MoEConfig())
+    need = memory_of(config, TWO).total_bytes
+    check_run(config, TWO, there_bytes=2 * need, sharing=2)
     with pytest.raises(ConfigError):
-        check_memory(model, moe, 4, layout, there_bytes=2 * need - 1, sharing=2)
+        check_run(config, TWO, there_bytes=2 * need - 1, sharing=2)
 
 
 def test_masks_of_separate_documents_count() -> None:
     """What attention keeps for its backward, as torch's hooks see it: in every block a number per pair."""
-    model, moe, layout = (
-        ModelConfig(num_layers=2, seq_len=256),
-        MoEConfig(),
-        Layout(world_size=2, ep_size=2, rank=0),
-    )
+    model, moe = ModelConfig(num_layers=2, seq_len=256), MoEConfig()
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,18 +104,18 @@ def test_masks_of_separate_documents_count() -> None:
     attention = Attention(model, Rotary(model)).bfloat16()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         kept_alive = [attention(x_BLM, documents_BL) for _ in range(model.num_layers)]
-    need = rank_memory(model, moe, 3, layout, separate_documents=True)
+    need = memory_of(run_of(model, moe, 3, separate_documents=True), TWO)
     assert need.masks_bytes == sum(kept.values()) and len(kept_alive) == model.num_layers
-    assert need.total_bytes - need.masks_bytes == rank_memory(model, moe, 3, layout).total_bytes
+    assert need.total_bytes - need.masks_bytes == memory_of(run_of(model, moe, 3), TWO).total_bytes
 
 
 def test_masks_that_do_not_fit_are_named() -> None:
-    model, moe, layout = ModelConfig(seq_len=1 << 16), MoEConfig(), Layout(world_size=2, ep_size=2, rank=0)
-    check_memory(model, moe, 4, layout, there_bytes=64 << 30)
+    model, moe = ModelConfig(seq_len=1 << 16), MoEConfig()
+    check_run(run_of(model, moe), TWO, there_bytes=64 << 30)
     with pytest.raises(
         ConfigError, match=r"masks of documents \d+\.\d GiB.* square of model\.seq_len"
     ) as caught:
-        check_memory(model, moe, 4, layout, there_bytes=64 << 30, separate_documents=True)
+        check_run(run_of(model, moe, separate_documents=True), TWO, there_bytes=64 << 30)
     assert caught.value.key == "data.separate_documents"
 
 
@@ -118,6 +129,6 @@ def test_more_processes_than_memory_are_refused() -> None:
 def test_the_estimate_allocates_nothing() -> None:
     """Weights of a terabyte are counted on a machine that has none of it."""
     model = ModelConfig(hidden_size=1 << 17, num_heads=1, num_layers=4)
-    need = rank_memory(model, MoEConfig(), 1, Layout(world_size=1, ep_size=1, rank=0))
+    need = memory_of(run_of(model, MoEConfig(), 1), Layout(world_size=1, ep_size=1, rank=0))
     assert need.total_bytes > 1 << 40
     assert torch.get_default_device().type == "cpu"

@@ -18,9 +18,9 @@ from penstock.runtime.sharded.stand_in import has_gradient
 from penstock.train import run_state
 from penstock.train import update as update_module
 from penstock.train.finite import first_not_finite
-from penstock.train.health import DivergedError
 from penstock.train.metrics import StepMetrics
 from penstock.train.trainer import Trainer
+from penstock.train.update import DivergedError
 from tests.support.ranks import Pools
 from tests.support.runs import write_config
 from tests.support.training import Told, train_on
@@ -190,15 +190,15 @@ def test_moments_that_overflow_are_not_saved(tmp_path: Path) -> None:
 def one_sees_nan(trainer: Trainer, step: int) -> None:
     """Rank 1 takes the gradient norm of the third step for no number; nobody else does."""
     module = vars(update_module)
-    clip = module["clip_grad_norm"]
+    clip = module["clip_grad_norm_"]
 
     def broken(stack: PipelinedStack, max_norm: float | None) -> torch.Tensor:
         norm: torch.Tensor = clip(stack, max_norm)
-        module["clip_grad_norm"] = clip
+        module["clip_grad_norm_"] = clip
         return norm * math.nan
 
     if step == 2 and trainer.layout.rank == 1:
-        module["clip_grad_norm"] = broken
+        module["clip_grad_norm_"] = broken
 
 
 def parameters_after(rank: int, world_size: int, folder: Path, overrides: list[str]) -> tuple[Told, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,13 @@ def test_no_step_appears_twice_after_resuming(written: int, resume_step: int) ->
         record(Path(folder), range(resume_step + 1, resume_step + 4), resume_step)
         assert steps_in(path) == [*kept, *range(resume_step + 1, resume_step + 4)]
         assert [entry.name for entry in Path(folder).iterdir()] == ["metrics.jsonl"]
+
+
+def test_every_metric_is_explained() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    names = [field.name for field in fields(StepMetrics)]
+    known = {name for name in names if f"`{name}`" in text or f"`{name.removeprefix('aux_loss')}`" in text}
+    assert known == set(names)
 
 
 def test_steps_must_ascend(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from penstock.train.output import (
     MARKS,
     OutputFolder,
     check_output,
-    check_writable,
     keep_config,
 )
 from penstock.writing import Draft
@@ -128,10 +127,10 @@ def test_no_other_start_comes_in_while_a_run_is_moved_aside(tmp_path: Path) -> N
     leave_run(folder)
 
     class Slow(OutputFolder):
-        def _move_aside(self) -> None:
+        def _check_movable(self) -> None:
             with pytest.raises(ConfigError, match="another run is writing there"):
                 OutputFolder(folder, keep=True).__enter__()
-            super()._move_aside()
+            super()._check_movable()
 
     with Slow(folder, keep=False) as output:
         assert output.moved_to == tmp_path / "run.1"
@@ -392,7 +391,7 @@ def test_disks_that_no_run_could_use(
 def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path, below: str) -> None:
     leave_run(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    check_writable(tmp_path / below)
+    check_output(tmp_path / below, keep=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -410,7 +409,7 @@ def test_trying_a_folder_leaves_nothing_behind(tmp_path: Path, below: str) -> No
 def test_what_no_run_could_write_to_is_refused(path: str, why: str) -> None:
     """Not even the superuser writes to these."""
     with pytest.raises(ConfigError) as caught:
-        check_writable(Path(path))
+        check_output(Path(path), keep=True)
     assert (caught.value.key, caught.value.value, caught.value.why) == ("output.dir", path, why)
     assert caught.value.hint == "Choose a path that you can write to."
 
@@ -421,7 +420,7 @@ def test_a_folder_below_one_that_is_gone_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pytest.raises(ConfigError, match=r"output\.dir.*cannot be written to"):
-        check_writable(Path("runs/new"))
+        check_output(Path("runs/new"), keep=True)
 
 
 @pytest.mark.parametrize(("target", "why"), [("/proc/zz", "no folder can be created"), ("link", "resolved")])
@@ -430,5 +429,5 @@ def test_a_link_is_judged_by_what_it_leads_to(tmp_path: Path, target: str, why: 
     link = tmp_path / "link"
     link.symlink_to(target)
     with pytest.raises(ConfigError, match=why) as caught:
-        check_writable(link / "run")
+        check_output(link / "run", keep=True)
     assert caught.value.key == "output.dir"

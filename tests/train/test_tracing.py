@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,7 @@ from penstock.runtime import PipelinedStack
 from penstock.simulate import simulate
 from penstock.trace import TaskRecord
 from penstock.trace.step_file import StepFile
-from penstock.trace.stragglers import Straggler
 from penstock.train.pilot import Forecast
-from penstock.train.step_record import keep_step
 from penstock.train.tracing import StepAnalysis, analyse, span_s
 from tests.steps import PLAIN
 from tests.support.parity import Case, batch_of, stack_of
@@ -41,10 +38,16 @@ def case_of(schedule: str, world_size: int) -> Case:
     )
 
 
-def analysed(rank: int, case: Case, steps: int, folder: Path | None) -> StepAnalysis:
+def analysed(rank: int, case: Case, steps: int, folder: Path) -> StepAnalysis:
     """Some steps under one plan, analysed."""
     stack = stack_of(rank, case)
-    return analyse(stack, trained(stack, rank, case, steps), folder)
+    kept = trained(stack, rank, case, steps)
+    return analyse(stack, kept, steps, lambda: forecast(stack), folder)
+
+
+def forecast(stack: PipelinedStack) -> Forecast:
+    plan, mesh = stack.plan, stack.machinery.layout.mesh
+    return Forecast("nothing", simulate(plan.schedule, plan.graph, lambda task: 1e-3, mesh))
 
 
 def trained(stack: PipelinedStack, rank: int, case: Case, steps: int) -> list[list[TaskRecord]]:
@@ -92,8 +95,8 @@ def test_measured_order_is_the_simulated_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_no_order_beats_the_bound(schedule: str, steps: int) -> None:
-    analysis = analysed(0, case_of(schedule, 1), steps, None)
+def test_no_order_beats_the_bound(tmp_path: Path, schedule: str, steps: int) -> None:
+    analysis = analysed(0, case_of(schedule, 1), steps, tmp_path)
     assert 0 < analysis.bound_s <= analysis.simulated_s * (1 + 1e-9)
     assert analysis.measured_s > 0
     assert analysis.overlap_efficiency == analysis.bound_s / analysis.measured_s
@@ -121,10 +124,11 @@ def test_steps_lie_one_after_another(tmp_path: Path) -> None:
     assert max(spans[2]) <= min(spans[3]) + 1
 
 
-def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    analysed(0, case_of("sequential", 1), 1, None)
-    assert list(tmp_path.iterdir()) == []
+def test_without_a_trace_the_last_step_is_written_alone(tmp_path: Path) -> None:
+    case = case_of("sequential", 1)
+    stack = stack_of(0, case)
+    analyse(stack, trained(stack, 0, case, 1), 1, lambda: forecast(stack), tmp_path, traces=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["step.json"]
 
 
 def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(tmp_path: Path) -> None:
@@ -133,19 +137,8 @@ def test_a_disturbed_step_among_the_traced_ones_does_not_make_the_measured_step(
     kept = trained(stack, 0, case, 3)
     late_s = 1 + max(record.end_s for step in kept for record in step)
     kept[2] = [replace(record, end_s=record.end_s + late_s) for record in kept[2]]
-    plan = stack.plan
-    simulated = simulate(plan.schedule, plan.graph, lambda task: 1e-3, stack.machinery.layout.mesh)
-    keep_step(
-        stack,
-        kept,
-        analyse(stack, kept[1:], None),
-        (Straggler(rank=0, factor=2.0),),
-        lambda: Forecast("nothing", simulated),
-        tmp_path,
-        nullcontext,
-    )
+    analyse(stack, kept, 2, lambda: forecast(stack), tmp_path)
     file = StepFile.read(tmp_path / "step.json")
-    assert file.stragglers == (Straggler(rank=0, factor=2.0),)
     assert (file.step, file.typical_steps, file.traced_steps) == (3, 3, 2)
     assert file.measured_s == max(map(span_s, kept[:2]))
     assert file.traced_s == sum(map(span_s, kept[1:])) / 2 > late_s / 2

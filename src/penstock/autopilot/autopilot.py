@@ -39,10 +39,9 @@ from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
+from penstock.trace.stragglers import stragglers, typical_seconds
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Forecast, Ranks
-from penstock.train.resumption import Resumption, Say
-from penstock.train.stragglers import find_stragglers
+from penstock.train.pilot import Forecast, Ranks, Resumption, Say
 from penstock.words import milliseconds
 
 CALIBRATION_STEPS = 8
@@ -291,7 +290,9 @@ class Autopilot:
 
     def _compare_ranks(self) -> None:
         """Name the ranks that compute slowly, once the steps with which later ones are compared are known."""
-        found = find_stragglers(self._stack.machinery.control, self._before)
+        mine = typical_seconds(record for step in self._before for record in step)
+        everyone = self._stack.machinery.control.gather(mine, "comparing how fast ranks compute")
+        found = stragglers(everyone)
         slow = tuple(each.rank for each in found)
         if slow != self._slow and found:
             self._say("; ".join(each.words for each in found))

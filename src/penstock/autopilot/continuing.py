@@ -14,7 +14,7 @@ from penstock.plan.plan_file import PlanSizes
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
-from penstock.train.resumption import Resumption, Say
+from penstock.train.pilot import Resumption, Say
 
 PLANNING_AGAIN = (
     "planning again instead of continuing the plan of {path}, because {why}: "

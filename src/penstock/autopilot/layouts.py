@@ -28,9 +28,8 @@ from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import RankMemory, check_run, memory_of
 from penstock.train.output import PLAN_FILE
-from penstock.train.pilot import Ranks
-from penstock.train.resumption import Resumption, Say
-from penstock.train.shares import check_shares
+from penstock.train.pilot import Ranks, Resumption, Say
+from penstock.train.possible import check_shares
 
 CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
 NOTHING: Final[Mapping[str, Any]] = {}

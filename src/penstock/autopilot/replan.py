@@ -20,7 +20,7 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.resumption import Say
+from penstock.train.pilot import Say
 from penstock.words import within
 
 LINKS_SHARE = 0.5

@@ -18,7 +18,7 @@ from penstock.plan import Problem
 from penstock.plan.plan_config import GIVEN
 from penstock.plan.space import in_effect
 from penstock.topology import Layout, ParallelConfig
-from penstock.train.assemble import base_shape, gradient_bytes, is_sharded, workload
+from penstock.train.assemble import base_shape, workload
 from penstock.train.config import RunConfig
 
 
@@ -56,10 +56,9 @@ def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
 def _problem(
     config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
 ) -> Problem:
-    gradients = gradient_bytes(config.model, config.moe, layout, sharded=is_sharded(config.optimizer))
     return Problem(
         shape=base_shape(config, layout),
-        workload=workload(config, layout, gradients),
+        workload=workload(config, layout),
         cluster=cluster,
         dispatches=tuple(candidates(config, layout)),
         compressions=_compressions(config, layout),

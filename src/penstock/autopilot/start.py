@@ -48,7 +48,7 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.resumption import Say
+from penstock.train.pilot import Say
 from penstock.words import within
 
 WORTH_TRYING = 1.3

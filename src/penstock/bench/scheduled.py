@@ -65,26 +65,14 @@ class Scheduled:
         self.stack.close()
 
 
-class _Alone:
+class _Alone(Update):
     """The end of an iteration without a network: nothing is summed, so ranks are not compared."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
-        self.optimizer = optimizer
-        self._parameters, self._max_norm = list(model.parameters()), max_norm
 
     def backward(self, loss: Tensor, step: int) -> Tensor:
         del step
         loss.backward()
-        limit = math.inf if self._max_norm is None else self._max_norm
-        return nn.utils.clip_grad_norm_(self._parameters, limit)
-
-    def apply(self, *, accepted: bool) -> None:
-        del accepted
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def flush(self) -> None:
-        """Do nothing: no update waits."""
+        limit = math.inf if self.max_norm is None else self.max_norm
+        return nn.utils.clip_grad_norm_(list(self.stack.model.parameters()), limit)
 
 
 class Stacks:
@@ -126,9 +114,8 @@ class Stacks:
     def of_stack(self, stack: PipelinedStack, plan: StepPlan) -> Scheduled:
         """Return iterations of a stack that shares its model with others, by a plan that it adopts."""
         optimizer, config = self._optimizers[id(stack.model)], self.run_config.optimizer
-        update: Update = _Alone(stack.model, optimizer, config.clip_grad_norm)
-        if stack.machinery is not self.silent_machinery:
-            update = build_update(stack, optimizer, config)
+        build = _Alone if stack.machinery is self.silent_machinery else build_update
+        update = build(stack, optimizer, config)
         return Scheduled(stack, stack.adopt(plan), self.batch, update)
 
     def of(self, plan: StepPlan, *, sends: bool = True) -> PipelinedStack:

@@ -30,8 +30,8 @@ from penstock.device import count_gpus
 from penstock.emulate import EmulateConfig
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Control, Layout, ProcessInfo, detect
-from penstock.train.fits import check_memory, host_bytes
-from penstock.train.shares import check_shares
+from penstock.train.fits import check_run, host_bytes
+from penstock.train.possible import check_shares
 from penstock.words import terminal_width
 
 
@@ -144,9 +144,8 @@ def _check_fits(config: BenchConfig, wanted: Wanted, emulate: EmulateConfig | No
     if wanted.virtual or count_gpus():
         return
     layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
-    batch = config.compare.batch_per_device
     sharing = ranks if info is None else 1
-    check_memory(config.model, config.moe, batch, layout, there_bytes=host_bytes(), sharing=sharing)
+    check_run(run_config_of(config), layout, there_bytes=host_bytes(), sharing=sharing)
 
 
 def _check_steps(config: BenchConfig, wanted: Wanted, layout: Layout) -> None:

@@ -30,7 +30,7 @@ from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig
-from penstock.train.fits import RankMemory, memory_of, rank_memory
+from penstock.train.fits import RankMemory, memory_of
 from penstock.train.output import CLUSTER_FILE
 from penstock.words import terminal_width
 
@@ -97,7 +97,7 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
     config = asked.config.resolved(ranks)
     need = _rank_memory(config, ranks)
     alone = Layout(world_size=1, ep_size=1, rank=0)
-    whole = rank_memory(config.model, config.moe, config.data.batch_per_device, alone)
+    whole = memory_of(config, alone)
     kept = config.train.keep_checkpoints + 1  # an old checkpoint is removed once the new one is complete
     return Wanted(
         assumed=cluster,

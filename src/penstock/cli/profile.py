@@ -33,7 +33,7 @@ from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery, on_device
 from penstock.train.config import RunConfig
-from penstock.train.fits import check_memory, device_bytes, host_bytes
+from penstock.train.fits import check_run, device_bytes, host_bytes
 from penstock.train.stopping import StopRequests
 from penstock.words import terminal_width
 
@@ -85,8 +85,7 @@ def profile(
     node_size = None if info is not None else here
     layout = Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
     if not count_gpus():  # refused before any process starts
-        batch, there = config.data.batch_per_device, host_bytes()
-        check_memory(config.model, config.moe, batch, layout, there_bytes=there, sharing=ranks)
+        check_run(config, layout, there_bytes=host_bytes(), sharing=ranks)
     if info is None:
         _check_places(wanted)
         _check_steps(config, layout)
@@ -132,8 +131,7 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
     control = Control(layout.rank, layout.world_size)
     decided(control, partial(_check_places, wanted), "looking where the cluster file is to be")
     config = on_device(config, device)
-    sizes = config.model, config.moe, config.data.batch_per_device, layout
-    fits = partial(check_memory, *sizes, there_bytes=device_bytes(device, control))
+    fits = partial(check_run, config, layout, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
     with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:

@@ -23,10 +23,10 @@ from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
-from penstock.train.health import DivergedError
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
+from penstock.train.update import DivergedError
 from penstock.words import terminal_width
 from penstock.writing import write_whole
 

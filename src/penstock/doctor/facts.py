@@ -21,8 +21,8 @@ import torch
 import penstock
 from penstock.topology import ProcessInfo
 from penstock.topology.cgroup import free_memory_bytes
-from penstock.topology.interfaces import address_of, interface_names
 from penstock.topology.local import Places
+from penstock.topology.meeting_point import address_of, interface_names
 
 PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")
 """Packages that compute, or handle files that ranks share. One that is installed nowhere does not matter."""

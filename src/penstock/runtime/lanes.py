@@ -346,7 +346,7 @@ class StreamLanes:
                 self.issued_s[call.task] = time.perf_counter() - begun_s
         for wanted in order.last:
             main.wait_event(ends[wanted])
-        ACTIVITY.issued(self._now(main, timed=False))
+        ACTIVITY.issued(self._now(main, timed=False).query)
         self._wait(hosted)
         found = [future.result() for future in hosted]
         if ACTIVITY.lost is not None:

@@ -1,9 +1,8 @@
 """Ranks: how a process joins the others, and which ranks form which group."""
 
-from penstock.topology.control import CommunicationError, Control
+from penstock.topology.control import CommunicationError, Control, find_node_size
 from penstock.topology.groups import INTER_GROUPS, Layout, ParallelConfig, lane_groups
 from penstock.topology.join import ProcessInfo, detect, join, leave
-from penstock.topology.nodes import find_node_size
 
 __all__ = [
     "INTER_GROUPS",

@@ -7,9 +7,6 @@ group's limit holds for the groups below it, so the smallest limit on the way up
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
@@ -18,30 +15,16 @@ LARGEST_BYTES = 1 << 60
 """Version 1 expresses no limit by a number near the largest possible one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mount:
-    """A mounted hierarchy. top: the group that is at `place`; controllers: of version 1, () in version 2."""
-
-    place: Path
-    top: PurePosixPath
-    controllers: tuple[str, ...]
-
-
 def cpu_limit(root: Path = ROOT) -> float | None:
     """Return how many processors' worth of time this process may use; None without a limit.
 
     root: of the file system from which /proc and the mounted groups are read.
     """
-    limits = [
-        *(_quota(*text.split()) for text in _read(root, "", "cpu.max") if len(text.split()) == 2),
-        *(
-            _quota(*both)
-            for both in zip(
-                _read(root, "cpu", "cpu.cfs_quota_us"), _read(root, "cpu", "cpu.cfs_period_us"), strict=True
-            )
-        ),
-    ]
-    return min((limit for limit in limits if limit is not None), default=None)
+    periods = _read(root, "cpu", "cpu.cfs_period_us")
+    pairs = [text.split() for text in _read(root, "", "cpu.max")]
+    pairs += map(list, zip(_read(root, "cpu", "cpu.cfs_quota_us"), periods, strict=True))
+    # No limit is -1 in version 1 and `max` in version 2.
+    return min((int(quota) / int(period) for quota, period in pairs if quota.isdecimal()), default=None)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -53,38 +36,31 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 def free_memory_bytes() -> int:
     """Return the bytes that new processes can have without anything being swapped out."""
-    with suppress(OSError, StopIteration):
-        line = next(
-            line
-            for line in MEMORY.read_text(encoding="utf-8").splitlines()
-            if line.startswith("MemAvailable:")
-        )
-        free, limit = int(line.split()[1]) * 1024, memory_limit()
-        return free if limit is None else min(free, limit)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _quota(quota_us: str, period_us: str) -> float | None:
-    """Return the limit in processors; None without one, which is -1 in version 1 and `max` in version 2."""
-    is_limited = quota_us.isdecimal() and period_us.isdecimal() and int(period_us) > 0
-    return int(quota_us) / int(period_us) if is_limited else None
+    lines, limit = _lines(MEMORY), memory_limit()
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not free:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free[0] if limit is None else min(free[0], limit)
 
 
 def _read(root: Path, controller: str, name: str) -> list[str]:
-    """Return file `name` of this process's group and the groups above. controller: "" for version 2."""
-    files = (folder / name for folder in _folders(root, controller))
-    return [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    """Return file `name` of this process's group and of those above it that are mounted here.
 
-
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield this process's group's folder, and those of the groups above it that are mounted here."""
-    own = _own_group(root, controller)
-    for mount in _mounts(root):
-        if own is None or (controller not in mount.controllers if controller else bool(mount.controllers)):
+    controller: of version 1; "" for version 2. See proc(5), /proc/pid/mountinfo.
+    """
+    own, found = _own_group(root, controller), list[str]()
+    if own is None:
+        return []
+    for line in _lines(root / "proc/self/mountinfo"):
+        mounted, _, kind = line.partition(" - ")
+        (_, _, _, top, place, *_), (system, *_, options) = mounted.split(), kind.split()
+        if system != ("cgroup" if controller else "cgroup2") or controller not in ("", *options.split(",")):
             continue
         # Where a container has mounted groups of its host, its own group may be outside of what is visible.
-        inside = own.relative_to(mount.top) if own.is_relative_to(mount.top) else PurePosixPath()
-        yield from (mount.place / each for each in (inside, *inside.parents))
+        inside = own.relative_to(top) if own.is_relative_to(top) else PurePosixPath()
+        files = [root / place.lstrip("/") / each / name for each in (inside, *inside.parents)]
+        found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return found
 
 
 def _own_group(root: Path, controller: str) -> PurePosixPath | None:
@@ -93,17 +69,6 @@ def _own_group(root: Path, controller: str) -> PurePosixPath | None:
         if controller in controllers.split(","):  # version 2 has one line without controllers
             return PurePosixPath(path)
     return None
-
-
-def _mounts(root: Path) -> Iterator[_Mount]:
-    """Yield where groups are mounted; see proc(5), /proc/pid/mountinfo."""
-    for line in _lines(root / "proc/self/mountinfo"):
-        mounted, _, kind = line.partition(" - ")
-        fields, (system, *rest) = mounted.split(), kind.split()
-        if system in ("cgroup", "cgroup2"):
-            controllers = tuple(rest[-1].split(",")) if system == "cgroup" else ()
-            place = root / fields[4].lstrip("/")
-            yield _Mount(place=place, top=PurePosixPath(fields[3]), controllers=controllers)
 
 
 def _lines(file: Path) -> list[str]:

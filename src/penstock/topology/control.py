@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 
 from penstock.config import ConfigError
 from penstock.topology.faults import ACTIVITY, ANSWER_S, explain, named, reason
-from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
-from penstock.topology.meeting_point import SPARE_S, within
+from penstock.topology.meeting_point import SPARE_S, VARIABLE, check_interface, in_use, listed, within
 
 T = TypeVar("T")
 
@@ -168,6 +167,18 @@ class Control:
                 limit = f" ({self._setting} = {self._limit.total_seconds():g} limits each exchange here)"
             why = f"rank {self.rank}: {purpose} failed: {explain(error)}{limit}"
             raise CommunicationError(why) from error
+
+
+def find_node_size(control: Control, local_rank: int) -> int:
+    """Return the ranks per node; 0 if nodes differ in size, or a node's ranks are not consecutive.
+
+    local_rank: of this rank in its node, as torchrun, Slurm and the emulator count them. All ranks must call
+    this.
+    """
+    places = control.gather(local_rank, "finding out which ranks share a node")
+    size = next((rank for rank, place in enumerate(places) if rank and place == 0), len(places))
+    regular = len(places) % size == 0 and places == list(range(size)) * (len(places) // size)
+    return size if regular else 0
 
 
 def host_group(timeout_s: float = HOST_GROUP_S) -> ProcessGroup:

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from itertools import count
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -41,8 +42,11 @@ ANSWER_S: Final = 2.0
 """Seconds that a rank may take to answer."""
 BUSY_S: Final = 1.0
 """A rank that has been in no exchange for longer than this kept the others waiting."""
-POLL_S: Final = 0.02
-"""How often a rank that asks looks whether all have answered."""
+POLL_S, MOST_POLLS_PER_S, LONGEST_POLL_S = 0.02, 2000, 0.5
+"""How often a rank that asks looks whether all have answered; how often all ranks together do, as one store
+serves them; and after how many seconds it does in any case."""
+CALLERS: Final = 2
+"""How many of the ranks that ask at once wake the others: one may die over it."""
 WATCH_S: Final = 0.1
 """How often a rank on a GPU looks whether an exchange has lasted too long."""
 LEAVE_S: Final = 1.0
@@ -76,14 +80,6 @@ class PeerLostError(dist.DistError):
     """Exchanges of this rank were ended, as another rank no longer takes part in them."""
 
 
-class Happening(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Return whether it has happened."""
-        ...
-
-
 class Activity:
     """What this rank is doing, for its answer. Every lane writes it, so writing must cost next to nothing.
 
@@ -97,7 +93,7 @@ class Activity:
     def __init__(self) -> None:
         self._now: dict[str, tuple[object, float]] = {}
         self._left_s = time.monotonic()
-        self._issued: tuple[Happening, float] | None = None
+        self._issued: tuple[Callable[[], bool], float] | None = None
         self.failure: str | None = None
         self.waited_in: str | None = None
         self.lost: str | None = None
@@ -117,9 +113,9 @@ class Activity:
         else:
             self.waited_in = self.waited_in or what
 
-    def issued(self, end: Happening) -> None:
-        """Note that a half step has been given to the device, which has done it when `end` happens."""
-        self._issued = end, time.monotonic()
+    def issued(self, is_done: Callable[[], bool]) -> None:
+        """Note that a half step has been given to the device; is_done: asks whether that has done it."""
+        self._issued = is_done, time.monotonic()
 
     def check(self) -> None:
         """Raise PeerLostError if exchanges of this rank were ended from outside."""
@@ -132,7 +128,7 @@ class Activity:
         now_s = time.monotonic()
         begun = [since_s for lane, (_, since_s) in dict(self._now).items() if lane in EXCHANGES]
         with suppress(RuntimeError):  # the device has failed, which the thread that reads from it tells
-            if self._issued is not None and not self._issued[0].query():
+            if self._issued is not None and not self._issued[0]():
                 begun.append(self._issued[1])
         return now_s - min(begun, default=now_s)
 
@@ -217,9 +213,10 @@ class Roll:
 class FaultWatcher:
     """This rank's part in finding faults: a thread at the store that hears, answers, and ends exchanges.
 
-    Keys of the store: `calls` counts calls; `call/N` has the number of the rank that calls; `wake/R/N` wakes
-    the thread of rank R for it; `ended` has a line for every rank that has given up, `answers/N` one for
-    every answer; `ended/count` and `answers/N/count` tell without reading them whether they are complete.
+    Keys of the store: `callers/N` counts the ranks that make call N, `call/N` has one of them; `wake/R/N`
+    wakes the thread of rank R for it; `ended` has a line for every rank that has given up, `answers/N` one
+    for every answer; `ended/count` and `answers/N/count` tell without reading them whether they are complete.
+    However many ranks fail at once, they make one call together, and ask the store at one rate.
 
     Args:
         store: At which these ranks have met; its keys are used by no other ranks and no earlier start.
@@ -243,6 +240,7 @@ class FaultWatcher:
         self._timeout_s = float("inf") if exchange_timeout_s is None else exchange_timeout_s
         self._gone: dict[int, str | None] = {}
         self._heard, self._heard_s = 0, float("-inf")  # the last call, and when this rank heard of it
+        self._poll_s = min(max(POLL_S, world_size / MOST_POLLS_PER_S), LONGEST_POLL_S)
         self._stopped = threading.Event()
         ACTIVITY.failure = ACTIVITY.waited_in = ACTIVITY.lost = None
         self._connection = store.clone()
@@ -266,8 +264,8 @@ class FaultWatcher:
     def _leave(self) -> None:
         store = self.store.clone()
         if self._held_by == self._rank:
-            call(store, self._world_size, LEAVING)
-            _until(lambda: store.add("left", 0) >= self._world_size - 1, LEAVE_S)
+            call(store, self._world_size, self._heard + 1, LEAVING)
+            self._until(lambda: store.add("left", 0) >= self._world_size - 1, LEAVE_S)
         else:
             store.add("left", 1)
         store.set(f"wake/{self._rank}/{self._heard + 1}", "")
@@ -278,7 +276,7 @@ class FaultWatcher:
         note = {"rank": self._rank, "failure": ACTIVITY.failure, "waited_in": ACTIVITY.waited_in}
         found: list[Roll] = []
         try:
-            within(ANSWER_S + 2 * POLL_S, lambda: self._ask(self.store.clone(), note, found))
+            within(ANSWER_S + 2 * self._poll_s, lambda: self._ask(self.store.clone(), note, found))
         except RuntimeError:  # the process that keeps the store is stopped or gone
             if not found:
                 gone, held_by = dict(self._gone), self._held_by
@@ -293,8 +291,8 @@ class FaultWatcher:
         leave_note(store, note)
         number, since_s = self._heard, self._heard_s
         if time.monotonic() - since_s > ANSWER_S / 2:
-            number, since_s = call(store, self._world_size, str(self._rank)), time.monotonic()
-        left_s = since_s + ANSWER_S - time.monotonic()
+            number, since_s = self._heard + 1, time.monotonic()
+            call(store, self._world_size, number, str(self._rank))
 
         def complete() -> bool:
             heard = store.add(f"answers/{number}/count", 0) + store.add("ended/count", 0)
@@ -303,11 +301,20 @@ class FaultWatcher:
             found.append(self._read(store, number))
             return not found[-1].silent
 
-        if not _until(complete, left_s):
+        if not self._until(complete, since_s + ANSWER_S - time.monotonic()):
             found.append(self._read(store, number))
         if self._held_by == self._rank:  # others have yet to ask, and can only do it while this one lasts
             silent = len(found[-1].silent)
-            _until(lambda: store.add("ended/count", 0) + silent >= self._world_size, ANSWER_S)
+            self._until(lambda: store.add("ended/count", 0) + silent >= self._world_size, ANSWER_S)
+
+    def _until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until something at the store holds, and tell whether it does within the time."""
+        until_s = time.monotonic() + timeout_s
+        while not holds():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(self._poll_s)
+        return True
 
     def _read(self, store: Store, number: int) -> Roll:
         gone = {**self._gone, **{rank: note["failure"] for rank, note in notes(store).items()}}
@@ -455,10 +462,8 @@ def reason(error: BaseException) -> str:
 
 def named(ranks: Sequence[int]) -> str:
     """Return ranks in words, such as `rank 1`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
-    numbers = [str(rank) for rank in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def _ask_others() -> str:
@@ -505,9 +510,10 @@ def notes(store: Store) -> dict[int, dict[str, Any]]:
     return found
 
 
-def call(store: Store, world_size: int, by: str) -> int:
-    """Wake the threads of all ranks, and return the number of the call."""
-    number: int = store.add("calls", 1)
+def call(store: Store, world_size: int, number: int, by: str) -> None:
+    """Wake the threads of all ranks for call `number`, unless others who ask at the same time do."""
+    if store.add(f"callers/{number}", 1) > CALLERS:
+        return
     store.set(f"call/{number}", by)
     keys = [f"wake/{rank}/{number}" for rank in range(world_size)]
     if store.has_extended_api():
@@ -515,17 +521,6 @@ def call(store: Store, world_size: int, by: str) -> int:
     else:
         for key in keys:
             store.set(key, "")
-    return number
-
-
-def _until(holds: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until something holds, and tell whether it does within the time."""
-    until_s = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() >= until_s:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 # ---- for the launcher that keeps the store -----------------------------------------------------------------
@@ -536,7 +531,8 @@ def report_killed(root: Store, rank: int, world_size: int, how: str) -> None:
     job = _job_of(root)
     if job is not None and rank not in notes(job):
         leave_note(job, {"rank": rank, "failure": how, "waited_in": None, "killed": True})
-        call(job, world_size, "launcher")
+        number = next(number for number in count(1) if not job.check([f"call/{number}"]))
+        call(job, world_size, number, "launcher")
 
 
 def silent_ranks(root: Store) -> list[int]:
@@ -553,11 +549,9 @@ def cause(root: Store) -> tuple[int | None, str]:
         if note["failure"] and not note.get("killed"):
             return rank, note["failure"]
     waiting = ((rank, note["waited_in"]) for rank, note in said.items() if note["waited_in"])
-    for rank, what in waiting:
-        return None, f"rank {rank} waited in {what}" if what.startswith(
-            "task "
-        ) else f"rank {rank} was {what}"
-    return None, ""
+    rank, what = next(waiting, (0, ""))
+    doing = "waited in" if what.startswith("task ") else "was"
+    return None, f"rank {rank} {doing} {what}" if what else ""
 
 
 def _job_of(root: Store) -> Store | None:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from penstock.config import ConfigError, IndivisibleError, Within, check_bounds
+from penstock.config import ConfigError, IndivisibleError, Within, check_bounds, check_name
 from penstock.config.bounds import Ranks
 from penstock.dispatch import Place
 from penstock.mesh import Axes, Group, Mesh, group_sizes, holders, num_nodes, ranks_per_node
@@ -81,10 +81,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         for name, known in (("transport", TransportName), ("reduce_scatter", Summation)):
-            if getattr(self, name) not in get_args(known):  # parallelize and others are called with it
-                why = f"must be one of {', '.join(get_args(known))}"
-                hint = "Leave it out, or use one of these."
-                raise ConfigError(f"parallel.{name}", getattr(self, name), why, hint)
+            check_name(f"parallel.{name}", getattr(self, name), get_args(known))  # parallelize gives it
 
     @property
     def start_s(self) -> float:

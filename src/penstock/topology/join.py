@@ -10,12 +10,12 @@ import ipaddress
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Final, Literal
 from weakref import WeakSet
@@ -30,13 +30,30 @@ from torch.distributed.distributed_c10d import _abort_process_group, _get_defaul
 
 from penstock.config import UNSET, ConfigError
 from penstock.device import device_of
-from penstock.topology.attempt import name_of_attempt
 from penstock.topology.control import CommunicationError, Control, host_group
-from penstock.topology.faults import JOB_KEY, FaultWatcher, has_ended, is_watched, reason, underlying, watch
+from penstock.topology.faults import (
+    JOB_KEY,
+    FaultWatcher,
+    has_ended,
+    is_watched,
+    named,
+    reason,
+    underlying,
+    watch,
+)
 from penstock.topology.gpu_groups import prepare
 from penstock.topology.groups import TransportName
-from penstock.topology.interfaces import VARIABLE, check_interface, in_use, listed
-from penstock.topology.meeting_point import SPARE_S, look_at, open_store, within
+from penstock.topology.meeting_point import (
+    SPARE_S,
+    VARIABLE,
+    check_interface,
+    in_use,
+    interface_names,
+    listed,
+    look_at,
+    open_store,
+    within,
+)
 
 GROUPS = count()
 """Counts the process groups that this process joins, alike on all ranks."""
@@ -48,6 +65,8 @@ _CHANGES: Final = ExitStack()
 """Puts back what `join` has changed in this process besides connecting it."""
 
 MOST_DIGITS = 9
+POLL_S: Final = 0.005
+"""How often rank 0 looks who has come."""
 Launcher = Literal["alone", "torchrun", "slurm", "penstock"]
 
 
@@ -87,9 +106,8 @@ def rendezvous_env(environ: Mapping[str, str]) -> dict[str, str]:
     """
     info = detect(environ)
     if info is None or info.launcher != "slurm":
-        raise ConfigError(
-            "SLURM_PROCID", UNSET, "this process was not started by srun", "Start it with srun."
-        )
+        why = "this process was not started by srun"
+        raise ConfigError("SLURM_PROCID", UNSET, why, "Start it with srun.")
     return {
         "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + _whole(environ, "SLURM_JOB_ID") % 20000),
@@ -106,8 +124,14 @@ def meeting_place(info: ProcessInfo, environ: Mapping[str, str]) -> tuple[str, i
     """
     if info.launcher == "slurm":
         environ = {**environ, **rendezvous_env(environ)}
-    host, _, port = _master(environ).rpartition(":")
-    return host, int(port)
+    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
+    if not address:
+        hint = "Set it to the host of rank 0, or start with torchrun, which does."
+        raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
+    if not 0 < port < 2**16:
+        hint = "Use a free port such as 29500."
+        raise ConfigError("MASTER_PORT", port, "must be between 1 and 65535", hint)
+    return address, port
 
 
 def join(
@@ -127,29 +151,24 @@ def join(
     address, or Gloo is to use an interface that is not there; and `CommunicationError` with what was found if
     the others cannot be met in time.
     """
+    host, port = ("localhost", 0) if info == ALONE else meeting_place(info, os.environ)
     if info.launcher == "slurm":
         os.environ.update(rendezvous_env(os.environ))
     prepare(device, os.environ)
     device_of(device).make_current(device)
-    where = "here" if info == ALONE else _master(os.environ)
     check_interface(os.environ)
-    _name_loopback(where)
+    _name_loopback(host)
     start_s = start_s or timeout_s
-    store: Store = HashStore() if info == ALONE else _store(info, where, start_s)
+    store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)
     _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
-    if info.world_size > 1:
-        if start_s != timeout_s:
-            _set_pg_timeout(timedelta(seconds=timeout_s))
-        watch(
-            FaultWatcher(
-                store,
-                info.rank,
-                info.world_size,
-                held_by=None if _is_kept_by_launcher() else 0,
-                exchange_timeout_s=timeout_s if device_of(device).is_gpu else None,
-            )
-        )
-    if device_of(device).is_cpu and info.world_size > 1:
+    if info.world_size == 1:
+        return
+    if start_s != timeout_s:
+        _set_pg_timeout(timedelta(seconds=timeout_s))
+    held_by = None if _is_kept_by_launcher() else 0
+    limit_s = timeout_s if device_of(device).is_gpu else None
+    watch(FaultWatcher(store, info.rank, info.world_size, held_by=held_by, exchange_timeout_s=limit_s))
+    if device_of(device).is_cpu:
         # Ranks share the cores of a node; more threads than cores makes every one of them slower.
         _CHANGES.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
@@ -218,9 +237,8 @@ def _whole(environ: Mapping[str, str], name: str) -> int:
         hint = "Start with torchrun or srun, which set it, or unset the other variables to run alone."
         raise ConfigError(name, UNSET, "is not set in the environment, though its companions are", hint)
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
-        raise ConfigError(
-            name, text, "must be a whole number of at most nine digits, 0 or more", "Correct or unset it."
-        )
+        why = "must be a whole number of at most nine digits, 0 or more"
+        raise ConfigError(name, text, why, "Correct or unset it.")
     return int(text)
 
 
@@ -255,27 +273,23 @@ def _first_host(environ: Mapping[str, str]) -> str:
 # ---- connecting --------------------------------------------------------------------------------------------
 
 
-def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
+def _store(info: ProcessInfo, host: str, port: int, timeout_s: float) -> Store:
     """Return the store at which processes leave their addresses, once all of them have come.
 
     It may outlive a group and this start of the processes, so every group of every start has names of its
     own. Raises CommunicationError.
     """
     until_s = time.monotonic() + timeout_s
-    host, _, port = where.rpartition(":")
     serves = info.rank == 0 and not _is_kept_by_launcher()
     try:
-        store = open_store(host, int(port), timeout_s, serves=serves)
+        store = open_store(host, port, timeout_s, serves=serves)
     except RuntimeError as error:
-        why = _found_there(host, int(port), error, serves=serves)
-        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+        why = _found_there(host, port, error, serves=serves)
+        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
     prefix = f"penstock-{next(GROUPS)}"
     here = PrefixStore(prefix, store)
     left_s = max(0.0, until_s - time.monotonic())
-
-    def name() -> str:
-        return name_of_attempt(here, info.rank, info.world_size, timedelta(seconds=left_s))
-
+    name = partial(name_of_attempt, here, info.rank, info.world_size, timedelta(seconds=left_s))
     try:
         start = within(left_s + SPARE_S, name)
     except RuntimeError as error:
@@ -286,10 +300,51 @@ def _store(info: ProcessInfo, where: str, timeout_s: float) -> Store:
             f"{others}. Check that all {info.world_size} processes were started and are still running, and "
             "that MASTER_ADDR and MASTER_PORT are the same on all of them"
         )
-        raise CommunicationError(_not_joined(info, timeout_s, where, why)) from error
+        raise CommunicationError(_not_joined(info, timeout_s, host, port, why)) from error
     if info.rank == 0:
         store.set(JOB_KEY, f"{prefix}/{start}")
     return PrefixStore(start, here)
+
+
+def name_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return one name on all ranks, which must call this together; every start has a new name.
+
+    torchrun keeps its store when it restarts ranks. What ranks of an earlier start have left there under the
+    same name looks like an answer: an address at which no rank listens now. The number of torchrun's restarts
+    does not help, since the agents of several machines count differently.
+
+    Rank 0 makes the name up and tells every rank that greets it. A greeting says under which key its answer
+    is expected, so no greeting or answer of an earlier start is mistaken. Raises RuntimeError after the
+    timeout.
+    """
+    if rank == 0:
+        return _told(store, world_size, time.monotonic() + timeout.total_seconds())
+    greeting = secrets.token_hex(8)
+    store.set(f"greeting/{rank}", greeting)
+    store.wait([f"answer/{greeting}"], timeout)
+    name: str = store.get(f"answer/{greeting}").decode()
+    store.set(f"heard/{name}/{rank}", "")
+    return name
+
+
+def _told(store: Store, world_size: int, until_s: float) -> str:
+    """Tell a new name to all other ranks until each has confirmed it, and return the name."""
+    name, waiting = secrets.token_hex(8), set(range(1, world_size))
+    answered: dict[int, bytes] = {}
+    while waiting:
+        for rank in sorted(waiting):
+            if store.check([f"heard/{name}/{rank}"]):
+                waiting.remove(rank)
+            elif store.check([f"greeting/{rank}"]):
+                greeting = store.get(f"greeting/{rank}")
+                if answered.get(rank) != greeting:
+                    store.set(f"answer/{greeting.decode()}", name)
+                    answered[rank] = greeting
+        if time.monotonic() > until_s:
+            verb = "has" if len(waiting) == 1 else "have"
+            raise RuntimeError(f"{named(sorted(waiting))} {verb} not come")
+        time.sleep(POLL_S)
+    return name
 
 
 def _is_kept_by_launcher() -> bool:
@@ -299,17 +354,14 @@ def _is_kept_by_launcher() -> bool:
 
 def _connect(info: ProcessInfo, store: Store, timeout_s: float, backend: str) -> None:
     """Start torch's default process group, in which every rank connects to every other."""
-    timeout = timedelta(seconds=timeout_s)
-
-    def start() -> None:
-        dist.init_process_group(
-            backend=backend,
-            store=store,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-        )
-
+    start = partial(
+        dist.init_process_group,
+        backend=backend,
+        store=store,
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     try:
         within(timeout_s + SPARE_S, start)
     except RuntimeError as error:
@@ -328,10 +380,9 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     """
     default, control = dist.group.WORLD, Control(info.rank, info.world_size)
     assert default is not None, "ranks have joined"
-    if default in _WATCHED:
-        if not control.any(has_ended(), "asking whether ranks are watched"):
-            return
-    elif is_watched():
+    if default not in _WATCHED and is_watched():
+        return
+    if default in _WATCHED and not control.any(has_ended(), "asking whether ranks are watched"):
         return
     _WATCHED.add(default)
     name = control.gather(secrets.token_hex(8), "naming the watch")[0]
@@ -339,68 +390,40 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     watch(FaultWatcher(store, info.rank, info.world_size, exchange_timeout_s=timeout_s))
 
 
-def _master(environ: Mapping[str, str]) -> str:
-    """Return `host:port` where the processes meet."""
-    address, port = environ.get("MASTER_ADDR"), _whole(environ, "MASTER_PORT")
-    if not address:
-        hint = "Set it to the host of rank 0, or start with torchrun, which does."
-        raise ConfigError("MASTER_ADDR", UNSET, "is not set, so the ranks cannot find each other", hint)
-    if not 0 < port < 2**16:
-        raise ConfigError(
-            "MASTER_PORT", port, "must be between 1 and 65535", "Use a free port such as 29500."
-        )
-    return f"{address}:{port}"
-
-
-def _name_loopback(where: str) -> None:
+def _name_loopback(host: str) -> None:
     """Keep Gloo on the loopback interface when all processes are on this host.
 
     Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
     """
-    if where == "here" or _is_loopback(where.rpartition(":")[0]):
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            _CHANGES.callback(os.environ.pop, "GLOO_SOCKET_IFNAME", None)
-        names = {name for _, name in socket.if_nameindex()}
-        for name in names & {"lo", "lo0"}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _is_loopback(address: str) -> bool:
+    is_near = host == "localhost"
     with suppress(ValueError):  # a host name is not an address
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"
+        is_near = ipaddress.ip_address(host).is_loopback
+    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
+        _CHANGES.callback(os.environ.pop, VARIABLE, None)
+        os.environ[VARIABLE] = name
 
 
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:
     """Return what is where the store should be, and what to do about it. error: why it was not opened."""
     found = look_at(host, port)
-    if found.kind == "unresolved":
-        return (
-            f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts or DNS, "
-            "or set MASTER_ADDR to an address"
-        )
-    if serves:
+    if serves and found.kind != "unresolved":
         what = "another program listens there" if found.kind == "accepts" else "this rank cannot listen there"
         other = "Choose another MASTER_PORT, and check that MASTER_ADDR is this machine"
         return f"{what} ({reason(error)}). {other}"
-    if found.kind == "accepts":
-        return (
-            "a program accepts connections there, and does not answer as the store of these ranks does. "
-            "Choose another MASTER_PORT, or end that program"
-        )
-    if found.kind == "refused":
-        return (
-            "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this one, "
-            "and that rank 0 was started there and is still running"
-        )
-    return (
-        f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of rank 0 as seen "
-        "from this one, and that no firewall closes the port"
-    )
+    return {
+        "unresolved": f"the name {host} does not resolve on this machine ({found.why}). Add it to /etc/hosts "
+        "or DNS, or set MASTER_ADDR to an address",
+        "accepts": "a program accepts connections there, and does not answer as the store of these ranks "
+        "does. Choose another MASTER_PORT, or end that program",
+        "refused": "no program listens there. Check that MASTER_ADDR is the host of rank 0 as seen from this "
+        "one, and that rank 0 was started there and is still running",
+        "unreachable": f"nothing answers at {found.ip} ({found.why}). Check that MASTER_ADDR is the host of "
+        "rank 0 as seen from this one, and that no firewall closes the port",
+    }[found.kind]
 
 
-def _not_joined(info: ProcessInfo, timeout_s: float, where: str, why: str) -> str:
+def _not_joined(info: ProcessInfo, timeout_s: float, host: str, port: int, why: str) -> str:
     return (
-        f"rank {info.rank} of {info.world_size} could not join the others at {where} within {timeout_s:g} s: "
-        f"{why}."
+        f"rank {info.rank} of {info.world_size} could not join the others at {host}:{port} within "
+        f"{timeout_s:g} s: {why}."
     )

@@ -39,24 +39,21 @@ class Places:
         """
         if gpus := count_gpus():
             return Places(number=gpus, gpus=True)
-        bound = len(os.sched_getaffinity(0))
-        limit = cpu_limit()
+        bound, limit = len(os.sched_getaffinity(0)), cpu_limit()
         if limit is None or limit >= bound:
             return Places(number=bound, gpus=False)
         return Places(number=max(1, int(limit)), gpus=False, cores=bound)
 
     def describe(self, processes: int) -> str:
         """Return how `processes` share the places, in words."""
-        if self.gpus:
-            where = f"{counted(processes, 'process', 'es')} on {counted(self.number, 'GPU')}"
-            alone = "nothing is sent, so a schedule has nothing to hide and all take the same time"
-            if processes == 1:
-                return f"{where}: {alone}"
-            return f"{where}, one each" if processes <= self.number else f"{where}, which they share"
-        on = counted(self.number, "processor core")
-        if self.cores:
-            on = f"{on} (there are {self.cores}, and a limit of the container or job allows no more time)"
-        return f"{counted(processes, 'process', 'es')} on {on}, {self.threads(processes)}"
+        kind = "GPU" if self.gpus else "processor core"
+        where = f"{counted(processes, 'process', 'es')} on {counted(self.number, kind)}"
+        if not self.gpus:
+            limit = f" (there are {self.cores}, and a limit of the container or job allows no more time)"
+            return f"{where}{limit if self.cores else ''}, {self.threads(processes)}"
+        if processes == 1:
+            return f"{where}: nothing is sent, so a schedule has nothing to hide and all take the same time"
+        return f"{where}, one each" if processes <= self.number else f"{where}, which they share"
 
     def threads(self, processes: int) -> str:
         """Return how many threads each process computes with, in words: ranks that share a node have one."""

@@ -1,4 +1,5 @@
-"""The store at which ranks meet: opened within a time limit, and what is at its address where it is not.
+"""The store at which ranks meet: opened within a time limit, and what is at its address where it is not. The
+network interface on which Gloo then connects them, and those that this machine has.
 
 torch waits for the answer of a store's server without any limit: a program that accepts connections and says
 nothing, or a server that was stopped, would hold a rank for ever.
@@ -6,10 +7,14 @@ nothing, or a server that was stopped, would hold a rank for ever.
 
 from __future__ import annotations
 
+import fcntl
+import platform
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Literal, TypeVar
@@ -19,7 +24,12 @@ import torch.distributed as dist
 # torch.distributed exports it as well, but hides it from type checkers.
 from torch._C._distributed_c10d import TCPStore
 
+from penstock.config import ConfigError
+
 T = TypeVar("T")
+
+VARIABLE: Final = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR: Final = 0x8915  # from <linux/sockios.h>
 
 LOOK_S: Final = 2.0
 """Seconds that a connection may take, to find out what is at an address."""
@@ -97,3 +107,39 @@ def look_at(host: str, port: int) -> Look:
         return Look("refused", ip, str(error.strerror))
     except OSError as error:
         return Look("unreachable", ip, error.strerror or str(error))
+
+
+def interface_names() -> list[str]:
+    """Return the names of this machine's interfaces."""
+    return sorted(name for _, name in socket.if_nameindex())
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface; "" if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        found = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+        return socket.inet_ntoa(found[20:24])
+    return ""
+
+
+def check_interface(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if Gloo is to use an interface that this machine does not have."""
+    there = interface_names()
+    for name in filter(None, environ.get(VARIABLE, "").split(",")):  # as Gloo reads it: several are allowed
+        if name not in there:
+            why = f"{platform.node()} has no interface of that name; it has {listed()}"
+            raise ConfigError(VARIABLE, environ[VARIABLE], why, "Name the one that all other ranks reach.")
+
+
+def listed() -> str:
+    """Return this machine's interfaces with their IPv4 addresses, in words."""
+    found = {name: address_of(name) for name in interface_names()}
+    return ", ".join(f"{name} ({ip})" if ip else f"{name} (no IPv4 address)" for name, ip in found.items())
+
+
+def in_use(environ: Mapping[str, str]) -> str:
+    """Return in words which interface Gloo uses on this machine."""
+    given = environ.get(VARIABLE, "")
+    if given:
+        return f"{VARIABLE}={given}"
+    return f"the interface of this machine's name, {platform.node()}, since {VARIABLE} is not set"

@@ -57,7 +57,12 @@ def check_alike(config: RunConfig, control: Control) -> None:
     for rank, other in enumerate(others, start=1):
         different = [key for key in first | other if first.get(key, NOTHING) != other.get(key, NOTHING)]
         if different:
-            raise _difference(different, first, other, rank)
+            key, *more = different
+            why = f"is so on rank 0, and on rank {rank} it is {shown(other.get(key, NOTHING))}"
+            if more:
+                named = ", ".join(more[:MOST_NAMED]) + (", ..." if len(more) > MOST_NAMED else "")
+                why += f" (also different: {named})"
+            raise ConfigError(key, first.get(key, NOTHING), why, HINT)
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
@@ -66,14 +71,3 @@ def _settings(config: RunConfig) -> dict[str, object]:
     if config.data.mixture:  # the paths of texts, too, may differ between machines
         found[MIXTURE] = [weight for _, weight in config.data.mixture]
     return found
-
-
-def _difference(
-    different: list[str], first: dict[str, object], other: dict[str, object], rank: int
-) -> ConfigError:
-    key, *more = different
-    why = f"is so on rank 0, and on rank {rank} it is {shown(other.get(key, NOTHING))}"
-    if more:
-        named = ", ".join(more[:MOST_NAMED]) + (", ..." if len(more) > MOST_NAMED else "")
-        why += f" (also different: {named})"
-    return ConfigError(key, first.get(key, NOTHING), why, HINT)

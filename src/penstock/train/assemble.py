@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -145,15 +146,16 @@ def expert_moving(
 
 def assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
     """Return how guests are planned with the costs of section [cluster]; None where experts stay."""
-    choice = config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute)
+    choice = _given(config)
     if choice.experts == "none":
         return None
-    sizes = workload(
-        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=is_sharded(config.optimizer))
-    )
-    return expert_moving(
-        config.placement, choice, StepCost(base_shape(config, layout), sizes, config.cluster)
-    )
+    cost = StepCost(base_shape(config, layout), workload(config, layout), config.cluster)
+    return expert_moving(config.placement, choice, cost)
+
+
+def _given(config: RunConfig) -> Decision:
+    """Return what the sections of a run decide."""
+    return config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute)
 
 
 def model_of(
@@ -175,50 +177,39 @@ def model_of(
 def first_plan(config: RunConfig, layout: Layout, shape: StepShape, gradients: GradientBytes) -> StepPlan:
     """Return the plan made from section [cluster], before anything has been measured."""
     sizes = workload(config, layout, gradients)
-    return plan_step(
-        config.schedule.decision(dispatch_of(config.moe), config.placement, config.plan.given_recompute),
-        shape,
-        gradients,
-        lambda cut: StepCost(cut, sizes, config.cluster),
-    )
+    return plan_step(_given(config), shape, gradients, lambda cut: StepCost(cut, sizes, config.cluster))
 
 
-def workload(config: RunConfig, layout: Layout, gradients: GradientBytes) -> Workload:
-    """Return the sizes of a step on one rank, for the cost model."""
+def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None = None) -> Workload:
+    """Return the sizes of a step on one rank, for the cost model. gradients: None = computed."""
+    model, moe = config.model, config.moe
+    if gradients is None:
+        gradients = gradient_bytes(model, moe, layout, sharded=config.optimizer.is_sharded)
     element_bytes = 2 if config.train.precision == "bfloat16" else 4
     return Workload(
         batch=config.data.batch_per_device,
-        seq_len=config.model.seq_len,
-        hidden_size=config.model.hidden_size,
-        ffn_hidden_size=config.moe.moe_ffn_hidden_size,
-        vocab_size=config.model.vocab_size,
-        num_experts=config.moe.num_experts,
-        top_k=config.moe.top_k,
-        expert_matrices=config.moe.expert_matrices,
-        capacity_factor=config.moe.slots_factor,
-        min_capacity=config.moe.min_capacity,
-        world_size=layout.world_size,
-        ep_size=layout.ep_size,
+        ffn_hidden_size=moe.moe_ffn_hidden_size,
+        dense_ffn_hidden_size=model.dense_hidden_size,
+        capacity_factor=moe.slots_factor,
         element_bytes=element_bytes,
+        wire_row_bytes=moe.row_bytes(model.hidden_size, element_bytes),
         all_reduce_bytes=gradients.replicated,
         expert_all_reduce_bytes=gradients.experts,
         partial_all_reduce_bytes=gradients.partial,
         partial_by_form=gradients.partial_by_form,
-        mp_size=layout.mp_size,
-        esp_size=layout.esp_size,
-        attention_size=config.model.attention_size,
-        key_value_size=config.model.key_value_size,
-        dense_ffn_hidden_size=config.model.dense_hidden_size,
-        slots_per_sample=config.moe.slots_per_sample,
-        wire_row_bytes=config.moe.row_bytes(config.model.hidden_size, element_bytes),
-        one_copy_per_rank=config.moe.one_copy_per_rank,
-        expert_groups=config.moe.expert_groups,
-        dispatch=dispatch_of(config.moe),
+        dispatch=dispatch_of(moe),
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
-        shared_ffn_hidden_size=config.moe.shared_ffn_hidden_size,
-        held=_held(config, layout) if config.model.of_transformers else None,
+        held=_held(config, layout) if model.of_transformers else None,
+        **_named(layout, "world_size", "ep_size", "mp_size", "esp_size"),
+        **_named(model, "seq_len", "hidden_size", "vocab_size", "attention_size", "key_value_size"),
+        **_named(moe, "num_experts", "top_k", "expert_matrices", "expert_groups", "min_capacity"),
+        **_named(moe, "slots_per_sample", "one_copy_per_rank", "shared_ffn_hidden_size"),
     )
+
+
+def _named(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _held(config: RunConfig, layout: Layout) -> HeldBytes:
@@ -232,6 +223,8 @@ def _held(config: RunConfig, layout: Layout) -> HeldBytes:
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     """Return the uncut shape of a step, before a system transforms it."""
     moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
+    # Rows carry the residual stream where they are as exact, and are added to it unchanged.
+    exact = config.train.precision != "bfloat16" and config.moe.compression is None
     return StepShape(
         moe_layers=moe_layers,
         exchange_counts=config.moe.exchanges_counts,
@@ -240,24 +233,13 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
         sharing=sharing_of(layout, config.moe.aux_loss_group),
         gathers_loads=config.output.loads and any(moe_layers),
         updating=updating_of(config.optimizer, layout),
-        carries_residual=_carries_residual(config),
+        carries_residual=exact and config.model.dropout == 0 and not config.model.of_transformers,
     )
-
-
-def _carries_residual(config: RunConfig) -> bool:
-    """Tell whether rows are as exact as the residual stream and are added to it unchanged."""
-    exact = config.train.precision != "bfloat16" and config.moe.compression is None
-    return exact and config.model.dropout == 0 and not config.model.of_transformers
-
-
-def is_sharded(config: OptimizerConfig) -> bool:
-    """Tell whether the optimiser is sharded; `auto` counts as not sharded until it is decided."""
-    return config.sharded is True
 
 
 def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
     """Return how steps themselves update parameters; None where the optimiser updates them between steps."""
-    if not is_sharded(config):
+    if not config.is_sharded:
         return None
     return Updating(
         clips=config.clip_grad_norm is not None,
@@ -269,7 +251,7 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
 def build_optimizer(stack: PipelinedStack, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters of a stack built for it: whole, or a share on every rank."""
     named = list(stack.model.named_parameters())
-    if not is_sharded(config):
+    if not config.is_sharded:
         optimizer = build_adamw(named, config)
         initialise_state(optimizer)
         return optimizer

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -62,13 +62,10 @@ class Batch:
     def on(self, device: torch.device) -> Batch:
         """Return the batch on a device. The host does not wait for the copies."""
         move = partial(device_of(device).from_host, device=device)
-        return replace(
-            self,
-            tokens_BL=move(self.tokens_BL),
-            labels_BL=move(self.labels_BL),
-            sample_ids_B=move(self.sample_ids_B),
-            documents_BL=None if self.documents_BL is None else move(self.documents_BL),
-        )
+        moved: dict[str, Any] = {
+            name: move(each) for name, each in vars(self).items() if isinstance(each, torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 class ReadAhead:
@@ -84,8 +81,7 @@ class ReadAhead:
 
     def take(self, step: int) -> Batch:
         """Return the batch of `step`, counted from 0. Raises what reading it has raised."""
-        number, batch = self._next or (None, None)
-        self._next = None
+        (number, batch), self._next = self._next or (None, None), None
         return self._read(step) if batch is None or number != step else batch.result()
 
     def prepare(self, step: int) -> None:
@@ -125,10 +121,6 @@ class BatchStream:
         separate_documents: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size, f"group {dp_rank} of {dp_size}"
-        if seq_len < 1:
-            raise ConfigError("seq_len", seq_len, "must be at least 1", "Try 128.")
-        if seed < 0:
-            raise ConfigError("seed", seed, "must not be negative", "Try 0.")
         self._seq_len, self._separate = seq_len, separate_documents
         self._batch_per_device = batch_per_device
         self._global_batch = batch_per_device * dp_size
@@ -150,7 +142,7 @@ class BatchStream:
 
     def batch(self, step: int) -> Batch:
         """Return this rank's samples of `step`, counted from 0. Entering an epoch costs a new permutation."""
-        sample_ids_B = self._places(step)
+        sample_ids_B = step * self._global_batch + self._mine  # places in the sequence of all global batches
         texts_B, numbers_B = self._dealer.deal(sample_ids_B)
         starts_B = self._of_parts(texts_B, numbers_B, _Part.training_windows)
         return self._cut(texts_B, starts_B, sample_ids_B, self._batch_per_device)
@@ -170,10 +162,6 @@ class BatchStream:
             texts_B, numbers_B = self._held_out_dealer.deal(places_B)
             windows_B = self._of_parts(texts_B, numbers_B, _Part.held_out_windows)
             yield self._cut(texts_B, windows_B, -1 - places_B, -(-places_G.size // self._dp_size))
-
-    def _places(self, index: int) -> Indices:
-        """Return the positions of this rank's samples in the sequence of all global batches, [B]."""
-        return index * self._global_batch + self._mine
 
     def _of_parts(
         self, texts_B: Indices, numbers_B: Indices, ask: Callable[[_Part, Indices], Indices]
@@ -215,16 +203,14 @@ class BatchStream:
     def _check_sizes(self, held_out_fraction: float) -> None:
         """Raise ConfigError for texts that cannot fill one global batch, or of which nothing is held out."""
         training = sum(part.split.training for part in self._parts)
-        unit = self._parts[0].text.unit
-        need = f"windows of {self._seq_len} {unit}, and a global batch takes {self._global_batch}"
+        windows = f"windows of {self._seq_len} {self._parts[0].text.unit}"
         hint = "Give more text, or lower batch_per_device, seq_len or the number of devices."
         if training < self._global_batch:
-            why = f"the text has only {training} training {need}"
-            raise ConfigError("batch_per_device", self._batch_per_device, why, hint)
+            why = f"the text has only {training} training {windows}, and a global batch takes "
+            raise ConfigError("batch_per_device", self._batch_per_device, f"{why}{self._global_batch}", hint)
         for part in self._parts:
             if part.split.held_out == 0 or part.split.training == 0:
-                why = f"holds out none of {part.split.training} windows of {self._seq_len} {unit}"
-                why += part.name
+                why = f"holds out none of {part.split.training} {windows}{part.name}"
                 raise ConfigError("held_out_fraction", held_out_fraction, why, f"Raise it. {hint}")
 
 
@@ -250,7 +236,7 @@ class _Part:
         return self.split.held_out_windows(self._held_out_order.at(numbers_B))
 
     def _epoch_order(self, epoch: int) -> Shuffled:
-        """Return the order of `epoch`; the order of the last epoch asked for is cached."""
+        """Return the order of `epoch`, kept until that of another one is asked for."""
         if epoch != self._epoch:
             self._epoch, self.order = epoch, Shuffled(self.split.training, self._seed, epoch)
         return self.order

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
-from penstock.config.bounds import MOST_STEPS, FilePath, Seed, Steps
+from penstock.config.bounds import MOST_STEPS, FilePath, Name, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -18,11 +18,8 @@ from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
 from penstock.topology import ParallelConfig
-from penstock.train.moves import check_movable, check_moves
-from penstock.train.of_family import check_features, check_sections, staying
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.shares import check_shares
-from penstock.train.wandb_sink import MetricsConfig
+from penstock.train.possible import check_movable, check_moves, check_sections, check_shares, moving_in
 
 Section = TypeVar("Section", ModelConfig, MoEConfig, DataConfig)
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -84,6 +81,21 @@ class OutputConfig:
             why = "is written into routing.jsonl, from the loads that steps gather"
             hint = "Set output.routing=true and leave output.loads as it is, or leave it out."
             raise ConfigError("routing_samples", True, why, hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Section `[metrics]`: where metrics go beside the run's own files.
+
+    wandb: to Weights & Biases: true = to its server, "offline" = into the run's folder, from where
+    `wandb sync` sends them. wandb_project: under which project.
+    """
+
+    wandb: Literal[True, False, "offline"] = False
+    wandb_project: Name = "penstock"
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +173,8 @@ class RunConfig:
         sizes = sections_of(path)
         model, moe = _laid_under(self.model, sizes["model"]), _laid_under(self.moe, sizes["moe"])
         check_sections(path, sizes, model, moe)
-        check_features(model.model_type, self.placement, self.data)
-        return replace(self, model=model, moe=moe, placement=staying(model.model_type, self.placement))
+        placement = moving_in(model.model_type, self.placement, self.data)
+        return replace(self, model=model, moe=moe, placement=placement)
 
     def _with_preset(self, world_size: int) -> RunConfig:
         if self.model.preset is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,24 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.train.metrics import BY_LAYER, OPTIONAL, StepMetrics
+from penstock.config import ConfigError, check_no_link, is_missing, read_text, to_dict
+from penstock.extras import is_there
+from penstock.train.config import MetricsConfig, RunConfig
+from penstock.train.metrics import BY_LAYER, StepMetrics
+from penstock.writing import write_whole
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
 HEAT_MAP: Final = "moe/loads"
+ID_FILE: Final = "wandb-id.txt"
+MOST_ID_BYTES: Final = 1 << 10
+HINT: Final = "Move it away: the run then begins another one at Weights & Biases."
+AUX_LOSSES: Final = ("aux_loss_global", "aux_loss_sequence", "aux_loss_microbatch")
+PLACES: Final = {
+    "speed": ("iteration_s", "tokens_per_s", "compute_s", "model_flops_per_s", "model_flops_utilisation"),
+    "network": ("communication_s", "exposed_communication_s"),
+    "moe": ("tokens_per_expert_max_over_mean", "z_loss", *AUX_LOSSES),
+}
+"""Metrics whose curves have their names, by place."""
 Picture = npt.NDArray[np.uint8]
 
 
@@ -69,23 +84,16 @@ class TensorBoard:
         self._events.close()
 
 
-class WandbRun(Protocol):
-    """The methods that are used of a run of the package wandb."""
-
-    def log(self, data: dict[str, Any]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class WeightsAndBiases:
     """Writes the curves to a run of Weights & Biases.
 
     Every step is one entry, placed by its number `step`: steps that were repeated after a resumption stand
-    where they belong. image: converts a picture into what wandb displays.
+    where they belong. run: of the package wandb. image: converts a picture into what wandb displays.
     """
 
-    def __init__(self, run: WandbRun, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
+    def __init__(self, run: Any, image: Callable[[Picture], Any], layers: Sequence[int]) -> None:
         self._run, self._image, self._layers = run, image, layers
+        self.close = run.finish
 
     def write(self, metrics: StepMetrics) -> None:
         self._run.log({"step": metrics.step, **curves(metrics, self._layers)})
@@ -93,40 +101,79 @@ class WeightsAndBiases:
     def draw(self, step: int, picture: Picture) -> None:
         self._run.log({"step": step, HEAT_MAP: self._image(picture)})
 
-    def close(self) -> None:
-        self._run.finish()
+
+def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> list[ScalarLog]:
+    """Open the logs that the settings require, on one rank.
+
+    layers: numbers of the MoE layers. first: steps that were done before. Raises ConfigError if one of them
+    cannot be opened.
+    """
+    output, logs = config.output, list[ScalarLog]()
+    if output.tensorboard and is_there("tensorboard"):
+        logs.append(TensorBoard(output.dir, first, layers))
+    if config.metrics.wandb:
+        logs.append(_open_wandb(config, layers, resumes=first > 0))
+    return logs
+
+
+def check_wandb(config: MetricsConfig) -> None:
+    """Raise ConfigError if the package is requested and missing."""
+    if config.wandb and not is_there("wandb"):
+        why = "needs the package wandb, which is not installed"
+        hint = "Install it: pip install 'penstock[wandb]'. Or leave metrics.wandb out."
+        raise ConfigError("metrics.wandb", config.wandb, why, hint)
+
+
+def _open_wandb(config: RunConfig, layers: Sequence[int], *, resumes: bool) -> WeightsAndBiases:
+    """Open a run named like its folder. Raises ConfigError where the package refuses, as without a key."""
+    import wandb
+
+    asked, folder = config.metrics, config.output.dir
+    try:
+        run = wandb.init(
+            project=asked.wandb_project,
+            name=folder.name,
+            id=_id_in(folder, resumes=resumes),
+            dir=str(folder),
+            resume="allow",
+            mode="offline" if asked.wandb == "offline" else "online",
+            config=to_dict(config),
+            settings=wandb.Settings(silent=True),
+        )
+    except wandb.Error as error:
+        hint = "Run `wandb login` first, or use metrics.wandb=offline."
+        raise ConfigError("metrics.wandb", asked.wandb, f"was refused: {error}", hint) from error
+    run.define_metric("*", step_metric="step")
+    return WeightsAndBiases(run, wandb.Image, layers)
+
+
+def _id_in(folder: Path, *, resumes: bool) -> str:
+    """Return the run's own id, kept in its folder; a run that resumes continues the one logged from there."""
+    path = folder / ID_FILE
+    if resumes and not is_missing(path):
+        check_no_link(path, HINT)
+        return read_text(path, str(path), HINT, MOST_ID_BYTES).strip()
+    found = secrets.token_hex(4)
+    write_whole(path, found + "\n")
+    return found
 
 
 def curves(metrics: StepMetrics, layers: Sequence[int]) -> Mapping[str, float]:
     """Return the value of each curve that has one. layers: numbers of the MoE layers."""
-    found = {
+    found: dict[str, float | None] = {
         "loss/train": metrics.loss,
-        "optimizer/learning_rate": metrics.learning_rate,
-        "optimizer/grad_norm": metrics.grad_norm,
-        "speed/iteration_s": metrics.iteration_s,
-        "speed/tokens_per_s": metrics.tokens_per_s,
-        "network/communication_s": metrics.communication_s,
-        "network/exposed_communication_s": metrics.exposed_communication_s,
-        "network/hidden_communication": metrics.hidden_communication,
-        "speed/compute_s": metrics.compute_s,
-        "moe/tokens_per_expert_max_over_mean": metrics.tokens_per_expert_max_over_mean,
-    }
-    optional = {
         "loss/eval": metrics.eval_loss,
         "loss/total": metrics.total_loss,
-        "moe/z_loss": metrics.z_loss,
-        "speed/model_flops_per_s": metrics.model_flops_per_s,
-        "speed/model_flops_utilisation": metrics.model_flops_utilisation,
+        "optimizer/learning_rate": metrics.learning_rate,
+        "optimizer/grad_norm": metrics.grad_norm,
+        "network/hidden_communication": metrics.hidden_communication,
         "memory/peak_bytes": metrics.peak_memory_bytes,
     }
-    optional |= {f"moe/{name}": getattr(metrics, name) for name in OPTIONAL if _is_balance_loss(name)}
+    for place, names in PLACES.items():
+        found |= {f"{place}/{name}": getattr(metrics, name) for name in names}
     for name in BY_LAYER:
         values = getattr(metrics, name)
         if values:
-            optional[f"moe/{name}"] = fmean(values)
-            optional |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
-    return found | {name: value for name, value in optional.items() if value is not None}
-
-
-def _is_balance_loss(name: str) -> bool:
-    return name.startswith("aux_loss") and name not in BY_LAYER
+            found[f"moe/{name}"] = fmean(values)
+            found |= {f"layers/{name}/L{layer}": v for layer, v in zip(layers, values, strict=True)}
+    return {name: value for name, value in found.items() if value is not None}

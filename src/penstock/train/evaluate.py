@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ def batch_loss(stack: PipelinedStack, batch: Batch) -> torch.Tensor:
     return loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """The loss on held-out text.
 
     loss: mean cross entropy per token, nats, the same on all ranks, without balance terms. noise: the loss of
@@ -58,11 +57,8 @@ def evaluate(stack: PipelinedStack, batches: Iterable[Batch]) -> Evaluation:
         why = f"no token is to be predicted in {len(counts)} batches of held-out text: no label counts"
         raise ConfigError("data.held_out_fraction", UNSET, why, "Give more text, or longer documents.")
     losses = [total / count for total, count in zip(totals, counts, strict=True) if count]
-    return Evaluation(loss=sum(totals) / sum(counts), noise=_noise(losses))
-
-
-def _noise(losses: Sequence[float]) -> float | None:
-    if len(losses) < 2:
-        return None
-    reach = float(stdtrit(len(losses) - 1, CONFIDENCE))
-    return reach * float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
+    noise = None
+    if len(losses) > 1:
+        reach = float(stdtrit(len(losses) - 1, CONFIDENCE))
+        noise = reach * float(np.std(losses, ddof=1)) / math.sqrt(len(losses))
+    return Evaluation(sum(totals) / sum(counts), noise)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 
@@ -19,6 +18,7 @@ from penstock.topology.cgroup import memory_limit
 from penstock.train.assemble import gradient_bytes, model_of
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
+from penstock.words import gib
 
 COPIES = 4
 """Copies of a weight: itself, its gradient and AdamW's two moments, all in float32."""
@@ -38,14 +38,6 @@ SPARING = {
     MOMENTS: ", or share gradients (optimizer.shard_gradients)",
 }
 """What else would help, by the number of copies that are shared already."""
-
-
-class _Options(TypedDict):
-    """Keyword arguments of `rank_memory`."""
-
-    shared_copies: int
-    separate_documents: bool
-    again: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,29 +64,22 @@ class RankMemory:
         return self.vocabulary_bytes + self.layers_bytes + self.experts_bytes
 
 
-def rank_memory(
-    model: ModelConfig,
-    moe: MoEConfig,
-    batch: int,
-    layout: Layout,
-    *,
-    shared_copies: int = 0,
-    separate_documents: bool = False,
-    again: bool = False,
-) -> RankMemory:
+def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     """Estimate the memory of one rank, in milliseconds for any size. Scratch memory is not counted.
 
-    shared_copies: see `OptimizerConfig`. separate_documents: whether tokens attend to their own document
-    alone. again: whether blocks are recomputed.
+    config: `resolved`.
     """
+    model, moe, batch = config.model, config.moe, config.data.batch_per_device
+    shared_copies = config.optimizer.shared_copies
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
     ends, layers, experts = (_bytes_of_file if model.of_transformers else _bytes)(model, moe, layout)
     tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
     heads = (model.attention_size + model.key_value_size) // layout.mp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
+    again = config.plan.may_repeat_blocks
     token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_AGAIN * model.hidden_size if again else kept)
-    mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if separate_documents else 0
+    mask_bytes = batch * model.seq_len**2 * SMALLEST_ELEMENT_BYTES if config.data.separate_documents else 0
     return RankMemory(
         vocabulary_bytes=int(copies * ends),
         layers_bytes=int(copies * layers),
@@ -136,85 +121,45 @@ def _bytes_of(
     return held, sum(p.nbytes for p in parts.expert_parameters(0))
 
 
-def check_memory(
-    model: ModelConfig,
-    moe: MoEConfig,
-    batch: int,
-    layout: Layout,
-    *,
-    there_bytes: int,
-    sharing: int = 1,
-    shared_copies: int = 0,
-    separate_documents: bool = False,
-    again: bool = False,
-) -> None:
+def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
     """Raise ConfigError, naming the setting that takes most, if `sharing` ranks exceed `there_bytes`.
 
-    The other arguments are those of `rank_memory`.
+    config: `resolved`.
     """
-    need = rank_memory(
-        model,
-        moe,
-        batch,
-        layout,
-        shared_copies=shared_copies,
-        separate_documents=separate_documents,
-        again=again,
-    )
+    need = memory_of(config, layout)
     if sharing * need.total_bytes <= there_bytes:
         return
     parts: dict[str, tuple[object, int]] = {
-        "model.vocab_size": (model.vocab_size, need.vocabulary_bytes),
-        "model.hidden_size": (model.hidden_size, need.layers_bytes),
-        "moe.num_experts": (moe.num_experts, need.experts_bytes),
-        "data.batch_per_device": (batch, need.activations_bytes),
+        "model.vocab_size": (config.model.vocab_size, need.vocabulary_bytes),
+        "model.hidden_size": (config.model.hidden_size, need.layers_bytes),
+        "moe.num_experts": (config.moe.num_experts, need.experts_bytes),
+        "data.batch_per_device": (config.data.batch_per_device, need.activations_bytes),
         "data.separate_documents": (True, need.masks_bytes),
     }
     key = max(parts, key=lambda name: parts[name][1])
     ranks = "a rank needs" if sharing == 1 else f"each of {sharing} ranks needs"
-    masks = f", masks of documents {_gib(need.masks_bytes)}" if need.masks_bytes else ""
+    masks = f", masks of documents {gib(need.masks_bytes)}" if need.masks_bytes else ""
     why = (
-        f"{ranks} {_gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
-        f"{_gib(need.state_bytes)}, activations {_gib(need.activations_bytes)}{masks}), and there are "
-        f"{_gib(there_bytes)} in all"
+        f"{ranks} {gib(need.total_bytes)} at the least (weights, gradients and optimizer state "
+        f"{gib(need.state_bytes)}, activations {gib(need.activations_bytes)}{masks}), and there are "
+        f"{gib(there_bytes)} in all"
     )
-    spare = SPARING.get(shared_copies, "")
-    spare += "" if again else ", or compute blocks again (plan.recompute=blocks)"
+    spare = SPARING.get(config.optimizer.shared_copies, "")
+    spare += "" if config.plan.may_repeat_blocks else ", or compute blocks again (plan.recompute=blocks)"
     hint = (
-        "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, ep_size, "
-        f"esp_size){spare}."
+        "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
+        if key == "data.separate_documents"
+        else "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, "
+        f"ep_size, esp_size){spare}."
     )
-    if key == "data.separate_documents":
-        hint = (
-            "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
-        )
     raise ConfigError(key, parts[key][0], why, hint)
-
-
-def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
-    """Return the memory that a rank of a run needs. config: `resolved`."""
-    return rank_memory(config.model, config.moe, config.data.batch_per_device, layout, **_options(config))
-
-
-def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: int = 1) -> None:
-    """Apply `check_memory` to a run. config: `resolved`."""
-    sizes = config.model, config.moe, config.data.batch_per_device, layout
-    check_memory(*sizes, there_bytes=there_bytes, sharing=sharing, **_options(config))
-
-
-def _options(config: RunConfig) -> _Options:
-    return {
-        "shared_copies": config.optimizer.shared_copies,
-        "separate_documents": config.data.separate_documents,
-        "again": config.plan.may_repeat_blocks,
-    }
 
 
 def check_processes(processes: int) -> None:
     """Raise ConfigError for more local processes than this machine has memory for, even without a model."""
     most = max(1, host_bytes() // RANK_BYTES)
     if processes > most:
-        why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {_gib(host_bytes())}"
+        why = f"each takes {RANK_BYTES >> 20} MiB before there is a model, and there are {gib(host_bytes())}"
         raise ConfigError("parallel.processes", processes, why, f"Use {most} or fewer.")
 
 
@@ -234,7 +179,3 @@ def device_bytes(device: torch.device, control: Control) -> int:
     mine = everyone[control.rank]
     own_bytes = kind.memory_bytes(device, everyone.count(mine) if mine else 1)
     return host_bytes() if own_bytes is None else own_bytes
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

@@ -26,8 +26,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -37,7 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from penstock.stops import SIGNALS
 from penstock.topology.faults import cause, named, report_killed, silent_ranks
@@ -59,21 +58,15 @@ class Failure:
     rank: int
     returncode: int
 
-    @property
-    def signal_name(self) -> str | None:
-        """Name of the signal, such as SIGKILL; None if the rank exited."""
-        if self.returncode >= 0:
-            return None
-        known = {each.value: each.name for each in signal.Signals}
-        return known.get(-self.returncode, "a real-time signal")
-
     def describe(self) -> str:
         """Return one line, such as `rank 2 was killed by signal 9 (SIGKILL)`."""
+        known, number = {each.value: each.name for each in signal.Signals}, -self.returncode
+        if number > 0:
+            name = known.get(number, "a real-time signal")
+            return f"rank {self.rank} was killed by signal {number} ({name})"
         if self.returncode - 128 in SIGNALS:
-            return f"rank {self.rank} was stopped by {signal.Signals(self.returncode - 128).name}"
-        if self.signal_name is None:
-            return f"rank {self.rank} exited with code {self.returncode}"
-        return f"rank {self.rank} was killed by signal {-self.returncode} ({self.signal_name})"
+            return f"rank {self.rank} was stopped by {known[self.returncode - 128]}"
+        return f"rank {self.rank} exited with code {self.returncode}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +93,10 @@ class LaunchOutcome:
         """
         failure, (culprit, why) = self.first_failure, self.cause
         if self.silent:
-            ranks, signalled = sorted(self.silent), all(self.silent.values())
-            more = ": it was stopped by a signal" if signalled else " and was killed"
-            if len(ranks) > 1:
-                more = ": a signal had stopped them" if signalled else " and were killed"
-            return f"{named(ranks)} did not answer{more}" + (f"; {why}" if why else "")
+            one, signalled = len(self.silent) == 1, all(self.silent.values())
+            stopped = ": it was stopped by a signal" if one else ": a signal had stopped them"
+            more = stopped if signalled else f" and {'was' if one else 'were'} killed"
+            return f"{named(sorted(self.silent))} did not answer{more}" + (f"; {why}" if why else "")
         if failure is None or not why:
             return None if failure is None else failure.describe()
         if culprit is None:
@@ -177,10 +169,12 @@ def launch(
     environ = {"PENSTOCK_LAUNCHED": str(os.getpid()), "PYTHONUNBUFFERED": "1"}
     environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     entrypoint, *args = ("env", *(f"{name}={value}" for name, value in environ.items()), *wrapper, *command)
+    meeting = StaticTCPRendezvous(address, store.port, rank=0, world_size=1, run_id="penstock", timeout=0)
+    meeting._store = store  # this agent alone meets, at a store that is there already
     spec = WorkerSpec(
         role="penstock",
         local_world_size=processes,
-        rdzv_handler=_Meeting(store, address),
+        rdzv_handler=meeting,
         entrypoint=entrypoint,
         args=tuple(each.replace("$", "$$") for each in args),  # torch takes them for templates
         max_restarts=0,
@@ -215,13 +209,15 @@ class _Agent(LocalElasticAgent):
         self.heeded = 0  # how many of the received signals have been acted upon
         self.first_failure: Failure | None = None
         self.stopped: set[int] = set()
-        self.terminate_at_s = float("inf")
-        self.kill_at_s = float("inf")
+        self.terminate_at_s = self.kill_at_s = float("inf")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # it would take those that are ignored as well
-        with _held_back(SIGNALS if self.hears else ()):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self.hears else ())  # ranks inherit that
+        try:
             started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -270,14 +266,10 @@ class _Agent(LocalElasticAgent):
         """Kill, once a rank has failed, the ranks that the others call silent, and soon all that are left."""
         if self.first_failure is None or self.silent:
             return
-        running = self.running()
-        self.silent = {
-            rank: _is_stopped(self.processes[rank].pid)
-            for rank in silent_ranks(self.store)
-            if rank in running
-        }
-        if not self.silent and running and all(_is_stopped(self.processes[rank].pid) for rank in running):
-            self.silent = dict.fromkeys(running, True)  # no rank is left to report it
+        stopped = {rank: _is_stopped(self.processes[rank].pid) for rank in self.running()}
+        self.silent = {rank: stopped[rank] for rank in silent_ranks(self.store) if rank in stopped}
+        if not self.silent and all(stopped.values()):
+            self.silent = stopped  # no rank is left to report it
         for rank in self.silent:
             self.stopped.add(rank)
             self.processes[rank].kill()
@@ -313,47 +305,7 @@ class _Agent(LocalElasticAgent):
         )
 
 
-@contextmanager
-def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Let these signals wait while entered; a process that is started meanwhile inherits that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 # ---- where ranks meet, and what they print -----------------------------------------------------------------
-
-
-class _Meeting(RendezvousHandler):
-    """The agents that meet: this one alone, at a store that is there already."""
-
-    def __init__(self, store: TCPStore, address: str) -> None:
-        self._store, self._where = store, RendezvousStoreInfo(address, store.port)
-
-    use_agent_store = True  # rank 0 connects to this store instead of hosting its own
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, self._where)
-
-    def get_backend(self) -> str:
-        return "penstock"
-
-    def get_run_id(self) -> str:
-        return "penstock"
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class _NoLogs(LogsSpecs):

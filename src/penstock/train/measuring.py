@@ -1,20 +1,23 @@
-"""Makes the record of a step that has ended."""
+"""Makes the record of a step that has ended.
+
+Shapes: P ranks, Y MoE layers, E experts.
+"""
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from penstock.cost.model_flops import ModelFlops
 from penstock.device import device_of
-from penstock.moe.config import BalanceGroup, MoEConfig
+from penstock.mesh import Group
+from penstock.moe.config import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 from penstock.trace import TaskRecord, occupation
 from penstock.train.metrics import StepMetrics
+from penstock.train.pilot import Pilot
+from penstock.workloads.figures import HostedRows, LoadFigures
 
 PLAN_DIGITS = 8
 KIBIBYTE = 1024
@@ -22,7 +25,7 @@ KIBIBYTE = 1024
 
 def measured(
     stack: PipelinedStack,
-    flops: ModelFlops,
+    pilot: Pilot,
     records: Sequence[TaskRecord],
     *,
     step: int,
@@ -30,14 +33,20 @@ def measured(
     rate: float,
     norm: float,
     iteration_s: float,
-    all_reduce_chunk_bytes: int | None,
+    accepted: bool,
 ) -> StepMetrics:
-    """Return the record of a stack's last step. loss: what was minimised; records: of this rank."""
-    assert stack.statistics is not None, "a step has ended"
-    statistics, _ = stack.statistics.on_host()
+    """Return the record of a stack's last step, whose statistics are on the host; all ranks call it.
+
+    loss: what was minimised; records: of this rank; accepted: whether the step has changed parameters.
+    """
+    statistics, device = stack.statistics, stack.machinery.device
+    assert statistics is not None, "a step has ended"
     used = occupation(records, stack.machinery.layout.mesh.silent)
-    losses = router_losses(statistics, stack.balance.group)
     tokens_per_s = float(statistics.tokens) / iteration_s
+    chosen_YE = statistics.chosen_YE
+    layers, held_bytes = len(chosen_YE), device_of(device).peak_memory_bytes(device)
+    # The loss has sums over MoE layers, metrics have means.
+    balance: dict[str, Any] = {f"aux_loss_{stack.balance.group}": float(statistics.aux) / layers}
     return StepMetrics(
         step=step,
         loss=float(statistics.cross_entropy),
@@ -49,35 +58,22 @@ def measured(
         exposed_communication_s=used.exposed_s,
         communication_s=used.communication_s,
         compute_s=used.compute_s,
-        tokens_per_expert_max_over_mean=_imbalance(statistics.chosen_YE),
+        tokens_per_expert_max_over_mean=float(
+            (chosen_YE.amax(1) / chosen_YE.mean(1).clamp(min=1e-9)).mean()  # 0 where nothing was routed
+        ),
         plan=stack.plan.schedule.digest[:PLAN_DIGITS],
-        all_reduce_chunk_bytes=all_reduce_chunk_bytes,
-        skipped=None,
-        z_loss=losses["z_loss"],
-        aux_loss_global=losses.get("aux_loss_global"),
-        aux_loss_sequence=losses.get("aux_loss_sequence"),
-        aux_loss_microbatch=losses.get("aux_loss_microbatch"),
+        all_reduce_chunk_bytes=pilot.all_reduce_chunk_bytes,
+        skipped=None if accepted else True,
+        z_loss=float(statistics.z) / layers,
         aux_loss_by_layer=tuple(statistics.aux_Y.tolist()),
         rows_dropped=_dropped(statistics, stack.moe),
         steps_run_again=stack.bounds.repeats if stack.bounds.repeats_steps else None,
-        model_flops_per_s=flops.per_token * tokens_per_s,
-        model_flops_utilisation=flops.utilisation(tokens_per_s),
-        peak_memory_bytes=peak_memory_bytes(stack.machinery.device),
+        model_flops_per_s=pilot.flops.per_token * tokens_per_s,
+        model_flops_utilisation=pilot.flops.utilisation(tokens_per_s),
+        peak_memory_bytes=held_bytes or KIBIBYTE * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        **balance,
+        **load_figures(stack),
     )
-
-
-def router_losses(statistics: StepStatistics, group: BalanceGroup) -> dict[str, float]:
-    """Return balance and z-loss by their metrics' names: means over MoE layers. The loss has their sums."""
-    layers = len(statistics.chosen_YE)
-    return {f"aux_loss_{group}": float(statistics.aux) / layers, "z_loss": float(statistics.z) / layers}
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has held so far: on a GPU in tensors, else resident."""
-    held_bytes = device_of(device).peak_memory_bytes(device)
-    if held_bytes is not None:
-        return held_bytes
-    return KIBIBYTE * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | None:
@@ -88,6 +84,34 @@ def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | 
     return tuple((statistics.dropped_Y / chosen_Y).tolist())
 
 
-def _imbalance(chosen_YE: Tensor) -> float:
-    """Return the busiest expert's load over the mean, averaged over layers; 0 where nothing was routed."""
-    return float((chosen_YE.amax(1) / chosen_YE.mean(1).clamp(min=1e-9)).mean())
+def load_figures(stack: PipelinedStack) -> dict[str, Any]:
+    """Return how even the step's loads were, by names of metrics; {} where they were not gathered.
+
+    All ranks call it: each expert group's guests are known only to its own ranks.
+    """
+    loads_PYE, layout = stack.loads.last, stack.machinery.layout
+    if loads_PYE is None:
+        return {}
+    hosted, guests = None, stack.loads.hostings
+    if guests:
+        hosted = HostedRows.of_group(loads_PYE, guests, layout.mesh, layout.node_size, layout.rank)
+        if len(layout.mesh.groups(Group.EXPERT_SHARDS)) > 1:
+            share = hosted.share(layout.mesh, layout.rank)
+            everyone = stack.machinery.control.gather(share, "adding up what guests compute")
+            hosted = HostedRows.joined(everyone)
+    found = LoadFigures.of(
+        loads_PYE,
+        [part.moe.placement for part in stack.parts.parts if part.moe is not None],
+        layout.mesh,
+        layout.node_size,
+        hosted=hosted,
+        before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
+    )
+    return {
+        "expert_load_max_over_mean": found.expert_max_over_mean,
+        "rank_load_max_over_mean": found.rank_max_over_mean,
+        "rank_rows_max_over_mean": found.rank_rows_max_over_mean,
+        "expert_load_entropy": found.entropy,
+        "loads_in_common": found.in_common,
+        "rows_crossing_nodes": found.crossing_nodes,
+    }

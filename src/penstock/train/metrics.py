@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import UNSET, ConfigError, open_regular, parse_json
@@ -27,60 +26,17 @@ if TYPE_CHECKING:
     from penstock.train.curves import ScalarLog
 
 METRICS_FILE = "metrics.jsonl"
-WHAT_TO_DO = "mend or delete the line, or move the file away"
+WHAT_TO_DO = "Correct or delete the line, or move the file away."
 HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One training step, measured.
+    """One training step, measured; docs/training.md has a table of what each field means, and how exactly.
 
-    `step`                    steps done with this one; the first is 1
-    `loss`, `eval_loss`       cross entropy, nats per token of all ranks; `eval_loss` is None on steps without
-                              evaluation
-    `eval_noise`              with 95 % confidence `eval_loss` is too small by less than this, judged by how
-                              its batches differ; None for a single batch
-    `total_loss`              what is minimised: `loss + moe_layers * (aux_loss_coeff * aux_loss_global (or
-                              that of another group) + z_loss_coeff * z_loss)`
-    `grad_norm`               of `total_loss`, before clipping, every expert counted once
-    `iteration_s`             forward, backward, clipping and update on rank 0, not reading the batch
-    `tokens_per_s`            tokens of all ranks without padding, over `iteration_s`
-    `communication_s`, `compute_s`
-                              time in forward and backward of rank 0 during which a collective was running,
-                              and during which something was computed; on a GPU of the last step that
-                              measured its tasks
-    `exposed_communication_s` the part of `communication_s` during which nothing was computed
-    `tokens_per_expert_max_over_mean`
-                              load of the busiest expert, mean over MoE layers; 1 is perfect balance
-    `expert_load_max_over_mean`, `rank_load_max_over_mean`
-                              by MoE layer: rows of the busiest expert, and of the rank whose experts get
-                              most, over the mean; 1 is perfect balance
-    `rank_rows_max_over_mean` by MoE layer: rows that the busiest rank computes over the mean,
-                              including rows of experts that ranks host as guests in this step
-    `expert_load_entropy`     by MoE layer: entropy of the experts' shares over that of equal ones; 1 is
-                              perfect balance, 0 means that one expert gets everything
-    `loads_in_common`         by MoE layer: share of rows that this step and the one before have in common,
-                              by rank and expert; 1 is the same distribution. None in the first step
-    `rows_crossing_nodes`     by MoE layer: share of rows that are computed on another node
-    `z_loss`                  mean over MoE layers, without its coefficient
-    `aux_loss_global`, `..._sequence`, `..._microbatch`
-                              the balance loss, mean over MoE layers, without its coefficient, under the name
-                              of the group over which balance is judged; the other two are None. 1 is balance
-    `aux_loss_by_layer`       the balance loss by MoE layer
-    `rows_dropped`            by MoE layer: share of choices for which their expert had no room; None where
-                              routing drops none
-    `steps_run_again`         steps since the run was started or continued that ran a second time, as
-                              an expert got more rows than `moe.bound_factor` had made room for; None
-                              without it
-    `model_flops_per_s`       floating-point operations of the model's matrix products, forward and backward,
-                              of all ranks, over `iteration_s`; see `cost.model_flops`
-    `model_flops_utilisation` `model_flops_per_s` over the highest rate of a matrix product that the profile
-                              measured on all ranks at once; None without a profile
-    `peak_memory_bytes`       the most that rank 0 has held so far: on a GPU in tensors, else resident
-    `plan`                    which plan ran the step: the first digits of its schedule's hash
-    `skipped`                 True: loss or gradients were not finite, and nothing was updated
-    `all_reduce_chunk_bytes`  size of a piece of an all-reduce; None if the schedule cuts none
+    None: the step has no such number. A tuple has one for every MoE layer. Times are those of rank 0, counts
+    those of all ranks.
     """
 
     step: int
@@ -124,16 +80,7 @@ class StepMetrics:
         return 1 - self.exposed_communication_s / self.communication_s
 
 
-BY_LAYER = (
-    "expert_load_max_over_mean",
-    "rank_load_max_over_mean",
-    "rank_rows_max_over_mean",
-    "expert_load_entropy",
-    "loads_in_common",
-    "rows_crossing_nodes",
-    "aux_loss_by_layer",
-    "rows_dropped",
-)
+BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(field.type))
 """Fields with a number for every MoE layer."""
 
 WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "steps_run_again")
@@ -155,14 +102,18 @@ class MetricsWriter:
     A line is JSON, and in the file before `write` returns. A number that is not finite is written as null,
     since JSON cannot express it.
 
-    Raises `ValueError` naming file and line when the existing record cannot be read.
+    Raises `ConfigError` about the file for a record that cannot be continued.
     """
 
     def __init__(self, folder: Path, resume_step: int, logs: Sequence[ScalarLog] = ()) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
-        self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
+            self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
+        except OSError as error:
+            why = f"cannot be written ({error.strerror})"
+            raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
         self._last_step = kept[-1].step if kept else 0
         self._logs = logs
 
@@ -181,24 +132,19 @@ class MetricsWriter:
             for log in self._logs:
                 log.draw(step, picture)
 
-    def close(self) -> None:
-        self.file.close()
-        for log in self._logs:
-            log.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *failure: object) -> None:
+        self.file.close()
+        for log in self._logs:
+            log.close()
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Return the steps recorded in a `metrics.jsonl`; null reads as NaN, for `eval_loss` as None.
 
-    A last line that a killed run left without its end is dropped. Raises `ValueError` naming file and line
+    A last line that a killed run left without its end is dropped. Raises `ConfigError` naming file and line
     for any other line that is not a step, or is none after the step before it.
     """
     with open_regular(path, str(path), "Move it away.") as file:
@@ -208,7 +154,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     for number, (before, after) in enumerate(pairwise(found), start=2):
         if after.step <= before.step:
             why = f"is step {after.step} after step {before.step}, and steps count up"
-            raise ValueError(f"{path}, line {number}: {why}; {WHAT_TO_DO}")
+            raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO)
     return found
 
 
@@ -217,7 +163,8 @@ def _parse(path: Path, number: int, line: bytes) -> StepMetrics:
         record = parse_json(line)
         return StepMetrics(**{key: _from_json(key, value) for key, value in record.items()})
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path}, line {number}: not a training step ({error}); {WHAT_TO_DO}") from error
+        why = f"not a training step ({error})"
+        raise ConfigError(f"{path}, line {number}", UNSET, why, WHAT_TO_DO) from error
 
 
 def _from_json(key: str, value: Any) -> Any:
@@ -250,17 +197,3 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_json(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def open_metrics(folder: Path, resume_step: int, logs: Sequence[ScalarLog]) -> MetricsWriter:
-    """Return a MetricsWriter; raise ConfigError about the file for a record that cannot be continued."""
-    path = folder / METRICS_FILE
-    try:
-        return MetricsWriter(folder, resume_step, logs)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, ")) from error
-    except OSError as error:
-        why = f"cannot be written ({error.strerror})"
-        raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error

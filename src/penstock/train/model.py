@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -65,16 +64,12 @@ def decoder_of(
     begins: bool,
 ) -> RunModel:
     """Return Penstock's own decoder as the model of a run."""
-    return RunModel(
-        stack=build_stack(config, machinery, plan=plan, moving=moving, begins=begins),
-        naming=DecoderNaming,
-        files=partial(_decoder_files, config),
-        repeats_late=True,
-    )
 
+    def files(tokenizer: str | None) -> Files:
+        if lack_of(config.moe) is not None:
+            return {}
+        like = config.model.config
+        return {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
 
-def _decoder_files(config: RunConfig, tokenizer: str | None) -> Files:
-    if lack_of(config.moe) is not None:
-        return {}
-    like = config.model.config
-    return {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
+    stack = build_stack(config, machinery, plan=plan, moving=moving, begins=begins)
+    return RunModel(stack=stack, naming=DecoderNaming, files=files, repeats_late=True)

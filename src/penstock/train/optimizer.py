@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Annotated, Any, Literal
@@ -64,6 +64,11 @@ class OptimizerConfig:
             raise ConfigError("shard_gradients", True, why, hint)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ranks update shares; `auto` counts as no until it is decided."""
+        return self.sharded is True
+
+    @property
     def shared_copies(self) -> int:
         """Number of copies of a weight (gradient, two moments) of which a rank may have only a share."""
         return 0 if self.sharded is False else MOMENTS + self.shard_gradients
@@ -111,18 +116,14 @@ def groups_of(named_parameters: Iterable[NamedParameter], config: OptimizerConfi
     trained = sorted((item for item in named_parameters if item[1].requires_grad), key=itemgetter(0))
     if not trained:
         raise ValueError("no parameter wants a gradient; call requires_grad_(True) on those to train")
-    decay = [item for item in trained if _decays(*item)]
-    no_decay = [item for item in trained if not _decays(*item)]
-    return [_group(decay, config.weight_decay), _group(no_decay, 0.0)]
-
-
-def _group(named: Sequence[NamedParameter], weight_decay: float) -> dict[str, Any]:
-    # Names are given separately: AdamW takes (name, parameter) pairs, but finds no names in an empty group.
-    return {
-        "params": [parameter for _, parameter in named],
-        "param_names": [name for name, _ in named],
-        "weight_decay": weight_decay,
-    }
+    found = []
+    for decays in (True, False):
+        named = [item for item in trained if _decays(*item) is decays]
+        # Names are given separately: AdamW takes (name, parameter) pairs, but finds none in an empty group.
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        weight_decay = config.weight_decay if decays else 0.0
+        found.append({"params": parameters, "param_names": names, "weight_decay": weight_decay})
+    return found
 
 
 def _decays(name: str, parameter: nn.Parameter) -> bool:
@@ -147,12 +148,6 @@ def initialise_state(optimizer: torch.optim.AdamW) -> None:
         assert group["fused"], "the fused kernel keeps its step count as a float32 beside the parameter"
         for parameter in group["params"]:
             if parameter not in optimizer.state:
-                optimizer.state[parameter] = _zero_state(parameter)
-
-
-def _zero_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[parameter] = {"step": step, **zeros}

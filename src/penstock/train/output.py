@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import BinaryIO, Protocol
 
 from penstock.config import ConfigError, asked, is_missing, read_text
@@ -39,16 +38,15 @@ TRY_AGAIN_S = 0.01
 
 
 def check_output(path: Path, *, keep: bool) -> None:
-    """Raise ConfigError if a run could not write to the folder `path` now; nothing is left behind.
+    """Raise ConfigError if a run could not write to the folder `path` now, or make it; leave nothing behind.
 
     keep: whether it continues the run that is there.
     """
-    check_writable(path)
+    _check_writable(path)
     OutputFolder(path, keep=keep).check()
 
 
-def check_writable(path: Path) -> None:
-    """Raise ConfigError if a run could not write to the folder `path`, or make it; nothing is left behind."""
+def _check_writable(path: Path) -> None:
     there = path
     try:
         there = path = path.resolve()
@@ -124,7 +122,12 @@ class OutputFolder:
         self._lock = self._acquired()
         if self._has_earlier():
             with self._lock:  # the lock moves with the folder, so no other run can take it before the move
-                self._move_aside()
+                self._check_movable()
+                self.moved_to = _free_name(self.path)
+                try:
+                    self.path.rename(self.moved_to)
+                except OSError as error:
+                    raise self._stuck(error) from None
                 self._lock = self._acquired()
         try:
             self._check_links()
@@ -135,9 +138,7 @@ class OutputFolder:
             remove_drafts(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -185,10 +186,8 @@ class OutputFolder:
     def _check_movable(self) -> None:
         """Raise ConfigError where the folder cannot get another name, as far as that shows before."""
         if Path.cwd().is_relative_to(self.path):
-            raise self._refused(
-                "contains an earlier run and your current working directory",
-                "Choose a subfolder, or change to another directory.",
-            )
+            hint = "Choose a subfolder, or change to another directory."
+            raise self._refused("contains an earlier run and your current working directory", hint)
         try:
             if self.path.is_mount():
                 raise OSError(errno.EBUSY, "a file system is mounted there")
@@ -197,15 +196,6 @@ class OutputFolder:
         except OSError as error:
             raise self._stuck(error) from None
 
-    def _move_aside(self) -> None:
-        self._check_movable()
-        aside = _free_name(self.path)
-        try:
-            self.path.rename(aside)
-        except OSError as error:
-            raise self._stuck(error) from None
-        self.moved_to = aside
-
     def _stuck(self, error: OSError) -> ConfigError:
         why = f"holds an earlier run that cannot be moved aside: {error.strerror}"
         return self._refused(why, "Choose another folder, or continue it with train.resume=true.")
@@ -213,23 +203,20 @@ class OutputFolder:
     def _acquired(self) -> BinaryIO:
         """Return the lock of the folder that has this name now: another start may move one aside."""
         while True:
-            lock = self._locked()
-            if leads_to(self.path / LOCK, lock):
-                return lock
-            lock.close()
-
-    def _locked(self) -> BinaryIO:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(self.path / LOCK)
-        except OSError as error:
-            raise self._unwritable(error) from None
-        while not _is_taken(lock, fcntl.LOCK_EX):
-            if not _is_shared(lock):
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = open_lock(self.path / LOCK)
+            except OSError as error:
+                raise self._unwritable(error) from None
+            if _is_taken(lock, fcntl.LOCK_EX):
+                if leads_to(self.path / LOCK, lock):
+                    return lock
+            elif _is_shared(lock):
+                time.sleep(TRY_AGAIN_S)  # only another start's trial, which is over in a moment
+            else:
                 lock.close()
                 raise self._held()
-            time.sleep(TRY_AGAIN_S)  # only another start's trial, which is over in a moment
-        return lock
+            lock.close()
 
     def _held(self) -> ConfigError:
         hint = "Wait until it has ended, or choose another folder."

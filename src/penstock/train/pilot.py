@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from penstock.checkpoint.folder import Record
 from penstock.cost.model_flops import ModelFlops
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
@@ -17,7 +18,21 @@ from penstock.simulate import Timeline
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
-from penstock.train.resumption import Resumption, Say
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint that is whole and of a run like this one.
+
+    older: earlier checkpoints, the newest first. damaged: later checkpoints, which could not be used.
+    """
+
+    path: Path
+    record: Record
+    older: tuple[Path, ...]
+    damaged: tuple[Path, ...]
 
 
 @dataclass(frozen=True)

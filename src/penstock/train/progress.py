@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -18,19 +17,6 @@ from rich.progress import Progress as RichProgress
 from penstock.stops import mute
 from penstock.train.metrics import StepMetrics
 from penstock.words import folded, percent, terminal_width
-
-
-class Display(Protocol):
-    """One way to show a run. Between `start` and `stop` it may own the last line of the terminal."""
-
-    def start(self) -> None: ...
-
-    def show(self, metrics: StepMetrics, eta_s: float) -> None: ...
-
-    def say(self, message: str) -> None: ...
-
-    def stop(self) -> None: ...
-
 
 SHOWN_STEPS = 10
 LEAST_BAR = 10
@@ -52,7 +38,10 @@ class Progress:
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
         self._total_steps = total_steps
-        self._display = _choose_display(total_steps, every, quiet)
+        self._display = _Silence()
+        if not quiet:
+            live = sys.stderr.isatty()
+            self._display = _LiveLine(total_steps) if live else _PlainLines(total_steps, every)
         self._recent: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
 
     def update(self, metrics: StepMetrics) -> None:
@@ -72,9 +61,7 @@ class Progress:
             self._display.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         with self._unless_lost():
             self._display.stop()
 
@@ -86,14 +73,6 @@ class Progress:
             self._display = _Silence()
             with suppress(OSError, ValueError):  # what Python still holds back would be an error at the end
                 mute(sys.stderr.fileno())
-
-
-def _choose_display(total_steps: int, every: int, quiet: bool) -> Display:
-    if quiet:
-        return _Silence()
-    if sys.stderr.isatty():
-        return _LiveLine(total_steps)
-    return _PlainLines(total_steps, every, sys.stderr)
 
 
 def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
@@ -128,27 +107,20 @@ def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
 
 
 class _Silence:
-    def start(self) -> None:
-        """Begin nothing."""
+    """Shows nothing; the others do more. Between `start` and `stop` they may own the terminal's last line."""
 
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        """Show nothing, as requested."""
+    def start(self) -> None: ...
 
-    def say(self, message: str) -> None:
-        """Say nothing, as requested."""
+    def show(self, metrics: StepMetrics, eta_s: float) -> None: ...
 
-    def stop(self) -> None:
-        """End nothing."""
+    def say(self, message: str) -> None: ...
+
+    def stop(self) -> None: ...
 
 
-class _PlainLines:
-    def __init__(self, total_steps: int, every: int, stream: TextIO) -> None:
-        self._total_steps = total_steps
-        self._every = every
-        self._stream = stream
-
-    def start(self) -> None:
-        """Do nothing: lines need no preparation."""
+class _PlainLines(_Silence):
+    def __init__(self, total_steps: int, every: int) -> None:
+        self._total_steps, self._every, self._stream = total_steps, every, sys.stderr
 
     def show(self, metrics: StepMetrics, eta_s: float) -> None:
         is_last = metrics.step == self._total_steps
@@ -161,11 +133,8 @@ class _PlainLines:
     def say(self, message: str) -> None:
         print(folded(message, terminal_width(self._stream)), file=self._stream, flush=True)
 
-    def stop(self) -> None:
-        """Do nothing: every line has been printed already."""
 
-
-class _LiveLine:
+class _LiveLine(_Silence):
     def __init__(self, total_steps: int) -> None:
         # Markup is off: a message may contain brackets, and they are not styles.
         self._console = Console(stderr=True, force_terminal=True, markup=False, highlight=False)

@@ -13,8 +13,8 @@ from penstock.config import ConfigError
 from penstock.topology import Control
 from penstock.train.checkpoint import Checkpoints, verify
 from penstock.train.config import IF_PRESENT, RunConfig
+from penstock.train.pilot import Resumption, Say
 from penstock.train.resume_settings import changes, check_model
-from penstock.train.resumption import Resumption, Say
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
@@ -40,10 +40,7 @@ def require_checkpoint(config: RunConfig) -> None:
     """Raise ConfigError if the run is to be continued and there is nothing to continue."""
     if config.train.resume is True and not _saved(config):
         folder = checkpoints_folder(config)
-        hint = (
-            f"Check output.dir, or use train.resume={IF_PRESENT} to start from the beginning if there is no "
-            f"checkpoint."
-        )
+        hint = f"Check output.dir, or use train.resume={IF_PRESENT} to start afresh where there is none."
         raise ConfigError("train.resume", True, f"{folder} contains no checkpoint to continue from", hint)
 
 
@@ -54,14 +51,13 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     """
     if config.train.resume is False:
         return None
-    folder = checkpoints_folder(config)
     # What rank 0 sees counts: another rank may see a folder a moment earlier or later.
     mine, purpose = list[Path](), "looking for checkpoints"
     control.agreed(lambda: mine.extend(_saved(config)), purpose, by=0)
     found = control.gather(mine, purpose)[0]
     if not found:
         require_checkpoint(config)
-        say(f"{folder} contains no checkpoint: starting from the beginning")
+        say(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")
         return None
     return _newest_whole(config, control, tuple(reversed(found)), (), say)
 

@@ -59,17 +59,21 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
     """Raise ConfigError for the first setting that would change the function of the saved parameters."""
     check_sizes_given(settings, path)
     for section, now in (("model", config.model), ("moe", config.moe)):
-        then = _section(type(now), settings[section], section, path)
+        try:
+            then: ModelConfig | MoEConfig = from_dict(type(now), settings[section], section)
+        except ConfigError as error:
+            why = f"{path} was made by another version of Penstock, with settings that this one does not know"
+            hint = "Continue with that version."
+            raise ConfigError("train.resume", True, f"{why} ({error})", hint) from error
         for field in fields(now):
             key = f"{section}.{field.name}"
             if key == OF_FILE and getattr(then, field.name) != getattr(now, field.name):
                 raise _other_file(config.model.config, path)
             if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
-                value = getattr(then, field.name)
-                was = "none" if value is None else str(value)[:MOST_SHOWN]
+                was, value = _shown(getattr(then, field.name)), getattr(now, field.name)
                 why = f"{path} was trained with {was}; its parameters would compute something else"
                 hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
-                raise ConfigError(key, _plain(getattr(now, field.name)), why, hint)
+                raise ConfigError(key, list(value) if isinstance(value, tuple) else value, why, hint)
 
 
 def _other_file(file: Path | None, path: Path) -> ConfigError:
@@ -85,12 +89,8 @@ def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
         table = settings.get(section)
         for name in names:
             if not isinstance(table, Mapping) or name not in table:
-                raise ConfigError(
-                    f"{path / RECORD}: settings.{section}.{name}",
-                    UNSET,
-                    "is missing, and without it the model is not known",
-                    "Use another checkpoint.",
-                )
+                key, why = f"{path / RECORD}: settings.{section}.{name}", "without it the model is not known"
+                raise ConfigError(key, UNSET, f"is missing, and {why}", "Use another checkpoint.")
 
 
 def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
@@ -101,16 +101,6 @@ def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
         for key, value in now.items()
         if not key.startswith(UNSAID) and key in before and before[key] != value
     ]
-
-
-def _section(
-    cls: type[ModelConfig | MoEConfig], table: object, section: str, path: Path
-) -> ModelConfig | MoEConfig:
-    try:
-        return from_dict(cls, table, section)
-    except ConfigError as error:
-        why = f"{path} was made by another version of Penstock, with settings that this one does not know"
-        raise ConfigError("train.resume", True, f"{why} ({error})", "Continue with that version.") from error
 
 
 def _meaning(key: str, section: object) -> object:
@@ -125,10 +115,6 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, ob
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _shown(value: object) -> str:

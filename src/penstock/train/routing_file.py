@@ -6,9 +6,7 @@ Shapes: B samples, Y MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,42 +24,6 @@ ROUTING_FILE = "routing.jsonl"
 Whole = npt.NDArray[np.int64]
 Known = tuple[Whole, Whole]
 """Numbers of samples, and their loads [B, E]."""
-
-
-class RoutingLog(Protocol):
-    """Receives the routing of every step. All ranks have one and call it together."""
-
-    @property
-    def records(self) -> Sequence[LineFile]:
-        """The files that are written."""
-        ...
-
-    def record(self, step: int, stack: PipelinedStack) -> None:
-        """Record step number `step`, counted from 1, which has ended."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class NoRoutingLog:
-    """Records nothing."""
-
-    records: Sequence[LineFile] = ()
-
-    def record(self, step: int, stack: PipelinedStack) -> None:
-        del step, stack
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 class RoutingFile:
@@ -82,40 +44,34 @@ class RoutingFile:
                 top_k=config.moe.top_k,
                 experts_choose=config.moe.kind == "expert",
             )
-            self._recorder = _continued(config.output.dir / ROUTING_FILE, model, done)
+            path = config.output.dir / ROUTING_FILE
+            try:
+                self._recorder = RoutingRecorder(path, model, resume_step=done)
+            except ConfigError as error:
+                why = f"{path} cannot be continued: it {error.why}"
+                raise ConfigError(
+                    "output.routing", True, why, "Mend the line, or move the file away."
+                ) from error
             self.records.append(self._recorder.file)
 
     def record(self, step: int, stack: PipelinedStack) -> None:
         """Record the step; with samples this costs an exchange of all their loads."""
-        samples = self._gathered(stack) if self._samples else None
+        listed = None
+        if self._samples:
+            mine = [_of_layer(layer) for layer in stack.loads.of_samples]
+            everyone = self._control.gather(mine, "collecting how samples were routed")
+            listed = [sample.tolist() for sample in _joined(everyone)]
         if self._recorder is not None:
             assert stack.statistics is not None, "a step has ended"
-            listed = None if samples is None else [sample.tolist() for sample in samples]
             with written(self._recorder.file.path):
                 self._recorder.write(step, stack.statistics.chosen_YE.tolist(), listed)
-
-    def _gathered(self, stack: PipelinedStack) -> Whole:
-        """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer."""
-        mine = [_of_layer(layer) for layer in stack.loads.of_samples]
-        everyone = self._control.gather(mine, "collecting how samples were routed")
-        return _joined(everyone)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self._recorder is not None:
             self._recorder.close()
-
-
-def _continued(path: Path, model: RecordedModel, done: int) -> RoutingRecorder:
-    try:
-        return RoutingRecorder(path, model, resume_step=done)
-    except ConfigError as error:
-        why = f"{path} cannot be continued: it {error.why}"
-        raise ConfigError("output.routing", True, why, "Mend the line, or move the file away.") from error
 
 
 def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:
@@ -126,15 +82,13 @@ def _of_layer(microbatches: Sequence[SampleLoads]) -> Known:
 
 
 def _joined(everyone: Sequence[Sequence[Known]]) -> Whole:
-    """Return loads by sample, which every layer may hold on another rank, and several ranks may share."""
+    """Return the loads of all samples, [B, Y, E], in the order of ranks in the first layer.
+
+    Every layer may hold a sample on another rank, and several ranks may share it.
+    """
     layers = [tuple(map(np.concatenate, zip(*ranks, strict=True))) for ranks in zip(*everyone, strict=True)]
     place = {number: i for i, number in enumerate(dict.fromkeys(layers[0][0].tolist()))}
     found = np.zeros((len(place), len(layers), layers[0][1].shape[1]), dtype=np.int64)
     for layer, (ids_B, chosen_BE) in enumerate(layers):
         np.add.at(found[:, layer], [place[number] for number in ids_B.tolist()], chosen_BE)
     return found
-
-
-def open_routing(config: RunConfig, control: Control, layout: Layout, done: int) -> RoutingLog:
-    """Open the log that section [output] requires. The output folder exists already."""
-    return RoutingFile(config, control, layout, done) if config.output.routing else NoRoutingLog()

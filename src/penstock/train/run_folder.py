@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.config import UNSET, ConfigError, asked, check_no_link
 from penstock.cost import ClusterFile
@@ -31,6 +32,15 @@ LATER_S = 60.0
 """Seconds for which metrics may still be written after a rank has left why it failed; clocks may differ."""
 
 REMOVE = "Correct it, or move the file away."
+NAMES = {
+    "steps": "step",
+    "plans": "plan",
+    "exposed_s": "exposed_communication_s",
+    "utilisation": "model_flops_utilisation",
+    "aux_loss": "aux_loss_by_layer",
+    "rank_rows": "rank_rows_max_over_mean",
+}
+"""Columns of a report that are named otherwise than in `StepMetrics`."""
 BY_LAYER = ("aux_loss_by_layer", "rows_dropped", "rank_rows_max_over_mean", "loads_in_common")
 """Metrics that are drawn layer by layer."""
 
@@ -69,25 +79,14 @@ def read_run(folder: Path) -> FinishedRun:
 
 
 def course_of(steps: Sequence[StepMetrics]) -> Course:
-    """Return the columns of what a run has recorded."""
-    return Course(
-        steps=tuple(each.step for each in steps),
-        loss=tuple(_known(each.loss) for each in steps),
-        eval_loss=tuple(_known(each.eval_loss) for each in steps),
-        eval_noise=tuple(_known(each.eval_noise) for each in steps),
-        tokens_per_s=tuple(_known(each.tokens_per_s) for each in steps),
-        iteration_s=tuple(_known(each.iteration_s) for each in steps),
-        communication_s=tuple(_known(each.communication_s) for each in steps),
-        exposed_s=tuple(_known(each.exposed_communication_s) for each in steps),
-        utilisation=tuple(_known(each.model_flops_utilisation) for each in steps),
-        peak_memory_bytes=tuple(_known(each.peak_memory_bytes) for each in steps),
-        plans=tuple(each.plan for each in steps),
-        skipped=tuple(bool(each.skipped) for each in steps),
-        aux_loss=tuple(each.aux_loss_by_layer for each in steps),
-        rows_dropped=tuple(each.rows_dropped for each in steps),
-        rank_rows=tuple(each.rank_rows_max_over_mean for each in steps),
-        loads_in_common=tuple(each.loads_in_common for each in steps),
-    )
+    """Return the columns of what a run has recorded; a value that is not finite counts as none."""
+
+    def column(name: str) -> tuple[Any, ...]:
+        values = (getattr(each, NAMES.get(name, name)) for each in steps)
+        return tuple(None if isinstance(each, float) and not math.isfinite(each) else each for each in values)
+
+    columns = {field.name: column(field.name) for field in fields(Course)}
+    return Course(**columns | {"skipped": tuple(map(bool, columns["skipped"]))})
 
 
 def _steps(folder: Path) -> list[StepMetrics]:
@@ -96,12 +95,7 @@ def _steps(folder: Path) -> list[StepMetrics]:
     if not path.exists():
         why = f"holds no run: there is no {METRICS_FILE} in it"
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
-    try:
-        steps = read_metrics(path)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(path), UNSET, str(error).removeprefix(f"{path}, "), REMOVE) from error
+    steps = read_metrics(path)
     for name in BY_LAYER:
         _check_layers(steps, name, path)
     return steps
@@ -127,8 +121,3 @@ def _failures(folder: Path) -> tuple[str, ...]:
 def _text(path: Path) -> str:
     check_no_link(path, REMOVE)
     return path.read_text(errors="replace", encoding="utf-8") if path.is_file() else ""
-
-
-def _known(value: float | None) -> float | None:
-    """Return the value if it is finite, else None: a step that was not finite has no value."""
-    return value if value is not None and math.isfinite(value) else None

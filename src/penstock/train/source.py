@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, TypeVar
@@ -20,12 +20,12 @@ from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig
+from penstock.train.pilot import Say
 
 HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
 """Key of uneven fractions alone: earlier versions held out one block of some, whatever the fraction."""
 
 T = TypeVar("T")
-Say = Callable[[str], None]
 
 PAGE, GLIMPSED_PAGES = 4096, 64
 TURN_S = 2.0
@@ -66,12 +66,10 @@ class Source:
 
 def _described(corpus: Corpus, scanned: Scanned) -> str:
     text, share = corpus.text, "" if corpus.share == 1 else f"{100 * corpus.share:.3g} % "
-    seen = (
-        ""
-        if scanned.seen == text.size
-        else (f"; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them")
-    )
-    return f"{share}{corpus.source}{seen}"
+    words = f"{share}{corpus.source}"
+    if scanned.seen == text.size:
+        return words
+    return f"{words}; identified and frequencies of {text.unit} counted by {scanned.seen:,} of them"
 
 
 def check_source(config: RunConfig) -> None:
@@ -83,7 +81,7 @@ def check_source(config: RunConfig) -> None:
         for each in waiting:
             _check_waiting(config, each)
         if all(each.is_done for each in waiting):
-            _check_vocabularies(config, load_corpora(config.data))
+            _checked_corpora(config)
     except ConfigError as error:
         raise _located(error) from None
 
@@ -145,14 +143,12 @@ def _to_the_end(scan: Scan) -> Iterator[None]:
 
 def _take_turns(config: RunConfig, control: Control, work: Iterator[None], purpose: str) -> None:
     """Do the work, while the ranks that wait for it keep hearing that this one is still there."""
-    ended, steps = False, chain((False for _ in work), (True,))
-    while not ended:  # waiting ranks hear that the others are still there
-        problem, done = None, False
-        until_s = time.monotonic() + TURN_S
+    ended = False
+    while not ended:
+        problem, done, until_s = None, False, time.monotonic() + TURN_S
         try:
-            done = next(steps, True)
             while not done and time.monotonic() < until_s:
-                done = next(steps, True)
+                done = next((False for _ in work), True)
         except (ConfigError, TextError, OSError) as error:
             problem = _as_config_error(config, error)
         turns = control.gather((problem, done), purpose)
@@ -194,9 +190,8 @@ def _as_config_error(config: RunConfig, error: ConfigError | TextError | OSError
     if isinstance(error, OSError):
         why = f"tokens cannot be written there ({error.strerror}: {error.filename})"
         hint = "Name a folder with room in data.cache; what is there already is continued."
-        return ConfigError(
-            "data.cache", None if config.data.cache is None else str(config.data.cache), why, hint
-        )
+        cache = config.data.cache
+        return ConfigError("data.cache", None if cache is None else str(cache), why, hint)
     return ConfigError("data.path", config.data.path, str(error), HINT)
 
 
@@ -204,13 +199,11 @@ def _located(error: ConfigError) -> ConfigError:
     """Return the error about a field with the field's full key."""
     if error.key == "--out":
         error = ConfigError("cache", error.value, error.why, error.hint)
-    sections = {"seq_len": "model", "seed": "train", **dict.fromkeys(bounded_fields(DataConfig), "data")}
-    return error.under(sections.get(error.key, ""))
+    return error.under("data" if error.key in bounded_fields(DataConfig) else "")
 
 
 def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]:
-    corpora = load_corpora(config.data)
-    _check_vocabularies(config, corpora)
+    corpora = _checked_corpora(config)
     stream = BatchStream(
         corpora,
         seq_len=config.model.seq_len,
@@ -230,9 +223,11 @@ def _check_waiting(config: RunConfig, waiting: ToPrepare) -> None:
     _check_vocabulary(config, waiting.work.tokenizer.vocabulary, waiting.work.source)
 
 
-def _check_vocabularies(config: RunConfig, corpora: Sequence[Corpus]) -> None:
+def _checked_corpora(config: RunConfig) -> list[Corpus]:
+    corpora = load_corpora(config.data)
     for corpus in corpora:
         _check_vocabulary(config, corpus.text.vocabulary, corpus.source)
+    return corpora
 
 
 def _check_vocabulary(config: RunConfig, vocabulary: int, source: str) -> None:
@@ -249,21 +244,22 @@ def _identity(
     corpora: Sequence[Corpus],
     digests: Sequence[str],
 ) -> dict[str, object]:
-    computed = {} if stream.is_listed else {"order of the samples of a long text": "computed"}
-    texts: dict[str, object] = {"data.path (sha256 of the text)": digests[0]}
-    if len(corpora) > 1:
-        shares = [corpus.share for corpus in corpora]
-        texts = {"data.mixture (sha256 of the texts)": list(digests), "data.mixture (shares)": shares}
     share = held_out_share(config.data.held_out_fraction)
-    uneven = {} if share.numerator == 1 else {HELD_OUT_BLOCKS: [share.numerator, share.denominator]}
-    separate = {"data.separate_documents": True} if config.data.separate_documents else {}
-    return {
+    found: dict[str, object] = {
         "train.seed": config.train.seed,
         "model.seq_len": config.model.seq_len,
         "data.held_out_fraction": config.data.held_out_fraction,
         GLOBAL_BATCH: config.data.batch_per_device * layout.dp_size,
-        **texts,
-        **uneven,
-        **separate,
-        **computed,
     }
+    if len(corpora) == 1:
+        found["data.path (sha256 of the text)"] = digests[0]
+    else:
+        found["data.mixture (sha256 of the texts)"] = list(digests)
+        found["data.mixture (shares)"] = [corpus.share for corpus in corpora]
+    if share.numerator > 1:
+        found[HELD_OUT_BLOCKS] = [share.numerator, share.denominator]
+    if config.data.separate_documents:
+        found["data.separate_documents"] = True
+    if not stream.is_listed:
+        found["order of the samples of a long text"] = "computed"
+    return found

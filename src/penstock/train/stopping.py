@@ -6,16 +6,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any, NamedTuple, Self
 
 from penstock.stops import SAME_REQUEST_S, heeded, leave_lost_terminal
 from penstock.topology import Control
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vote:
+class Vote(NamedTuple):
     """What all ranks learn after a step.
 
     slowest_s: duration of the step on the slowest rank. lost: whether what the run has written is gone.
@@ -23,7 +21,7 @@ class Vote:
 
     stop: bool
     slowest_s: float
-    lost: bool = False
+    lost: bool
 
 
 class SignalLog:
@@ -47,28 +45,24 @@ class SignalLog:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, *failure: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         leave_lost_terminal()
         now_s = time.monotonic()
-        if self.received and now_s - self._first_s <= SAME_REQUEST_S:
+        if not self.received:
+            self._first_s = now_s
+        elif now_s - self._first_s <= SAME_REQUEST_S:
             return
-        if self.received and self._once:
-            self._restore()
+        elif self._once:
+            self.__exit__()
             signal.raise_signal(number)
             return
-        self._first_s = self._first_s if self.received else now_s
         self.received.append(signal.Signals(number))
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
 
 
 class StopRequests(SignalLog):
@@ -90,4 +84,4 @@ class StopRequests(SignalLog):
         """
         purpose = f"agreeing whether to stop after step {step}"
         stop, slowest_s, gone = self._control.largest((float(self.asked), iteration_s, float(lost)), purpose)
-        return Vote(stop=bool(stop), slowest_s=slowest_s, lost=bool(gone))
+        return Vote(bool(stop), slowest_s, bool(gone))

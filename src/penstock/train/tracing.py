@@ -1,35 +1,50 @@
-"""Analyses the last steps: the trace, predicted against measured, and how near the lower bound they came."""
+"""Analyses the last steps: the trace, predicted against measured, how near the lower bound they came.
+
+All ranks exchange what they have once; rank 0 writes the files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from penstock.cost import MeasuredCost
+from penstock.graph import Task
+from penstock.mesh import Mesh, Seconds
 from penstock.runtime import PipelinedStack
 from penstock.simulate import Timeline, lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
+from penstock.trace.critical import Link, critical_path
+from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
+from penstock.trace.stragglers import Kind, Straggler, stragglers, typical_seconds
+from penstock.train.pilot import Forecast
 
-Steps = list[list[TaskRecord]]
+DIGITS = 7
+"""Decimal places of seconds: a tenth of a microsecond."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAnalysis:
-    """Analysis of the traced steps of all ranks. Seconds.
+    """Analysis of the last steps of all ranks. Seconds.
 
-    steps: their number. measured_s: the median step of the slowest rank, from its first task to its last.
-    simulated_s: the simulated time of the same tasks with their median durations. bound_s: what no order of
-    these tasks can beat, the busiest lane or the critical path. A collective counts with its shortest
-    duration over ranks: the rest is waiting for each other.
+    steps: number of those that were traced. measured_s: the median of these on the slowest rank, from its
+    first task to its last. simulated_s: the simulated time of the same tasks with their median durations.
+    bound_s: what no order of these tasks can beat, the busiest lane or the critical path. A collective counts
+    with its shortest duration over ranks: the rest is waiting for each other. stragglers: ranks that computed
+    slowly.
     """
 
     steps: int
     measured_s: float
     simulated_s: float
     bound_s: float
+    stragglers: tuple[Straggler, ...]
 
     @property
     def overlap_efficiency(self) -> float:
@@ -37,54 +52,162 @@ class StepAnalysis:
         return self.bound_s / self.measured_s
 
 
+@dataclass(frozen=True)
+class _OfRank:
+    """What one rank contributes. traced: the last of its steps. typical_s: by task of the graph. spans_s: of
+    every step. kinds_s: see `typical_seconds`."""
+
+    traced: list[Sequence[TaskRecord]]
+    typical_s: list[float]
+    spans_s: list[float]
+    kinds_s: Mapping[Kind, float]
+
+    @staticmethod
+    def of(tasks: Sequence[Task], steps: Sequence[Sequence[TaskRecord]], traced: int) -> _OfRank:
+        seconds: dict[Task, list[float]] = {task: [] for task in tasks}
+        records = [record for step in steps for record in step]
+        for record in records:
+            seconds[record.task].append(record.duration_s)
+        typical_s = [median(seconds[task]) for task in tasks]
+        return _OfRank(list(steps[-traced:]), typical_s, list(map(span_s, steps)), typical_seconds(records))
+
+
 def analyse(
     stack: PipelinedStack,
     steps: Sequence[Sequence[TaskRecord]],
-    folder: Path | None,
+    traced: int,
+    forecast: Callable[[], Forecast],
+    folder: Path,
+    *,
+    traces: bool = True,
     writing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> StepAnalysis:
     """Compare this run's last steps with the simulator; all ranks call it and get the same result.
 
-    steps: this rank's records, step by step, all under the plan in use now. With a folder, rank 0 writes
-    `trace.json` (all ranks, measured and below that simulated) and `tasks.csv` (its own last step, task by
-    task, predicted and measured). writing: a context around the writing, which handles an OSError.
+    Rank 0 writes `step.json`; if it `traces`, also `trace.json` (all ranks, measured, below that simulated)
+    and `tasks.csv` (its own last step, task by task, predicted and measured).
+
+    Args:
+        steps: This rank's records, step by step, all under the plan in use now.
+        traced: How many of them, the last ones, are compared task by task.
+        forecast: Returns what was expected of a step; asked by rank 0 alone.
+        writing: A context around the writing, which handles an OSError.
     """
-    control, layout, plan = stack.machinery.control, stack.machinery.layout, stack.plan
-    everyone = control.gather([list(records) for records in steps], "collecting the trace")
-    cost = MeasuredCost.from_records([r for rank in everyone for step in rank for r in step], _never_measured)
-    ranks = layout.mesh
-    timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, ranks)
-    if folder is not None and control.rank == 0:
-        with writing():
-            _write(folder, everyone, timeline)
-    control.barrier("waiting for the trace")
-    return StepAnalysis(
-        steps=len(steps),
-        measured_s=slowest_s([[span_s(step) for step in rank] for rank in everyone]),
+    control, plan, mesh = stack.machinery.control, stack.plan, stack.machinery.layout.mesh
+    tasks = list(plan.graph.tasks)
+    everyone = control.gather(_OfRank.of(tasks, steps, traced), "collecting the last steps")
+    records = [record for rank in everyone for step in rank.traced for record in step]
+    cost = MeasuredCost.from_records(records, _never_measured)
+    timeline = simulate(plan.schedule, plan.graph, cost.on_ranks, mesh)
+    found = StepAnalysis(
+        steps=min(traced, len(steps)),
+        measured_s=_slowest_s([list(map(span_s, rank.traced)) for rank in everyone]),
         simulated_s=timeline.iteration_s,
-        bound_s=lower_bound(plan.graph, cost.on_ranks, ranks).seconds,
+        bound_s=lower_bound(plan.graph, cost.on_ranks, mesh).seconds,
+        stragglers=stragglers([each.kinds_s for each in everyone]),
     )
+    if control.rank == 0:
+        expected, last = forecast(), [record for each in everyone for record in each.traced[-1]]
+        with writing():
+            if traces:
+                _write_trace(folder, everyone, timeline)
+            path = [_link(link) for link in critical_path(last, plan.graph.needs, mesh)]
+            _step_file(tasks, mesh, everyone, expected, path, found).save(folder)
+    control.barrier("waiting for the files of the last steps")
+    return found
 
 
-def _write(folder: Path, everyone: Sequence[Steps], timeline: Timeline) -> None:
+def _write_trace(folder: Path, everyone: Sequence[_OfRank], timeline: Timeline) -> None:
     runs = {"measured": _one_after_another(everyone), "simulated": timeline.records()}
     write_chrome_trace(folder / "trace.json", runs)
     mine = [record for record in timeline.records() if record.rank == 0]
-    write_comparison(folder / "tasks.csv", compare(mine, everyone[0][-1]))
+    write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
 
 
-def _one_after_another(everyone: Sequence[Steps]) -> list[TaskRecord]:
+def _one_after_another(everyone: Sequence[_OfRank]) -> list[TaskRecord]:
     """Return all steps one after another in time: clocks start with every step, which starts after a vote."""
     shifted: list[TaskRecord] = []
     offset_s = 0.0
-    for number in range(len(everyone[0])):
-        records = [record for rank in everyone for record in rank[number]]
+    for ranks in zip(*(each.traced for each in everyone), strict=True):
+        records = [record for rank in ranks for record in rank]
         shifted += [replace(r, start_s=r.start_s + offset_s, end_s=r.end_s + offset_s) for r in records]
         offset_s = max(record.end_s for record in shifted)
     return shifted
 
 
-def slowest_s(spans_s: Sequence[Sequence[float]]) -> float:
+def _step_file(
+    tasks: Sequence[Task],
+    mesh: Mesh,
+    everyone: Sequence[_OfRank],
+    forecast: Forecast,
+    path: Sequence[PathLink],
+    analysis: StepAnalysis,
+) -> StepFile:
+    """Return what is kept of the last step beside its prediction."""
+    times, shown = [forecast.timeline.times[task] for task in tasks], _shown(mesh.world_size, path)
+    last = [{record.task: record for record in everyone[rank].traced[-1]} for rank in shown]
+    measured_s = zip(*(each.typical_s for each in everyone), strict=True)
+    return StepFile(
+        step=everyone[0].traced[-1][0].step,
+        ranks=mesh.world_size,
+        shown=shown,
+        source=forecast.source,
+        predicted_s=forecast.timeline.iteration_s,
+        measured_s=_slowest_s([each.spans_s for each in everyone]),
+        bound_s=analysis.bound_s,
+        traced_s=analysis.measured_s,
+        traced_steps=analysis.steps,
+        typical_steps=len(everyone[0].spans_s),
+        tasks=tuple(map(str, tasks)),
+        lanes=tuple(str(task.lane) for task in tasks),
+        predicted=Spans(
+            start_s=tuple(tuple(_rounded(span.start[rank]) for span in times) for rank in shown),
+            end_s=tuple(tuple(_rounded(span.end[rank]) for span in times) for rank in shown),
+        ),
+        measured=Spans(
+            start_s=tuple(tuple(_rounded(each[task].start_s) for task in tasks) for each in last),
+            end_s=tuple(tuple(_rounded(each[task].end_s) for task in tasks) for each in last),
+        ),
+        typical_predicted_s=tuple(
+            _typical(task, span.end - span.start) for task, span in zip(tasks, times, strict=True)
+        ),
+        typical_measured_s=tuple(
+            _typical(task, np.array(each)) for task, each in zip(tasks, measured_s, strict=True)
+        ),
+        path=tuple(path),
+        stragglers=analysis.stragglers,
+    )
+
+
+def _shown(world_size: int, path: Sequence[PathLink]) -> tuple[int, ...]:
+    """Return the ranks to show: all, or of many, rank 0 and those that the critical path passes most."""
+    passed = Counter(link.rank for link in path)
+    first = sorted(range(world_size), key=lambda rank: (rank > 0, -passed[rank], rank))
+    return tuple(sorted(first[:MOST_SHOWN]))
+
+
+def _typical(task: Task, durations_s: Seconds) -> float:
+    """Return a task's typical duration over ranks: the mean; the shortest where ranks wait for one."""
+    return _rounded(durations_s.min() if task.axes else durations_s.mean())
+
+
+def _link(link: Link) -> PathLink:
+    return PathLink(
+        task=str(link.task),
+        lane=str(link.task.lane),
+        rank=link.rank,
+        start_s=_rounded(link.start_s),
+        end_s=_rounded(link.end_s),
+        gap_s=_rounded(link.gap_s),
+    )
+
+
+def _rounded(seconds: float) -> float:
+    """Return rounded seconds, at least 0: a clock may put a moment just before the beginning of the step."""
+    return round(max(0.0, float(seconds)), DIGITS)
+
+
+def _slowest_s(spans_s: Sequence[Sequence[float]]) -> float:
     """Return the median step of the slowest rank. spans_s: by rank, of every step."""
     slowest: list[float] = [max(step) for step in zip(*spans_s, strict=True)]
     return median(slowest)

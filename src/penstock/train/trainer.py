@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import cast
 
+import numpy as np
 import torch
 
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import to_dict, to_toml
 from penstock.device import device_of
 from penstock.extras import install, is_there, needs
-from penstock.moe import update_expert_biases
+from penstock.moe import MoELayer, update_expert_biases
 from penstock.report import RunSummary
 from penstock.report.loads import draw_loads
 from penstock.report.summary import SUMMARY_FILE
@@ -26,21 +27,17 @@ from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
-from penstock.trace.stragglers import Straggler
 from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
-from penstock.train.curves import ScalarLog, TensorBoard
+from penstock.train.curves import ScalarLog, TensorBoard, check_wandb, open_logs
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
-from penstock.train.health import ADVICE, DivergedError, StepGuard, forget_choices
-from penstock.train.history import History
-from penstock.train.loads import LoadBook, expert_loads, with_loads
-from penstock.train.logs import open_logs
+from penstock.train.history import History, LoadBook, summarise
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, StepMetrics, open_metrics
+from penstock.train.metrics import MetricsWriter, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
@@ -48,15 +45,11 @@ from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
 from penstock.train.resume import checkpoints_folder, find_resumption, restore
 from penstock.train.resume_settings import changes
-from penstock.train.routing_file import NoRoutingLog, RoutingLog, open_routing
+from penstock.train.routing_file import RoutingFile
 from penstock.train.source import open_source
-from penstock.train.step_record import keep_step
 from penstock.train.stopping import StopRequests
-from penstock.train.stragglers import find_stragglers
-from penstock.train.summarise import summarise
 from penstock.train.tracing import StepAnalysis, analyse
-from penstock.train.update import build_update
-from penstock.train.wandb_sink import check_wandb
+from penstock.train.update import ADVICE, DivergedError, build_update
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -75,6 +68,14 @@ class Trainer:
     called before a step's checkpoint is written; the output folder exists by then.
     """
 
+    began = False
+    skipped_in_a_row = 0
+    summary: RunSummary | None = None
+    saved: Path | None = None
+    analysis: StepAnalysis | None = None
+    writer: MetricsWriter | None = None
+    routing: RoutingFile | None = None
+
     def __init__(
         self,
         config: RunConfig,
@@ -87,44 +88,30 @@ class Trainer:
         on_step: OnStep | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
-        self._saved_config = config = resolved_alike(config, control)
+        self._asked = config = resolved_alike(config, control)
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
-        self.leader = info.rank == 0
+        self.leader, self.on_step = info.rank == 0, on_step
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
         node_size, say = find_node_size(control, info.local_rank), self.progress.say
-        with control.waiting(*config.parallel.at_checkpoints):
+        with self._waiting_for_a_checkpoint():
             self.resumption = find_resumption(config, control, say)  # before anything is measured
-        folder, keep = config.output.dir, self.resumption is not None
-        control.agreed(lambda: check_output(folder, keep=keep), "trying output.dir", by=0)
+        folder, begins = config.output.dir, self.resumption is None
+        control.agreed(lambda: check_output(folder, keep=not begins), "trying output.dir", by=0)
+        self.output = OutputFolder(folder, keep=not begins)
         ranks = Ranks(control=control, device=device, node_size=node_size)
         config = make_pilot.layout(on_device(config, device), ranks, self.resumption, say)
-        self.layout = Layout.build(
-            config.parallel, info.world_size, info.rank, config.moe.num_experts, node_size
-        )
-        check_layouts(self.layout, config.data.batch_per_device, control)
-        there_bytes = device_bytes(device, control)
-        control.agreed(
-            lambda: check_run(config, self.layout, there_bytes=there_bytes), "comparing memory with the model"
-        )
+        self.layout = self._checked_layout(config, ranks)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
-        self.on_step = on_step
         self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)
         self.batches = ReadAhead(self.source.stream, device)
-        self.pilot = make_pilot(config, machinery, self.resumption, say)
-        config = self.pilot.config
-        model = make_model(
-            config,
-            machinery,
-            plan=self.pilot.plan,
-            moving=self.pilot.moving,
-            begins=self.resumption is None,
-        )
+        self.pilot = pilot = make_pilot(config, machinery, self.resumption, say)
+        config = pilot.config
+        model = make_model(config, machinery, plan=pilot.plan, moving=pilot.moving, begins=begins)
         self.stack = model.stack
         # This loop reads no loss before backward.
         self.stack.bounds.late = device_of(device).is_gpu and model.repeats_late
-        self.pilot.take_over(self.stack)
-        self.guard = StepGuard(self.control, config.train.max_skipped_steps)
+        pilot.take_over(self.stack)
         self.optimizer = build_optimizer(self.stack, config.optimizer)
         self.update = build_update(self.stack, self.optimizer, config.optimizer)
         self.checkpoints = Checkpoints(
@@ -133,20 +120,26 @@ class Trainer:
             self.optimizer,
             keep=config.train.keep_checkpoints,
             identity=self.source.identity,
-            settings=to_dict(self._saved_config),
+            settings=to_dict(self._asked),
             tokenizer=self.source.tokenizer,
             files=model.files(self.source.tokenizer),
             naming=model.naming,
         )
-        self.history = History()
-        self.loads, self.routing = LoadBook(), cast("RoutingLog", NoRoutingLog())
-        self.output = OutputFolder(folder, keep=keep)
+        self.history, self.loads = History(), LoadBook()
         self.recent: deque[list[TaskRecord]] = deque(maxlen=max(TYPICAL_STEPS, config.output.trace_steps))
         self.records: list[TaskRecord] = []
-        self.saved: Path | None = None
-        self.analysis: StepAnalysis | None = None
-        self.slow: tuple[Straggler, ...] = ()
-        self.began, self.summary = False, cast("RunSummary | None", None)
+
+    def _checked_layout(self, config: RunConfig, ranks: Ranks) -> Layout:
+        """Return this rank's place. Raises ConfigError where ranks differ or memory does not suffice."""
+        control, parallel = self.control, config.parallel
+        layout = Layout.build(
+            parallel, control.world_size, control.rank, config.moe.num_experts, ranks.node_size
+        )
+        check_layouts(layout, config.data.batch_per_device, control)
+        there_bytes = device_bytes(ranks.device, control)
+        fits = partial(check_run, config, layout, there_bytes=there_bytes)
+        control.agreed(fits, "comparing memory with the model")
+        return layout
 
     def run(self) -> RunSummary:
         """Train to the last step or until a stop is requested, and leave a checkpoint and a summary."""
@@ -159,14 +152,15 @@ class Trainer:
     def _train(self, requests: StopRequests) -> None:
         """Run the steps and save the last one."""
         with ExitStack() as closing:
-            self._open_output(closing)
+            # Rank 0 prepares the folder; the others look into it only after the exchange.
+            self.control.agreed(lambda: closing.enter_context(self.output), "preparing output.dir", by=0)
+            self._say_moved()
             self.began = True
-            done = first = self._resume()
+            done = self._resume()
             closing.enter_context(self.progress)
             if self.config.moe.warning is not None:
                 self.progress.say(self.config.moe.warning)
-            writer = self._open_metrics(closing, first)
-            self._open_routing(closing, first)
+            self._open_records(closing, done)
             last = False
             while not last:
                 metrics = self._step(done)
@@ -178,32 +172,29 @@ class Trainer:
                     self.progress.say(f"stopping after step {done}, as requested")
                 if vote.lost:
                     self._renew_output(done)
-                self._after_step(metrics, writer, last=last, saves=vote.lost)
+                self._after_step(metrics, last=last, saves=vote.lost)
                 if not last:
                     self._steer(vote.slowest_s)
 
     def _summarise(self) -> RunSummary:
         """Say what has become of the run, and save that on rank 0."""
         assert self.analysis is not None, "the last step is saved"
-        course = self.loads.course(self.moe_layers)
-        picture = None
+        course, picture, folder = self.loads.course(self.moe_layers), None, self.config.output.dir
         if course is not None and is_there("matplotlib"):
             with self._spare():
-                picture = draw_loads(course, self.config.output.dir)
-        checkpoint = str(self.saved) if self.saved else None
+                picture = draw_loads(course, folder)
         summary = summarise(
             self.config,
             self.stack,
             self.source,
             self.history,
-            checkpoint=checkpoint,
+            checkpoint=self.saved,
             analysis=self.analysis,
-            slow=self.slow,
-            loads=None if picture is None else str(picture),
+            loads=picture,
         )
         if self.leader:
-            with written(self.config.output.dir / SUMMARY_FILE):
-                summary.save(self.config.output.dir)
+            with written(folder / SUMMARY_FILE):
+                summary.save(folder)
         return summary
 
     def _check_peers(self) -> None:
@@ -227,10 +218,13 @@ class Trainer:
         # On a GPU the host waits here, once, and once more before the clock is read.
         self.stack.statistics, (norm_value, loss_value) = self.stack.statistics.on_host(norm, loss)
         self._check_peers()
-        accepted = self.guard.accepts(step + 1, loss_value, norm_value)
+        # On all ranks together, so that none updates alone and differs from the others ever after.
+        broken = not (math.isfinite(loss_value) and math.isfinite(norm_value))
+        accepted = not self.control.any(broken, f"agreeing whether step {step + 1} is finite")
         self.update.apply(accepted=accepted)
         if accepted:
             update_expert_biases(self.stack)
+            self.skipped_in_a_row = 0
         else:
             self._skip(step + 1, loss_value, norm_value)
         device_of(self.stack.machinery.device).synchronize(self.stack.machinery.device)
@@ -243,20 +237,19 @@ class Trainer:
             self.update.flush()  # on_step may look at the model
             assert self.stack.statistics is not None, "a step has ended"
             self.on_step(step + 1, self.stack.statistics)
-        self.routing.record(step + 1, self.stack)
-        metrics = measured(
+        if self.routing is not None:
+            self.routing.record(step + 1, self.stack)
+        return measured(
             self.stack,
-            self.pilot.flops,
+            self.pilot,
             self.recent[-1],
             step=step + 1,
             loss=loss_value,
             rate=rate,
             norm=norm_value,
             iteration_s=iteration_s,
-            all_reduce_chunk_bytes=self.pilot.all_reduce_chunk_bytes,
+            accepted=accepted,
         )
-        metrics = with_loads(metrics, self.stack)
-        return metrics if accepted else replace(metrics, skipped=True)
 
     def _is_timed(self, step: int) -> bool:
         """Return whether a GPU measures when the tasks of a step run; `step` counts from 0.
@@ -268,9 +261,7 @@ class Trainer:
         now_and_then = step % TIMED_EVERY == 0 or not self.recent
         return self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
 
-    def _after_step(
-        self, metrics: StepMetrics, writer: MetricsWriter | None, *, last: bool, saves: bool
-    ) -> None:
+    def _after_step(self, metrics: StepMetrics, *, last: bool, saves: bool) -> None:
         """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
 
         saves: whether a checkpoint is due at once, whatever the settings say. Otherwise it is written beside
@@ -284,10 +275,13 @@ class Trainer:
             metrics = replace(metrics, eval_loss=found.loss, eval_noise=found.noise)
         self.history.add(metrics)
         self.progress.update(metrics)
-        if writer is not None:
-            with written(writer.file.path):
-                writer.write(metrics)
-            self._note_loads(metrics.step, writer)
+        if self.writer is not None:
+            with written(self.writer.file.path):
+                self.writer.write(metrics)
+            if (loads_PYE := self.stack.loads.last) is not None:
+                loads_YE = loads_PYE.sum(axis=0, dtype=np.int64)
+                self.loads.add(metrics.step, loads_YE)
+                self.writer.draw(metrics.step, loads_YE)
         if last and self.history.first is None:
             raise DivergedError(
                 self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
@@ -297,21 +291,7 @@ class Trainer:
         if last or saves or _due(metrics.step, train.checkpoint_every):
             self._save(metrics, last=last)
             if last or saves:
-                self.saved = self._finish_saving() or self.saved
-                self._look_for_newest()
-
-    def _look_for_newest(self) -> None:
-        """Say, once, if the newest checkpoint is where it was no more."""
-        if self.saved is not None and not self.saved.exists():
-            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
-            self.saved = None
-
-    def _note_loads(self, step: int, writer: MetricsWriter) -> None:
-        """Keep the loads that pictures show."""
-        loads_YE = expert_loads(self.stack)
-        if loads_YE is not None:
-            self.loads.add(step, loads_YE)
-            writer.draw(step, loads_YE)
+                self._finish_saving()
 
     def _save(self, metrics: StepMetrics, *, last: bool) -> None:
         """Begin a checkpoint if it is worth returning to: its numbers and its held-out loss are finite."""
@@ -326,8 +306,7 @@ class Trainer:
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
-        self.saved = self._finish_saving() or self.saved
-        self._look_for_newest()
+        self._finish_saving()
         try:
             with self._waiting_for_a_checkpoint():
                 self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
@@ -340,10 +319,15 @@ class Trainer:
 
     def _skip(self, step: int, loss: float, norm: float) -> None:
         """Undo the step; end the run if too many steps in a row were skipped."""
-        forget_choices(self.stack)
-        if self.guard.gives_up:
-            raise DivergedError(self._diverged(f"step {step} has loss {loss}, gradient norm {norm}"))
-        self.progress.say(self.guard.describe(step, loss, norm))
+        for module in self.stack.modules():  # what loss-free balancing has counted moves no bias
+            if isinstance(module, MoELayer) and module.gate.bias is not None:
+                module.gate.bias.forget()
+        self.skipped_in_a_row += 1
+        numbers, most = f"loss {loss}, gradient norm {norm}", self.config.train.max_skipped_steps
+        if self.skipped_in_a_row > most:
+            raise DivergedError(self._diverged(f"step {step} has {numbers}"))
+        count = f"{self.skipped_in_a_row} in a row, train.max_skipped_steps = {most}"
+        self.progress.say(f"step {step} skipped: {numbers}; nothing was updated ({count})")
 
     @property
     def config(self) -> RunConfig:
@@ -362,19 +346,21 @@ class Trainer:
         if self.leader:
             with written(self.config.output.dir):
                 keep_config(self.config.output.dir, self._settings(), done)
-                self._save_plan()
-
-    def _save_plan(self) -> None:
-        if self.leader and self._saved_config.plan.is_saved:
-            self.pilot.save(self.config.output.dir)
+                if self._asked.plan.is_saved:
+                    self.pilot.save(self.config.output.dir)
 
     def _describe(self) -> None:
         """Write the analysis of the last steps, after the checkpoint: no run ends because this fails."""
-        wanted, kept, folder = self.config.output.trace_steps, list(self.recent), self.config.output.dir
-        steps = kept[-max(wanted, ANALYSED_STEPS) :]
-        self.analysis = found = analyse(self.stack, steps, folder if wanted else None, self._spare)
-        self.slow = find_stragglers(self.control, kept)
-        keep_step(self.stack, kept, found, self.slow, self.pilot.forecast, folder, self._spare)
+        wanted, folder = self.config.output.trace_steps, self.config.output.dir
+        self.analysis = analyse(
+            self.stack,
+            list(self.recent),
+            max(wanted, ANALYSED_STEPS),
+            self.pilot.forecast,
+            folder,
+            traces=wanted > 0,
+            writing=self._spare,
+        )
         course = self.loads.course(self.moe_layers)  # only rank 0 has one
         if course is not None:
             with self._spare():
@@ -387,11 +373,6 @@ class Trainer:
             yield
         except OSError as error:
             self.progress.say(f"what the last steps were like was not written: {error}")
-
-    def _open_output(self, closing: ExitStack) -> None:
-        """Prepare the folder on rank 0; the others look into it only after the exchange."""
-        self.control.agreed(lambda: closing.enter_context(self.output), "preparing output.dir", by=0)
-        self._say_moved()
 
     def _say_moved(self) -> None:
         path, moved_to = self.output.path, self.output.moved_to
@@ -416,34 +397,29 @@ class Trainer:
             "metrics of all steps, and a checkpoint is saved now"
         )
 
-    def _open_metrics(self, closing: ExitStack, first: int) -> MetricsWriter | None:
-        """Open, on rank 0, what metrics are written to; if that fails, all ranks raise the reason."""
+    def _open_records(self, closing: ExitStack, first: int) -> None:
+        """Open what metrics and routing are written to; if that fails, all ranks raise the reason."""
         logs: list[ScalarLog] = []
-        writers: list[MetricsWriter] = []
+        output = self.config.output
 
         def prepare() -> None:
-            found = open_metrics(self.config.output.dir, first, logs)
-            writers.append(closing.enter_context(found))
+            self.writer = closing.enter_context(MetricsWriter(output.dir, first, logs))
             self._save_settings(first)
-            self.loads = LoadBook.resumed(self.config.output.dir, first)
+            self.loads = LoadBook.resumed(output.dir, first)
             logs.extend(open_logs(self.config, self.moe_layers, first))
-            self.output.records += [found.file, *(log for log in logs if isinstance(log, TensorBoard))]
+            self.output.records.append(self.writer.file)
+            self.output.records += [log for log in logs if isinstance(log, TensorBoard)]
+
+        def prepare_routing() -> None:
+            self.routing = RoutingFile(self.config, self.control, self.layout, first)
+            self.output.records += closing.enter_context(self.routing).records
 
         self.control.agreed(prepare, "opening what metrics go to", by=0)
-        if not self.leader:
-            return None
         for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
-            if getattr(self.config.output, setting) and not is_there(module):
+            if getattr(output, setting) and not is_there(module):
                 self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
-        return writers[0]
-
-    def _open_routing(self, closing: ExitStack, first: int) -> None:
-        def prepare() -> None:
-            found = open_routing(self.config, self.control, self.layout, first)
-            self.routing = closing.enter_context(found)
-            self.output.records += self.routing.records
-
-        self.control.agreed(prepare, "opening the record of routing")
+        if output.routing:
+            self.control.agreed(prepare_routing, "opening the record of routing")
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -458,7 +434,7 @@ class Trainer:
         processes = self.layout.world_size
         asked, runs = (
             replace(each, parallel=replace(each.parallel, processes=processes))
-            for each in (self._saved_config, self.config)
+            for each in (self._asked, self.config)
         )
         chosen = "".join(f"# {change}\n" for change in changes(runs, to_dict(asked)))
         head = f"# Chosen by this run, where the settings below say otherwise:\n{chosen}\n" if chosen else ""
@@ -469,17 +445,19 @@ class Trainer:
         if self.resumption is None:
             return 0
         self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
-        config, say = self._saved_config, self.progress.say
         with self._waiting_for_a_checkpoint():
-            return restore(config, self.control, self.checkpoints, self.resumption, say)
+            return restore(self._asked, self.control, self.checkpoints, self.resumption, self.progress.say)
 
-    def _finish_saving(self) -> Path | None:
-        """Wait for the checkpoint that is being written; return its folder, or None."""
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written. Say, once, if the newest is where it was no more."""
         with self._waiting_for_a_checkpoint():
-            return self.checkpoints.finish()
+            self.saved = self.checkpoints.finish() or self.saved
+        if self.saved is not None and not self.saved.exists():
+            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
+            self.saved = None
 
     def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
-        return self.control.waiting(*self._saved_config.parallel.at_checkpoints)
+        return self.control.waiting(*self._asked.parallel.at_checkpoints)
 
     def _diverged(self, problem: str) -> str:
         try:

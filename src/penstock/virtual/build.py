@@ -6,7 +6,7 @@ from functools import partial
 
 from penstock.cost import routing_sizes
 from penstock.runtime import Machinery
-from penstock.train.assemble import base_shape, first_plan, gradient_bytes, is_sharded, workload
+from penstock.train.assemble import base_shape, first_plan, workload
 from penstock.train.config import RunConfig
 from penstock.virtual.config import VirtualConfig
 from penstock.virtual.stack import VirtualStack
@@ -20,9 +20,7 @@ def build_virtual(config: RunConfig, virtual: VirtualConfig, machinery: Machiner
     """
     layout = machinery.layout
     shape = base_shape(config, layout)
-    work = workload(
-        config, layout, gradient_bytes(config.model, config.moe, layout, sharded=is_sharded(config.optimizer))
-    )
+    work = workload(config, layout)
     return VirtualStack(
         shape,
         work,

@@ -14,7 +14,7 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
 from penstock.train.assemble import gradient_bytes
-from penstock.train.summarise import total_parameters
+from penstock.train.history import total_parameters
 from tests.steps import PLAIN
 from tests.support.draws import draws
 from tests.support.parity import Case, batch_of

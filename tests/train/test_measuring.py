@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.mesh import Mesh
-from penstock.train.loads import with_loads
+from penstock.train.measuring import load_figures
 from penstock.workloads.figures import HostedRows, max_over_mean
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
 from tests.support.hosted import Hosts, hosted_stack
-from tests.support.metrics import EXAMPLE
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
 
@@ -23,8 +22,8 @@ def measured(rank: int, case: Case) -> tuple[Any, ...]:
     mine = case.mine(rank)
     for _ in range(2):
         stack(tokens[mine], labels[mine]).backward()
-    metrics = with_loads(EXAMPLE, stack)
-    figures = metrics.rank_rows_max_over_mean, metrics.rows_crossing_nodes
+    found = load_figures(stack)
+    figures = found["rank_rows_max_over_mean"], found["rows_crossing_nodes"]
     return stack.loads[-1], stack.loads.hostings, figures
 
 
