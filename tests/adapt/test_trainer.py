@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import Trainer, TrainingArguments
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import penstock
-from tests.support.adapted import Batch, as_torchrun_starts_it, small, without_labels
+from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small, without_labels
 from tests.support.ranks import Pools
 
 STEPS, SAVED_AT, SAMPLES = 4, 2, 32
@@ -32,9 +35,11 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: each[number] for name, each in self._batch.items()}
 
 
-def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def smoothed(
+    outputs: Mapping[str, Any], labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
     """Cross-entropy with smoothed labels, as a user would write it."""
-    logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits, wanted = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     total: torch.Tensor = torch.nn.functional.cross_entropy(
         logits, wanted, reduction="sum", label_smoothing=0.1
     )
@@ -135,6 +140,51 @@ def test_mixed_precision_is_what_the_arguments_say(tmp_path: Path) -> None:
             trainer.train()
     assert set(seen) == {torch.bfloat16}
     AcceleratorState._reset_state(True)
+
+
+def loop(rank: int, world: int, folder: str) -> list[float]:
+    """Losses in a loop of accelerate that stops after two steps, and goes on in another process."""
+    losses: list[float] = []
+    for begins, ends in ((0, 2), (2, STEPS)):
+        with as_torchrun_starts_it(rank, world):
+            torch.manual_seed(begins)
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            model = small("mixtral", initializer_range=0.1, seed=begins)
+            if world > 1:
+                model = penstock.parallelize(model, plan="flowmoe")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            samples = torch.utils.data.DataLoader(Samples(), batch_size=2 // world)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)  # accelerate steps it per rank
+            model, optimizer, samples, scheduler = accelerator.prepare(model, optimizer, samples, scheduler)
+            if begins:
+                accelerator.load_state(folder)
+            for number, given in enumerate(samples):
+                if begins <= number // 2 < ends:
+                    with accelerator.accumulate(model):
+                        logits = model(given["input_ids"]).logits
+                        loss = smoothed({"logits": logits}, given["labels"], 11 * len(logits))
+                        accelerator.backward(loss)
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+            accelerator.save_state(folder)
+            state = accelerator.get_state_dict(model)
+            accelerator.save_model(model, f"{folder}/alone")
+    if rank == 0:
+        whole = AutoModelForCausalLM.from_pretrained(folder) if world > 1 else accelerator.unwrap_model(model)
+        assert all(whole.state_dict()[name].equal(tensor) for name, tensor in state.items())
+    return losses
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Path) -> None:
+    wanted = loop(0, 1, str(tmp_path / "one"))
+    for found in ranks(2).run(loop, 2, str(tmp_path / "two")):
+        assert found == pytest.approx(wanted, rel=1e-5)
+    one, two = (load_file(tmp_path / each / "alone" / "model.safetensors") for each in ("one", "two"))
+    assert all(distance(two[name], tensor) < 1e-4 for name, tensor in one.items())
 
 
 def draw(rank: int, world: int) -> torch.Tensor:

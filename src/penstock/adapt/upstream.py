@@ -8,15 +8,17 @@ deal with scheduled models, and pass on all others unchanged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.adapt.checkpoint import load_optimizer, save_optimizer
+from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, refuse_sharing
+from penstock.adapt.export import whole_state
 from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
 from penstock.writing import replacing
@@ -30,7 +32,15 @@ def follow_libraries() -> None:
     A scheduled model calls it when it is made, and when Trainer asks it whether it is distributed.
     """
     if (accelerate := sys.modules.get("accelerate.accelerator")) is not None:
-        _replace(accelerate.Accelerator, {"prepare_model": _prepare_model})
+        _replace(
+            accelerate.Accelerator,
+            {
+                "prepare_model": _prepare_model,
+                "save_state": _save_state,
+                "load_state": _load_state,
+                "get_state_dict": _state_dict,
+            },
+        )
     if (trainer := sys.modules.get("transformers.trainer")) is not None:
         _replace(
             trainer.Trainer,
@@ -54,8 +64,11 @@ def _replace(kind: type, functions: dict[str, Callable[..., Any]]) -> None:
 
         @wraps(plain)
         def function(self: Any, *given: Any, plain: Any = plain, own: Any = own, **named: Any) -> Any:
-            model = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
-            engine = engine_if_any(getattr(self, "model", None) if model is None else model)
+            held = getattr(self, "_models", None) or [getattr(self, "model", None)]
+            models = [
+                each for each in (*given[:1], named.get("model"), *held) if isinstance(each, torch.nn.Module)
+            ]
+            engine = engine_if_any(models[0]) if models else None
             if engine is None:
                 return plain(self, *given, **named)
             return own(engine, plain, self, *given, **named)
@@ -91,6 +104,75 @@ def _prepare_model(
     refuse_sharing(engine, "Accelerate")
     engine.averages = engine.averages_own = True
     return plain(accelerator, model, device_placement=False, evaluation_mode=True)
+
+
+def _save_state(
+    engine: Engine,
+    plain: Callable[..., Any],
+    accelerator: Any,
+    output_dir: str | None = None,
+    *given: Any,
+    **named: Any,
+) -> str:
+    """Save models and optimisers as `save_checkpoint` does, and what else there is as accelerate does."""
+    del engine
+    with _without_models(accelerator) as pairs:
+        folder: str = plain(accelerator, output_dir, *given, **named)
+    for place, (model, optimizer) in enumerate(pairs):
+        save_checkpoint(model, optimizer, _place(folder, place))
+    return folder
+
+
+def _load_state(
+    engine: Engine,
+    plain: Callable[..., Any],
+    accelerator: Any,
+    input_dir: str | None = None,
+    *given: Any,
+    **named: Any,
+) -> None:
+    """Read what `save_state` has written, on any number of ranks."""
+    del engine
+    found: list[str] = []
+    hook = accelerator.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+    try:
+        with _without_models(accelerator) as pairs:
+            plain(accelerator, input_dir, *given, **named)
+    finally:
+        hook.remove()
+    for place, (model, optimizer) in enumerate(pairs):
+        reload(model, _place(found[0], place))
+        load_optimizer(model, optimizer, _place(found[0], place))
+
+
+def _state_dict(
+    engine: Engine, plain: Callable[..., Any], accelerator: Any, model: Any, unwrap: bool = True
+) -> Any:
+    """Return the state of the whole model on rank 0; other ranks, which join in, get nothing."""
+    del plain, accelerator, unwrap
+    return whole_state(model, engine)
+
+
+@contextmanager
+def _without_models(accelerator: Any) -> Iterator[list[tuple[Any, torch.optim.Optimizer]]]:
+    """Take models and optimisers away from accelerate inside this context; yields them in pairs."""
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(models) != len(optimizers) or any(engine_if_any(model) is None for model in models):
+        raise ValueError(
+            f"accelerate has prepared {len(models)} models and {len(optimizers)} optimizers: save_state and "
+            "load_state of scheduled models need one optimizer for each, and no other models. Use "
+            "penstock.save_checkpoint for these and save others by themselves"
+        )
+    accelerator._models, accelerator._optimizers = [], []
+    try:
+        yield [(model, _plain(optimizer)) for model, optimizer in zip(models, optimizers, strict=True)]
+    finally:
+        accelerator._models, accelerator._optimizers = models, optimizers
+
+
+def _place(folder: str, number: int) -> Path:
+    """Return where a model is in a folder of accelerate: the first one in the folder itself."""
+    return Path(folder) / f"model_{number}" if number else Path(folder)
 
 
 def _unwrapped(
@@ -133,7 +215,7 @@ def _save_model(
 def _save(engine: Engine, plain: Callable[..., Any], trainer: Any, output_dir: str) -> None:
     """Save the optimiser's state of the whole model."""
     del engine, plain
-    save_optimizer(trainer.model, _torch_optimizer(trainer), output_dir)
+    save_optimizer(trainer.model, _plain(trainer.optimizer), output_dir)
     if trainer.args.should_save:
         with replacing(Path(output_dir) / SCHEDULER) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
@@ -142,7 +224,7 @@ def _save(engine: Engine, plain: Callable[..., Any], trainer: Any, output_dir: s
 def _load(engine: Engine, plain: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
     del engine, plain
     if checkpoint is not None:
-        load_optimizer(trainer.model, _torch_optimizer(trainer), checkpoint)
+        load_optimizer(trainer.model, _plain(trainer.optimizer), checkpoint)
         scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
         trainer.lr_scheduler.load_state_dict(scheduler)
 
@@ -163,7 +245,7 @@ def _load_best(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:
     trainer._load_from_checkpoint(trainer.state.best_model_checkpoint)
 
 
-def _torch_optimizer(trainer: Any) -> torch.optim.Optimizer:
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return torch's optimiser, which accelerate may have wrapped."""
-    found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
