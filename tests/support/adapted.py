@@ -143,6 +143,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {**LOCAL, "residual_multiplier": 0.5, "shared_intermediate_size": 20},
     ),
+    "afmoe": (
+        "Afmoe",
+        {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 5},
+    ),
+    "kolibri1": ("Kolibri1", {**EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 20}),
+    "axk1": ("AXK1", {**DEEPSEEK, **LATENT, "norm_topk_prob": True}),
+    "cohere2_moe": ("Cohere2Moe", {**EXPERTS, "head_dim": 8, "num_shared_experts": 1, "sliding_window": 5}),
+    "minimax_m3_vl_text": (
+        "MiniMaxM3VLText",
+        {**LOCAL, "head_dim": 8, "shared_intermediate_size": 20, "routed_scaling_factor": 1.5},
+    ),
     "hunyuan_v1_moe": ("HunYuanMoEV1", {"num_experts": 8, "moe_topk": 2, "head_dim": 8}),
 }
 """By family: the beginning of the names of its classes, and a configuration."""

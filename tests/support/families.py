@@ -106,10 +106,7 @@ TAKEN: dict[str, dict[str, Any]] = {
 """By `model_type`, configurations of families that are taken, as their pieces compute what they do whole."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "afmoe": ({**EXPERTS, "num_shared_experts": 1, "head_dim": 8}, "the output of layer 1"),
-    "axk1": ({**LATENT_ROPE, **GROUPS}, "the output of layer 1"),
     "beam": ({**EXPERTS, **GROUPS, "num_hidden_layers": 4, "head_dim": 8}, "the output of layer 3"),
-    "cohere2_moe": ({**EXPERTS, "head_dim": 8, "num_shared_experts": 1}, "the output of layer 0"),
     "deepseek_v4": (
         {
             **ROUTED,
@@ -147,12 +144,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "inkling2_text": (INKLING_2, "changes hidden states between its last layer and norm"),
     "inkling_text": (INKLING, "the output of layer 0"),
     "jetmoe": ({**LOCAL, "kv_channels": 8}, "no module of it holds experts"),
-    "kolibri1": ({**EXPERTS, "head_dim": 8}, "the output of layer 0"),
     "longcat_flash": (
         {**LATENT_ROPE, "num_layers": 2, "moe_topk": 2, "expert_ffn_hidden_size": 16, "zero_expert_num": 4},
         "no module of it holds experts",
     ),
-    "minimax_m3_vl_text": ({**LOCAL, "head_dim": 8, "rotary_dim": 4}, "the output of layer 0"),
     "qwen4_exp_text": (
         {
             **LINEAR,

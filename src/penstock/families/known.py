@@ -34,6 +34,30 @@ def _normed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     return residual_BLM + normed_BLM
 
 
+def _normed_after(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Add the output through a norm of another name (AFMoE, Kolibri)."""
+    normed_BLM: Tensor = layer.post_mlp_layernorm(out_BLM)
+    return residual_BLM + normed_BLM
+
+
+def _normed_in_block(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Add the output through the norm at the end of the MoE block (A.X K1)."""
+    normed_BLM: Tensor = layer.mlp.post_mlp_layernorm(out_BLM)
+    return residual_BLM + normed_BLM
+
+
+def _averaged(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Add half of the output where the block takes the mean of routed and shared experts (Cohere 2)."""
+    block = layer.mlp
+    halves = block.num_shared_experts > 0 and block.shared_expert_combination_strategy == "average"
+    return residual_BLM + (out_BLM / 2 if halves else out_BLM)
+
+
+def _scaled_in_block(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Scale the output of routed experts, as the block does (MiniMax M3)."""
+    return residual_BLM + out_BLM * float(layer.mlp.routed_scaling_factor)
+
+
 def _scaled(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     """Scale what is added to the residual stream (Granite)."""
     return residual_BLM + out_BLM * float(layer.residual_multiplier)
@@ -126,6 +150,18 @@ FAMILIES = {
             form=WeighedForm(),
             only=(("num_experts_per_tok", 1, WEIGHED),),
         ),
+        Family(
+            name="afmoe",
+            router="router",
+            shared_module="shared_experts",
+            shared=_shared_experts,
+            finish=_normed_after,
+            separates_documents=False,  # its masks are made without positions
+        ),
+        Family(name="kolibri1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_after),
+        Family(name="axk1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_in_block),
+        Family(name="cohere2_moe", finish=_averaged),
+        Family(name="minimax_m3_vl_text", finish=_scaled_in_block),
         Family(name="hunyuan_v1_moe", attention=USUAL, shared_module="shared_mlp", shared=_shared_mlp),
     )
 }
