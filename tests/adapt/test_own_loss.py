@@ -20,7 +20,7 @@ from tests.support.adapted import (
     distance,
     exactly,
     grads_of,
-    share_of,
+    part_of,
     small,
     with_adapters,
     without_labels,
@@ -130,6 +130,7 @@ class Case:
     plan: str = "flowmoe"
     changes: dict[str, Any] = field(default_factory=dict)
     ep_size: int | None = None
+    esp_size: int = 1
     adapters: bool = False
     frozen: str = ""  # parameters with this in their names
     again: bool = False  # layers are computed again
@@ -176,6 +177,7 @@ class Case:
             ours,
             plan=self.plan,
             ep_size=self.ep_size,
+            esp_size=(esp_size := min(self.esp_size, world)),
             bound_factor=self.bound_factor,
             gradient_reduction="sum" if self.summed else "mean",
             updating=Updating(clips=False) if self.sharded else None,
@@ -201,8 +203,10 @@ class Case:
             theirs, mine = grads_of(wanted), grads_of(ours)
             unused = {name: torch.zeros_like(mine[name]) for name in mine.keys() - theirs.keys()}
             theirs |= unused
-        ep_rank = rank % (self.ep_size or world)
-        found = {name: distance(grad, share_of(theirs[name], grad, ep_rank)) for name, grad in mine.items()}
+        place, named = rank // esp_size % (self.ep_size or world // esp_size), dict(ours.named_parameters())
+        found = {
+            name: distance(grad, part_of(named[name], theirs[name], place)) for name, grad in mine.items()
+        }
         return {**found, "loss": distance(loss.detach(), losses[rank].detach())}
 
 
@@ -224,6 +228,8 @@ CASES = {
     "bounded": Case(of_logits, bound_factor=1.0),
     "summed": Case(of_logits, summed=True),
     "replicas": Case(of_logits, ep_size=1),
+    "shards of experts": Case(of_pairs, "gpt_oss", esp_size=2),
+    "shards of experts, sharded": Case(of_critic, esp_size=2, sharded=True),
     "sharded": Case(of_critic, sharded=True),
     "router": Case(of_router, "mixtral", padded=True),
     "classes": Case(of_classes, classes=3, padded=True),
