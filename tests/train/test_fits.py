@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_at_once(
     model: ModelConfig, moe: MoEConfig, batch: int, key: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"each of 2 ranks needs .* GiB at the least .* 8\.0 GiB in all"
+        ConfigError, match=r"each of 2 ranks needs .* GiB at the least .* 8\.00 GiB in all"
     ) as caught:
         check_run(run_of(model, moe, batch), TWO, there_bytes=8 << 30, sharing=2)
     assert caught.value.key == key
