@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import penstock
-from penstock.adapt.checkpoint import _begin
+from penstock.adapt.folder import AsWhole
+from penstock.adapt.saving import close_model
 from penstock.adapt.scheduled import stack_of
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError
@@ -39,16 +40,19 @@ def optimizer_of(model: Any, *, sharded: bool = False) -> torch.optim.Optimizer:
 def losses_of(
     model: Any, optimizer: Any, rank: int, world: int, steps: range, folder: str = ""
 ) -> list[float]:
-    """Those of some steps on this rank's samples; saved before step `SAVED_AT`, if there is a folder."""
+    """Those of some steps on this rank's samples; saved beside step `SAVED_AT`, if there is a folder."""
     each, losses = 4 // world, []
     for step in steps:
         if folder and step == SAVED_AT:
-            penstock.save_checkpoint(model, optimizer, folder)
+            saved = penstock.save_checkpoint(model, optimizer, folder, wait=False)
         loss = model(**Batch(seed=step).inputs(rank * each, (rank + 1) * each)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if folder:
+        assert not (Path(folder) / "optimizer.json").exists()
+        saved.finish()
     return losses
 
 
@@ -112,6 +116,10 @@ def test_a_run_goes_on_from_its_checkpoint(
     AutoModelForCausalLM.from_pretrained(folder)
 
 
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -123,7 +131,7 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     """Where names cannot be exchanged, a moment without either is told, and ended by the next save."""
     if not at_once:
-        monkeypatch.setattr("penstock.adapt.checkpoint.exchange", lambda first, second: False)
+        monkeypatch.setattr("penstock.adapt.folder.exchange", lambda first, second: False)
     model = penstock.parallelize(small("mixtral"))
     optimizer = optimizer_of(model)
     parent, folder = tmp_path / "parent", tmp_path / "parent" / "saved"
@@ -145,8 +153,8 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         for read in (penstock.load_pretrained, lambda path: penstock.load_optimizer(model, optimizer, path)):
             with pytest.raises(ValueError, match=r"\.unfinished-former-saved"):
                 read(copy / "saved")
-        _begin(copy / ".unfinished-saved", copy / "saved")
-        assert contents(copy / "saved") == old and len(list(copy.iterdir())) == 1
+        AsWhole(copy / "saved", close_model, lambda name, new: True).begin()
+        assert contents(copy / "saved") == old and names_in(copy) == {"saved", ".unfinished-saved"}
 
 
 def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_path: Path) -> None:
@@ -159,9 +167,11 @@ def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_pa
         penstock.save_checkpoint(model, optimizer, other / "mine")
     for name in (".unfinished-saved", ".unfinished-former-saved"):
         (tmp_path / name).symlink_to(other)
-    penstock.save_checkpoint(model, optimizer, tmp_path / "saved")
-    assert contents(other) == {"mine": b"mine"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "saved"]
+    first = penstock.save_checkpoint(model, optimizer, tmp_path / "saved", wait=False)
+    penstock.save_checkpoint(model, optimizer, tmp_path / "next")  # ends the one before
+    first.finish()
+    assert contents(other) == {"mine": b"mine"} and names_in(tmp_path) == {"other", "saved", "next"}
+    assert contents(tmp_path / "saved") == contents(tmp_path / "next")
 
 
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
@@ -224,8 +234,11 @@ def test_a_list_of_groups_that_is_none_is_refused(tmp_path: Path, text: str) -> 
     assert caught.value.key == str(tmp_path / "optimizer.json")
 
 
-def save_with_little_room(rank: int, world: int, folder: str) -> str:
-    """The error of saving in place of a checkpoint where rank 0 may write small files only, and no state."""
+def save_with_little_room(rank: int, world: int, folder: str, wait: bool) -> str:
+    """The error of saving in place of a checkpoint where rank 0 may write small files only, and no state.
+
+    Of a save beside the steps it comes with the next one, which does not begin.
+    """
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=HANG_S)
     optimizer = optimizer_of(model)
     losses_of(model, optimizer, rank, world, range(SAVED_AT + 1), folder)
@@ -235,7 +248,9 @@ def save_with_little_room(rank: int, world: int, folder: str) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (held_bytes, hard))
     try:
         with pytest.raises(CheckpointError) as caught:
-            penstock.save_checkpoint(model, optimizer, folder)
+            penstock.save_checkpoint(model, optimizer, folder, wait=wait)
+            losses_of(model, optimizer, rank, world, range(1))
+            penstock.save_checkpoint(model, optimizer, f"{folder}-next")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     losses_of(model, optimizer, rank, world, range(1))  # ranks are still together
@@ -243,10 +258,13 @@ def save_with_little_room(rank: int, world: int, folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "beside steps"])
+def test_a_disk_without_room_for_the_state_ends_the_save_on_all_ranks(
+    ranks: Pools, tmp_path: Path, wait: bool
+) -> None:
     folder = tmp_path / "saved"
-    for said in ranks(2).run(save_with_little_room, 2, str(folder)):
-        assert f"saving the optimizer's state in {tmp_path / '.unfinished-saved'} failed" in said
+    for said in ranks(2).run(save_with_little_room, 2, str(folder), wait):
+        assert f"saving {folder} failed" in said
         assert "File too large" in said
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     AutoModelForCausalLM.from_pretrained(folder)

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.folder import SEEN, UNFINISHED, _begin, _finish
+from penstock.adapt.folder import UNFINISHED_MODEL, InPlace
+from penstock.adapt.saving import close_model
+from penstock.checkpoint.storage import CheckpointError
 from penstock.families.described import FORMER
 from tests.support.adapted import DIVISIBLE, small
 from tests.support.killed import left_by_kills
@@ -51,33 +53,21 @@ def test_shards_take_the_place_of_another_model(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {*(papers - {"model.safetensors.index.json"}), "model.safetensors"}
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    model = penstock.parallelize(small("mixtral"))
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it begins, and when the old model is out of its place."""
+    model, rename = penstock.parallelize(small("mixtral")), Path.rename
     model.save_pretrained(tmp_path)
-    before = names_in(tmp_path)
-    with pytest.raises(RuntimeError, match="nonsense"):
-        model.save_pretrained(tmp_path, max_shard_size="nonsense")
-    assert names_in(tmp_path) == before and is_read(tmp_path, model)
 
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith("index.json"):
+            raise OSError("no more names")
+        return rename(path, target)
 
-def test_what_changed_places_when_a_process_ended_is_taken_back(tmp_path: Path) -> None:
-    """Here after the first shards of the new model, and before what says that there are any."""
-    model = penstock.parallelize(small("mixtral"))
-    model.save_pretrained(tmp_path)
-    before = names_in(tmp_path)
-    former = tmp_path / FORMER
-    former.mkdir()
-    for name in before:
-        (tmp_path / name).rename(former / name)
-    (tmp_path / UNFINISHED).mkdir()
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
-
-    def fail() -> None:
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        _begin(tmp_path, fail)
-    assert before <= names_in(tmp_path) and is_read(tmp_path, model) and not former.exists()
+    monkeypatch.setattr(Path, "rename", refuse)
+    for limit, words in (("nonsense", "nonsense"), (LIMIT, "no more names")):
+        with pytest.raises(CheckpointError, match=words):
+            model.save_pretrained(tmp_path, max_shard_size=limit)
+        assert is_read(tmp_path, model) and not {UNFINISHED_MODEL, FORMER} & names_in(tmp_path)
 
 
 @pytest.mark.slow
@@ -105,7 +95,7 @@ def test_a_kill_at_any_moment_leaves_a_model_or_says_where_it_is(
             told += 1
             with pytest.raises(ValueError, match=re.escape(FORMER)):
                 penstock.load_pretrained(copy)
-        _begin(copy, lambda: None)
+        InPlace(copy, close_model).begin()
         assert contents(copy) >= old or contents(copy) >= new, copy
     assert told > 2
 
@@ -114,41 +104,11 @@ def test_no_files_are_taken_back_from_elsewhere(tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     (other / "mine").touch()
     (folder := tmp_path / "saved").mkdir()
-    (folder / FORMER).symlink_to(other)
-    with pytest.raises(OSError, match=FORMER):
-        _begin(folder, lambda: None)
-    assert names_in(other) == {"mine"} and "mine" not in names_in(folder)
-
-
-def test_a_file_that_cannot_be_put_in_its_place_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the last one of three, when the old model is out of its place."""
-    for name, text in (("model.safetensors", "old"), ("config.json", "old")):
-        (tmp_path / name).write_text(text)
-    _begin(tmp_path, lambda: None)
-    names = ("model-00001-of-00001.safetensors", "config.json", "model.safetensors.index.json")
-    for name in names:
-        (tmp_path / UNFINISHED / name).write_text("new")
-    rename = Path.rename
-
-    def refuse(path: Path, target: Path) -> Path:
-        if path.name.endswith("index.json"):
-            raise OSError("no more names")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(OSError, match="no more names"):
-        _finish(tmp_path)
-    assert names_in(tmp_path) == {"model.safetensors", "config.json", UNFINISHED, FORMER}
-    assert {(tmp_path / name).read_text() for name in ("model.safetensors", "config.json")} == {"old"}
-    assert names_in(tmp_path / UNFINISHED) == set(names) and not names_in(tmp_path / FORMER)
-
-
-def test_a_former_model_that_stays_in_the_way_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / FORMER).touch()
-    with pytest.raises(OSError, match=FORMER):
-        _begin(tmp_path, lambda: None)
+    for name in (FORMER, UNFINISHED_MODEL):
+        (folder / name).symlink_to(other)
+    penstock.parallelize(small("mixtral")).save_pretrained(folder)
+    assert names_in(other) == {"mine"}
+    assert names_in(folder) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_rank_0_writes_all_where_transformers_has_changed(
@@ -165,8 +125,7 @@ def save_apart(rank: int, world: int, folder: str) -> None:
     """Ranks without a file system that they share."""
     model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
     if rank:  # left by a save that was interrupted
-        (left := Path(folder) / str(rank) / UNFINISHED).mkdir(parents=True)
-        (left / SEEN).touch()
+        (Path(folder) / str(rank) / UNFINISHED_MODEL).mkdir(parents=True)
     model.save_pretrained(f"{folder}/{rank}")
 
 
@@ -175,7 +134,7 @@ def test_where_ranks_see_different_folders_rank_0_saves_all(ranks: Pools, tmp_pa
     ranks(2).run(save_apart, 2, str(tmp_path))
     assert is_read(tmp_path / "0", small("mixtral"))
     assert names_in(tmp_path / "0") == {"config.json", "generation_config.json", "model.safetensors"}
-    assert names_in(tmp_path) == {"0", "1"} and names_in(tmp_path / "1" / UNFINISHED) == {SEEN}
+    assert names_in(tmp_path) == {"0", "1"} and not names_in(tmp_path / "1" / UNFINISHED_MODEL)
 
 
 def save_and_lose(rank: int, world: int, folder: str) -> str:
@@ -184,8 +143,8 @@ def save_and_lose(rank: int, world: int, folder: str) -> str:
     model.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         if rank:
-            patch.setattr("penstock.adapt.saving.write_shard", lambda path, tensors: list(tensors))
-        with pytest.raises(RuntimeError) as caught:
+            patch.setattr("penstock.checkpoint.saving.write_shard", lambda path, tensors: "")
+        with pytest.raises(CheckpointError) as caught:
             model.save_pretrained(folder)
     return str(caught.value)
 
@@ -193,27 +152,39 @@ def save_and_lose(rank: int, world: int, folder: str) -> str:
 @pytest.mark.slow
 def test_a_shard_that_rank_0_does_not_see_leaves_the_former_model(ranks: Pools, tmp_path: Path) -> None:
     said = ranks(2).run(save_and_lose, 2, str(tmp_path))
-    assert all("FileNotFoundError" in each for each in said)
+    assert all(
+        f"saving {tmp_path} failed: OSError: rank 0 does not see model-00002-of" in each for each in said
+    )
     assert is_read(tmp_path, small("mixtral"))
+    assert not {UNFINISHED_MODEL, FORMER} & names_in(tmp_path)
 
 
-def saved_in_parts(rank: int, world: int, family: str, tp_size: int, folder: Path) -> set[str]:
-    """The names of the files of a model whose attention ranks share, where rank 0 may not join it all."""
+def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path) -> set[str]:
+    """The names of the files of a model of which ranks share parameters, where rank 0 may not join it all."""
     del rank
-    model = penstock.parallelize(small(family, **DIVISIBLE), ep_size=world, tp_size=tp_size, plan="flowmoe")
+    model = penstock.parallelize(small(family, **DIVISIBLE), plan="flowmoe", **layout)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("penstock.adapt.folder.whole_state", lambda *_: pytest.fail("rank 0 joins it all"))
+        patched.setattr("penstock.adapt.saving.whole_state", lambda *_: pytest.fail("rank 0 joins it all"))
         model.save_pretrained(folder, max_shard_size=f"{LIMIT // 1000}KB")
     return names_in(folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "world"), [("deepseek_v3", 2), ("olmoe", 4), ("gpt_oss", 4)])
-def test_ranks_that_share_attention_write_it_in_turn(
-    ranks: Pools, tmp_path: Path, family: str, world: int
+@pytest.mark.parametrize(
+    ("family", "world", "layout"),
+    [
+        ("deepseek_v3", 2, {"tp_size": 2}),
+        ("olmoe", 4, {"tp_size": 2}),
+        ("gpt_oss", 4, {"tp_size": 2}),
+        ("mixtral", 4, {"esp_size": 2}),
+        ("gpt_oss", 4, {"esp_size": 2}),
+    ],
+)
+def test_ranks_that_share_parameters_write_them_in_turn(
+    ranks: Pools, tmp_path: Path, family: str, world: int, layout: dict[str, Any]
 ) -> None:
-    """Latent vectors, norms over all heads and sinks among what is saved."""
-    files = ranks(world).run(saved_in_parts, world, family, 2, tmp_path)[0]
+    """Latent vectors, norms over all heads, sinks and parts of experts among what is saved."""
+    files = ranks(world).run(saved_in_parts, family, layout, tmp_path)[0]
     assert len([name for name in files if name.endswith(".safetensors")]) > world
     wanted = small(family, **DIVISIBLE)
     read, told = type(wanted).from_pretrained(tmp_path, output_loading_info=True)

@@ -148,6 +148,20 @@ def with_taller_experts(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.update({stacked: tensors[stacked].repeat(2, 1, 1)}))
 
 
+def with_a_nan(folder: Path) -> None:
+    """In an expert that the last rank reads."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        last = next(name for name in tensors if ".experts.7." in name)
+        tensors[last][0, 0] = torch.nan
+
+    change_tensors(folder, spoil)
+
+
+def with_infinity(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(torch.inf))
+
+
 def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -188,6 +202,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (with_fewer_experts, r"w[123]\.weight of all experts but 7"),
         (with_more_experts, r"w[123]\.weight of expert 8"),
         (with_taller_experts, r"layers\.0\.mlp\.experts\.down_proj \[16, 24, 32\]"),
+        (with_a_nan, r"experts\.7\.w\d\.weight holds numbers that are not finite"),
+        (with_infinity, r"model\.norm\.weight holds numbers that are not finite"),
         (without_weights, "holds neither model.safetensors nor"),
         (cut_short, "cannot be read as safetensors"),
         (quantized, "holds quantized numbers"),
@@ -203,22 +219,25 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path
 
 
 def refused_on(rank: int, world: int, folder: str) -> list[str]:
-    """What a rank says to folders that lack experts of another rank, or have some of none."""
+    """What a rank says to folders that lack experts of another rank, have some of none, or spoilt ones."""
     del rank
     found = []
-    for name in ("with_fewer_experts", "with_more_experts", "with_taller_experts"):
+    for name in ("with_fewer_experts", "with_more_experts", "with_taller_experts", "with_a_nan"):
         with pytest.raises(ValueError) as caught:
             penstock.load_pretrained(f"{folder}/{name}", ep_size=world)
         found.append(str(caught.value))
     return found
 
 
-def test_every_rank_refuses_experts_that_are_missing_or_too_many(ranks: Pools, tmp_path: Path) -> None:
-    for change in (with_fewer_experts, with_more_experts, with_taller_experts):
+def test_every_rank_refuses_experts_that_are_missing_too_many_or_not_finite(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for change in (with_fewer_experts, with_more_experts, with_taller_experts, with_a_nan):
         small("mixtral").save_pretrained(tmp_path / change.__name__)
         change(tmp_path / change.__name__)
     first, second = ranks(2).run(refused_on, 2, str(tmp_path))
-    assert first == second
+    assert first[:-1] == second[:-1]
+    assert all("experts.7." in each[-1] for each in (first, second)) and "on rank 1, " in first[-1]
 
 
 def test_of_a_model_that_sees_the_text_part_is_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,14 +196,27 @@ def test_tensors_of_files_are_views_of_every_family(family: str, tmp_path: Path)
         assert torch.equal(part, wanted[name] + 1.0), name
 
 
-def test_what_is_no_view_keeps_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def doubled(written: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each * 2 if ".w1." in name else each for name, each in written.items()}
+
+
+def one_half_twice(written: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As many numbers as there are, and not all of them."""
+    return {name: written[name.replace(".w3.", ".w1.")] for name in written}
+
+
+@pytest.mark.parametrize("changed", [doubled, one_half_twice])
+def test_what_is_no_view_keeps_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changed: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> None:
     """transformers may come to write something else than parts of parameters."""
     trained = Trained(0, Case("mixtral"), folder_of("mixtral", tmp_path / "start"), tmp_path / "out")
     model = trained.stack.model
 
     def other(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = revert_weight_conversion(model, state)
-        return {name: each * 2 if ".w1." in name else each for name, each in found.items()}
+        return changed(revert_weight_conversion(model, state))
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", other)
     found = {name: part for name, part, _ in trained.model.naming(model).in_files()}

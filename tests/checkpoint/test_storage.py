@@ -22,10 +22,7 @@ from penstock.sharding import Place
 
 
 def outgoing(tensors: Mapping[str, Tensor], offsets: Place | None = None) -> list[Outgoing]:
-    return [
-        Outgoing(name=name, shape=tuple(t.shape), dtype=t.dtype, load=lambda t=t: t, offsets=offsets)  # type: ignore[misc]  # a default that binds
-        for name, t in tensors.items()
-    ]
+    return [Outgoing(name, offsets or (0,) * each.dim(), each) for name, each in tensors.items()]
 
 
 def read(folder: Path) -> dict[str, Tensor]:

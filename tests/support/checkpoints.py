@@ -15,10 +15,10 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
+from penstock.runtime.sharded.share import MOMENTS
 from penstock.sharding import Sharding
 from penstock.train.assemble import build_optimizer
 from penstock.train.checkpoint import Checkpoints
-from penstock.train.run_state import MOMENTS
 from tests.support.parity import Case, batch_of, logical, parts_of, stack_of
 from tests.support.reference_moe import Weights
 

@@ -342,8 +342,9 @@ def test_what_other_programs_leave_in_a_folder_does_not_belong_to_a_checkpoint(t
 def test_a_save_whose_folder_is_taken_away_saves_nothing(tmp_path: Path) -> None:
     run = trained(0, CASE, tmp_path)
     run.begin(2)
-    run._pending[0].saving.wait()
-    shutil.rmtree(run._pending[0].saving.folder)
+    saving, _ = run._begun[0]
+    saving.wait()
+    shutil.rmtree(saving.folder)
     gone = run.finish()
     assert gone is not None and not gone.exists() and complete_checkpoints(tmp_path) == []
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.checkpoint.finite import first_not_finite
 from penstock.checkpoint.folder import complete_checkpoints
 from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
@@ -17,7 +18,6 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.sharded.stand_in import has_gradient
 from penstock.train import run_state
 from penstock.train import update as update_module
-from penstock.train.finite import first_not_finite
 from penstock.train.metrics import StepMetrics
 from penstock.train.trainer import Trainer
 from penstock.train.update import DivergedError

@@ -6,37 +6,42 @@ ranks. The optimiser's state is in shards of all ranks; a tensor of it is named 
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
-from penstock.adapt.export import expert_axes
-from penstock.adapt.folder import UNFINISHED as UNFINISHED_MODEL
-from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together
+from penstock.adapt.folder import AsWhole
+from penstock.adapt.naming import ModelNaming
+from penstock.adapt.saving import check_names, close_model, model_state, numbered
+from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.storage import SUFFIX, Dealing, Part, Saving, State, Stored, misfits, together
+from penstock.checkpoint.saving import Saving, of_rank
+from penstock.checkpoint.storage import (
+    SUFFIX,
+    Files,
+    Outgoing,
+    State,
+    Stored,
+    misfits,
+)
 from penstock.config import UNSET, ConfigError, read_json
-from penstock.families.adapters import ExpertAxis, InTurn
-from penstock.families.described import FORMER, FORMER_CHECKPOINT, refuse_cut_off
-from penstock.families.experts import sharding_of_experts
+from penstock.families.described import refuse_cut_off
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
-from penstock.sharding import Sharding, sharding_of
-from penstock.train.run_state import OPTIMIZER, Named, shares_of
+from penstock.topology import Control
+from penstock.train.run_state import OPTIMIZER, of_model, state_part, updated
 from penstock.words import some_of
-from penstock.writing import UNFINISHED, exchange, make_durable, remove_tree, write_whole
+from penstock.writing import make_durable, remove_tree, write_whole
 
 STATE, GROUPS = "optimizer", "optimizer.json"
 OF_STATE = re.compile(rf"{STATE}(-\d+)+\.safetensors|optimizer\.json")
@@ -61,29 +66,66 @@ Group = dict[str, Any]
 """Settings of a group of parameters, and the parameters' names as `parameters`."""
 
 
-def save_checkpoint(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+_BEGUN: WeakKeyDictionary[Engine, Saving] = WeakKeyDictionary()
+"""The checkpoint of each model that was begun last, and may be unfinished."""
+
+
+def save_checkpoint(
+    model: Any, optimizer: torch.optim.Optimizer, folder: str | Path, *, wait: bool = True
+) -> Saving:
     """Save a scheduled model and its optimiser's state; all ranks call it together.
 
     The folder appears when it is complete. It replaces a folder of that name, from which all files stay that
-    belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved. Raises
-    ValueError for an optimiser of other parameters, or of a kind whose state does not belong to single
-    parameters, and CheckpointError, on all ranks, where the folder cannot be written: an older one then
-    stays.
+    belong to no model or optimiser (a tokenizer, say). Of a model of peft only the adapters are saved.
+
+    Args:
+        model: What `parallelize` or `load_pretrained` has returned, or a model of peft around it.
+        optimizer: Of its parameters.
+        folder: Of the checkpoint.
+        wait: Whether it is complete on return. Otherwise a thread writes a copy of what this rank holds, for
+            which it needs memory on the host, while training goes on; the folder appears in `finish` of what
+            is returned, or in the next call of this function for the model, and all ranks call that.
+
+    Raises:
+        ValueError: The optimiser has other parameters, or is of a kind whose state does not belong to single
+            parameters.
+        CheckpointError: On all ranks, where the folder, or the one that an earlier call has begun, cannot be
+            written; an older one then stays.
     """
-    path, control = Path(folder).resolve(), engine_of(model).stack.machinery.control
-    states = _States.of(model, engine_of(model), optimizer)
+    path, engine = Path(folder).resolve(), engine_of(model)
+    purpose = f"saving {path}"
+    if (earlier := _BEGUN.pop(engine, None)) is not None:
+        earlier.finish()
+    states = _States.of(model, engine, optimizer)
     states.check()
-    work = path.with_name(f"{UNFINISHED}{path.name}")
-    together(control, f"saving {path}", lambda: _begin(work, path), rank=0)
-    try:
-        (saved_together(model) if is_wrapped_by_peft(model) else model).save_pretrained(work)
-        states.save(work)
-        together(control, f"saving {path}", lambda: _finish(work, path), rank=0)
-    except Exception:
-        if control.rank == 0:
-            with suppress(OSError):  # the error of saving matters more
-                _take_back(work, path)
-        raise
+    control, groups = engine.stack.machinery.control, states.text  # training may go on and change them
+
+    def state_in(work: Path) -> State:
+        if is_wrapped_by_peft(model):
+            saved_together(model).save_pretrained(work)
+            return states.held()
+        plain = plain_class(model)
+        check_names(model, plain, control)
+        engine.warn_if_different()
+        return model_state(model, plain, engine, work, purpose) | states.held()
+
+    def close(work: Path, names: Collection[str]) -> None:
+        close_model(work, names)
+        write_whole(work / GROUPS, groups, durable=True)
+
+    files = AsWhole(path, close, _is_own)
+    begun = Saving(files, control, purpose, state_in, divide=_divide, copies=not wait)
+    if wait:
+        begun.finish()
+    else:
+        _BEGUN[engine] = begun
+    return begun
+
+
+def _divide(tensors: list[Outgoing], control: Control) -> Files:
+    """Return the files of a rank: of the model as transformers has them, and one of the optimiser's state."""
+    model, state = ([each for each in tensors if of_model(each.name) == its] for its in (True, False))
+    return numbered(model, control) | of_rank(state, control, lambda _: STATE)
 
 
 def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -91,9 +133,32 @@ def save_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
 
     Raises the errors of `save_checkpoint`.
     """
-    states = _States.of(model, engine_of(model), optimizer)
+    engine, purpose = engine_of(model), f"saving the optimizer's state in {folder}"
+    states, control = _States.of(model, engine, optimizer), engine.stack.machinery.control
     states.check()
-    states.save(Path(folder))
+    files = _Beside(Path(folder), states.text)
+    Saving(files, control, purpose, lambda _: states.held(), divide=_divide, copies=False).finish()
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """An optimiser's state beside a model. text: says whose it is; without it there is none."""
+
+    work: Path
+    text: str
+
+    def begin(self) -> None:
+        for path in sorted(self.work.iterdir(), key=lambda path: path.name != GROUPS):
+            if OF_STATE.fullmatch(path.name):
+                remove_tree(path)
+        make_durable(self.work)
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        del digests
+        write_whole(self.work / GROUPS, self.text, durable=True)
+
+    def give_up(self) -> None:
+        """Leave files that say nothing; the next save removes them."""
 
 
 def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -108,7 +173,11 @@ def load_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: str | P
         raise ValueError(f"{path} holds no {GROUPS}: save_checkpoint has not written it")
     states = _States.of(model, engine_of(model), optimizer)
     saved = _read_groups(path / GROUPS)
-    _check_names(path, states.groups, saved)
+    mine, theirs = ([group["parameters"] for group in groups] for groups in (states.groups, saved))
+    if mine != theirs:
+        differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
+        names = ", ".join(differing) or "the same ones, in other groups or another order"
+        raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
     states.take(path, saved)
 
 
@@ -116,17 +185,13 @@ def _read_groups(file: Path) -> list[Group]:
     """Read the groups of an optimiser's parameters. Raises ConfigError about the file for anything else."""
     hint = "Copy it again, or go on from another checkpoint."
     saved = read_json(file, hint)
-    if not isinstance(saved, list) or not all(map(_is_group, saved)):
+    try:
+        named = [[*group["parameters"], *group[WITHOUT], *group] for group in saved]
+    except (KeyError, TypeError):
+        named = [[None]]
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in chain(*named)):
         raise ConfigError(str(file), UNSET, "holds no groups of an optimizer's parameters", hint)
     return saved
-
-
-def _is_group(group: object) -> bool:
-    """Return whether this is a table that lists the names of parameters, and of those without state."""
-    if not isinstance(group, dict):
-        return False
-    lists = (group.get("parameters"), group.get(WITHOUT))
-    return all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists)
 
 
 def refuse_adapters(folder: Path) -> None:
@@ -140,16 +205,15 @@ def refuse_adapters(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _States:
-    """An optimiser's state by the names of its parameters. axes: how experts lie in parameters of experts.
+    """An optimiser's state by the names of its parameters.
 
     All ranks construct it together: a sharded optimiser gathers parameters.
     """
 
-    engine: Engine
     optimizer: torch.optim.Optimizer
+    model: Any
     names: Mapping[nn.Parameter, str]
-    axes: Mapping[str, ExpertAxis]
-    shardings: Mapping[str, Sharding]
+    naming: ModelNaming
 
     @staticmethod
     def of(model: Any, engine: Engine, optimizer: torch.optim.Optimizer) -> _States:
@@ -160,8 +224,7 @@ class _States:
         strangers = sum(p not in names for group in optimizer.param_groups for p in group["params"])
         if strangers:
             raise ValueError(f"the optimizer has {strangers} parameters that are not the model's")
-        shardings = {name: found for p, name in names.items() if (found := sharding_of(p)) is not None}
-        return _States(engine, optimizer, names, expert_axes(model, engine), shardings)
+        return _States(optimizer, model, names, ModelNaming(engine.layout, engine.decoder, model))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -179,22 +242,9 @@ class _States:
             for group in self.optimizer.param_groups
         ]
 
-    @property
-    def written(self) -> list[Group]:
-        """The groups as they are written, with the names of parameters that have no state."""
-        bare = {name for parameter, name in self.names.items() if not self._has_state(parameter)}
-        return [
-            {**group, WITHOUT: [name for name in group["parameters"] if name in bare]}
-            for group in self.groups
-        ]
-
     def check(self) -> None:
-        """Raise ValueError for state or settings that cannot be saved, ShareError for another rank's state.
-
-        State must belong to single numbers of parameters; settings must be numbers that JSON can hold.
-        """
+        """Raise ValueError for state that is not of single numbers, ShareError for another rank's state."""
         watch_optimizer(self.optimizer)
-        json.dumps(self.groups, default=_number)
         for parameter in self.parameters:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 shape = torch.as_tensor(value).shape
@@ -205,57 +255,22 @@ class _States:
                         "shape can be saved"
                     )
 
-    def save(self, folder: Path) -> None:
-        """Write the state, every rank its own; all ranks call this. Raises CheckpointError on all ranks."""
-        control = self.engine.stack.machinery.control
-        purpose = f"saving the optimizer's state in {folder}"
-        together(control, purpose, lambda: _remove_state(folder), rank=0)
-        digests = Saving(self._state(), folder, Dealing(control), control, purpose, lambda _: STATE).digests()
-
-        def finish() -> None:
-            if unseen := [name for name in digests if not (folder / name).exists()]:
-                raise OSError(f"rank 0 does not see {unseen[0]}, which another rank has written")
-            text = json.dumps(self.written, indent=1, default=_number)
-            write_whole(folder / GROUPS, text, durable=True)
-
-        together(control, purpose, finish, rank=0)
-
-    def _has_state(self, parameter: nn.Parameter) -> bool:
-        if isinstance(self.optimizer, ShardedAdamW):
-            return self.optimizer.updates.share_of(parameter) is not None
-        return bool(self.optimizer.state.get(parameter))
-
-    def _state(self) -> State:
+    def held(self) -> State:
         """Return views of what this rank has of the state."""
-        state: State = {}
-        if isinstance(self.optimizer, ShardedAdamW):
-            for parameter, name in self.names.items():
-                state |= shares_of(self.optimizer, name, parameter, self)
-            return state
-        for parameter in self.parameters:
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state |= self._part(parameter, key, torch.as_tensor(value))
-        return state
+        return updated(self.optimizer, self.model, self.naming)
 
-    def split(self, name: str, tensor: Tensor, suffix: str = "") -> list[Named]:
-        """Return a tensor of a parameter's shape; experts that lie in turn get their own axis."""
-        axis, layout = self.axes.get(name), self.engine.layout
-        if axis is None:
-            return [(f"{name}{suffix}", tensor, self.shardings.get(name))]
-        sharding = sharding_of_experts(tensor.shape, self.shardings.get(name), layout)
-        if isinstance(axis, InTurn):
-            tensor = tensor.unflatten(1, (axis.rank, -1))
-            shape = (*tensor.shape[:2], tensor.shape[2] * layout.ep_size)
-            sharding = Sharding.along(2, shape, (), layout.ep_rank, layout.ep_size)
-        return [(f"{name}{suffix}", tensor, sharding)]
+    @property
+    def text(self) -> str:
+        """The content of the file that says whose the state is, without which there is none.
 
-    def _part(self, parameter: nn.Parameter, key: str, tensor: Tensor) -> State:
-        """Return this rank's part of a tensor of the state, by its name."""
-        name = self.names[parameter]
-        if not tensor.dim():
-            return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
-        named = self.split(name, tensor, f".{key}")
-        return {f"{OPTIMIZER}{each}": Part.of(part, sharding) for each, part, sharding in named}
+        Raises ValueError for settings that JSON cannot hold.
+        """
+        having = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in self.held()}
+        groups = [
+            {**group, WITHOUT: [name for name in group["parameters"] if name not in having]}
+            for group in self.groups
+        ]
+        return json.dumps(groups, indent=1, default=_number)
 
     def take(self, folder: Path, saved: list[Group]) -> None:
         """Fill the optimiser's state from a folder, and its groups' settings from `saved`."""
@@ -263,7 +278,7 @@ class _States:
         numbers = {self.names[parameter]: number for number, parameter in enumerate(parameters)}
         states: dict[int, dict[str, Tensor]] = {}
         sharded = isinstance(self.optimizer, ShardedAdamW)
-        state = self._state() if sharded else {}
+        state = self.held() if sharded else {}
         try:
             stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
             places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in stored.whole}
@@ -273,7 +288,7 @@ class _States:
                 parameter = parameters[numbers[name]]
                 tensor = torch.empty(parameter.shape if shape else (), dtype=dtype)
                 states.setdefault(numbers[name], {})[key] = tensor
-                state |= self._part(parameter, key, tensor)
+                state |= state_part(name, key, tensor, self.naming)
             if (found := misfits(state, stored.whole, state)) is not None:
                 raise DamagedError(found)
             stored.load(state)
@@ -299,23 +314,6 @@ class _States:
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def _remove_state(folder: Path) -> None:
-    """Remove what is left of an optimiser's state; first the file without which there is none."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name != GROUPS):
-        if OF_STATE.fullmatch(path.name):
-            remove_tree(path)
-    make_durable(folder)
-
-
-def _check_names(path: Path, here: Sequence[Group], saved: Sequence[Group]) -> None:
-    """Raise ValueError unless both optimisers have the same parameters in the same groups."""
-    mine, theirs = ([group["parameters"] for group in groups] for groups in (here, saved))
-    if mine != theirs:
-        differing = sorted(set(chain(*mine)) ^ set(chain(*theirs)))[:3]
-        names = ", ".join(differing) or "the same ones, in other groups or another order"
-        raise ValueError(f"{path} has the state of an optimizer of other parameters: {names}")
-
-
 def _check_complete(folder: Path, found: Set[str], saved: Sequence[Group]) -> None:
     """Raise ValueError unless a folder has the state of the parameters that the groups name, and no other."""
     names, bare = (set(chain(*(group[key] for group in saved))) for key in ("parameters", WITHOUT))
@@ -334,67 +332,9 @@ def _number(setting: object) -> object:
     raise ValueError(f"an optimizer's setting {setting!r} cannot be saved: use a number")
 
 
-def _begin(work: Path, path: Path) -> None:
-    """Put in order what a save that was killed has left: a checkpoint without its name, and other files."""
-    former = _former(path)
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-    if former.is_dir() and not former.is_symlink():
-        if path.exists():
-            for each in _others(former, path):
-                each.rename(path / each.name)
-        else:
-            former.rename(path)
-    for left in (former, work):
-        remove_tree(left)
+def _is_own(name: str, new: Collection[str]) -> bool:
+    """Return whether a file belongs to an older checkpoint, by its name and those of the new one's files.
 
-
-def _finish(work: Path, path: Path) -> None:
-    """Give a complete checkpoint its final name, in place of an older one, whose other files stay there.
-
-    At every moment there is one of the two; where the system cannot exchange names, both are without theirs
-    for a moment, and `refuse_cut_off` says where the older one is.
+    Beside adapters a whole model does not: adapters are saved without it, and possibly where it lies.
     """
-    former = _former(path)
-    for each in (*work.iterdir(), work):
-        make_durable(each)
-    if path.exists():
-        with suppress(OSError):  # folders, and file systems without links: these files follow below
-            for each in _others(path, work):
-                (work / each.name).hardlink_to(each)
-        work.rename(former)
-        if not exchange(former, path):
-            former.rename(work)
-            path.rename(former)
-            work.rename(path)
-        for each in _others(former, path):
-            each.rename(path / each.name)
-    else:
-        work.rename(path)
-    make_durable(path.parent)
-    with suppress(OSError):  # the new one is in place; the next save removes the rest
-        remove_tree(former)
-
-
-def _take_back(work: Path, path: Path) -> None:
-    """Remove everything of a checkpoint that was not completed: it may be what fills the disk."""
-    former = _former(path)
-    if former.is_dir() and not path.exists():
-        former.rename(path)
-    remove_tree(work)
-
-
-def _former(path: Path) -> Path:
-    """Return the path of an older checkpoint until the new one has its name."""
-    return path.with_name(f"{FORMER_CHECKPOINT}{path.name}")
-
-
-def _others(older: Path, newer: Path) -> list[Path]:
-    """Return the files of the older folder that belong to no checkpoint and are not in the newer one.
-
-    Beside adapters these include a whole model: adapters are saved without it, and possibly where it lies.
-    """
-    own = OF_ADAPTERS if (newer / ADAPTERS).is_file() else OWN
-    left = (UNFINISHED_MODEL, FORMER)  # by a save that ended early
-    names = [each.name for each in older.iterdir() if each.name not in left and not own.fullmatch(each.name)]
-    return [older / name for name in names if not (newer / name).exists()]
+    return (OF_ADAPTERS if ADAPTERS in new else OWN).fullmatch(name) is not None

@@ -23,7 +23,7 @@ from penstock.families.family import Family
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.look import Found, look
 from penstock.families.model_folder import ModelFolder
-from penstock.families.weights import StoredTensor, share_of_experts
+from penstock.families.weights import share_of_experts
 from penstock.models.decoder import TensorShard
 from penstock.moe.experts.base import ExpertShard
 from penstock.partial_state import without_marks
@@ -57,8 +57,8 @@ def load_pretrained(
     hold and for one layer's experts; what ranks share (`tp_size`, `esp_size`) each reads whole first. All
     ranks call this together. folder: configuration and safetensors, as save_pretrained writes them. dtype: of
     the weights; None = as the configuration says. Other parameters: see `parallelize`. Raises ValueError for
-    a family that is not known, or if a tensor is missing, of another shape, or not the model's, ConfigError
-    for sizes that do not fit.
+    a family that is not known, or if a tensor is missing, of another shape, not finite, or not the model's,
+    ConfigError for sizes that do not fit.
     """
     opened = ModelFolder.open(Path(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
@@ -74,8 +74,12 @@ def load_pretrained(
         transport=transport,
     )
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
-        layout = machinery.layout
-        found = read_share(found, opened, layout, dtype or opened.config.dtype or torch.float32, device)
+        layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
+        share: list[Found] = []  # what one rank finds in what it reads, all must learn
+        machinery.control.agreed(
+            lambda: share.append(read_share(found, opened, layout, kind, device)), f"reading {folder}"
+        )
+        (found,) = share
         tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
         scheduled(found, machinery, parallel, plan, tensor, updating)
         if tensor is not None:
@@ -91,7 +95,16 @@ def read_share(
     Experts that ranks share are read whole, and cut afterwards.
     """
     held = ExpertPlacement.even(found.num_experts, layout.ep_size).held(layout.ep_rank)
-    model = _filled(found, opened, _share_of(found, opened, held), held, dtype)
+    ids = {id(p) for experts in found.experts for p in experts.parameters()}
+    named = found.model.named_parameters(remove_duplicate=False)
+    rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
+    tensors = share_of_experts(opened.tensors, found.model, rows, held, found.num_experts)
+    plain = type(found.model)
+    with _one_after_the_other():
+        model = opened.read(_small_class(plain, found.family, held), tensors, dtype)
+    model.__class__ = plain
+    for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     found, shard = found.of(model.to(device)), ExpertShard(layout.esp_rank, layout.esp_size)
     Shares(found.experts, range(len(held)), len(held), shard, found.family.form).settle()
     return found
@@ -102,15 +115,14 @@ def reload(model: Any, folder: str | Path) -> None:
 
     Raises ValueError if the folder holds another model.
     """
-    opened = ModelFolder.open(Path(folder), plain_class(model))
-    layout, dtype = engine_of(model).layout, next(model.parameters()).dtype
-    state = read_share(skeleton(opened), opened, layout, dtype, "cpu").model.state_dict()
+    opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
+    read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
     mine = without_marks(model.state_dict())
-    if {name: tensor.shape for name, tensor in mine.items()} != {name: state[name].shape for name in state}:
+    if {name: tensor.shape for name, tensor in mine.items()} != {name: read[name].shape for name in read}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():
         for name, tensor in mine.items():
-            tensor.copy_(state[name])
+            tensor.copy_(read[name])
 
 
 def skeleton(opened: ModelFolder) -> Found:
@@ -133,31 +145,6 @@ def skeleton(opened: ModelFolder) -> Found:
             "from_pretrained, and call parallelize"
         )
     return found
-
-
-def _share_of(found: Found, opened: ModelFolder, held: Sequence[int]) -> dict[str, StoredTensor]:
-    """Return the tensors in a folder that a rank with these experts reads."""
-    ids = {id(p) for experts in found.experts for p in experts.parameters()}
-    named = found.model.named_parameters(remove_duplicate=False)
-    rows = {name: len(p) // found.num_experts for name, p in named if id(p) in ids}
-    return share_of_experts(opened.tensors, found.model, rows, held, found.num_experts)
-
-
-def _filled(
-    found: Found,
-    opened: ModelFolder,
-    tensors: dict[str, StoredTensor],
-    held: Sequence[int],
-    dtype: torch.dtype,
-) -> Any:
-    """Return the model with a share of experts, read from these tensors."""
-    plain = type(found.model)
-    with _one_after_the_other():
-        model = opened.read(_small_class(plain, found.family, held), tensors, dtype)
-    model.__class__ = plain
-    for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
-        model.get_parameter(name).requires_grad_(parameter.requires_grad)
-    return model
 
 
 @contextmanager

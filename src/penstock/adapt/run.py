@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.build import mark_shares, pieces_of
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
+from penstock.adapt.naming import ModelNaming
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
-from penstock.families.experts import sharding_of_experts
-from penstock.families.in_files import Place, cut_in_file, places_of, saved_tensors
 from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
-from penstock.families.weights import EXPERT, quantized_in
+from penstock.families.weights import quantized_in
 from penstock.models.decoder import TensorShard
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
@@ -39,13 +37,11 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
-from penstock.sharding import Sharding, shardings_of
 from penstock.topology import Layout
 from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
 from penstock.train.pretrained import COPY, files_alike
-from penstock.train.run_state import Named
 
 
 def model_of_run(
@@ -98,53 +94,6 @@ class ModelStack(PipelinedStack):
         )
         self.parts.end_with(loss)
         return loss
-
-
-class ModelNaming:
-    """The names of tensors of a model of transformers.
-
-    Files have those of transformers; the optimiser's state those of the model, whose experts are stacked.
-    """
-
-    def __init__(self, layout: Layout, decoder: Decoder, model: nn.Module) -> None:
-        self._layout, self._model, self._shardings = layout, model, shardings_of(model)
-        experts = {id(p) for layer in range(len(decoder.parts)) for p in decoder.expert_parameters(layer)}
-        self._spread = {name for name, p in model.named_parameters() if id(p) in experts}
-        placement = next(part.moe.placement for part in decoder.parts if part.moe is not None)
-        self._first = placement.held(layout.ep_rank)[0]
-        self._places: Mapping[str, tuple[Place, Sharding | None]] | None = None
-
-    def in_files(self) -> Iterator[Named]:
-        """Yield views of the model's tensors, as files of transformers have them."""
-        tensors = {name: each.detach() for name, each in saved_tensors(self._model)}
-        if self._places is None:  # worked out once for a save, which asks twice
-            self._places = dict(self._found(tensors))
-        for name, (place, sharding) in self._places.items():
-            yield name, place.view(tensors[place.source]), sharding
-
-    def _found(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[Place, Sharding | None]]]:
-        """Yield where the tensors of files lie, with what part of the whole this rank has of each."""
-        places = places_of(self._model, tensors, self._spread, self._first)
-        whole, cut = places, self._spread & self._shardings.keys()
-        if cut:
-            shapes = {name: (len(tensors[name]), *self._shardings[name].shape) for name in cut}
-            widened = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-            whole = places_of(self._model, {**tensors, **widened}, self._spread, self._first)
-        for name, place in places.items():
-            each, spread = self._shardings.get(place.source), place.source in self._spread
-            alone = spread and EXPERT.search(name)  # of one expert, which is here
-            if each is not None and spread:
-                first = 0 if alone else 1
-                each = cut_in_file(each, place.shape[first:], whole[name].shape[first:])
-            stacked = spread and not alone
-            yield name, (place, sharding_of_experts(place.shape, each, self._layout) if stacked else each)
-
-    def split(self, name: str, tensor: Tensor, suffix: str = "") -> Iterable[Named]:
-        """Return a tensor of a parameter's shape, by the parameter's name."""
-        sharding = self._shardings.get(name)
-        if name in self._spread:
-            sharding = sharding_of_experts(tensor.shape, sharding, self._layout)
-        return [(f"{name}{suffix}", tensor, sharding)]
 
 
 def _of_transformers(

@@ -1,284 +1,256 @@
-"""A model of transformers written by all ranks together: each writes shards of what it holds.
+"""Models of transformers, written by all ranks together: each writes views of what it holds.
 
-Nothing is gathered but weights that a file stores whole and ranks hold in parts (those of all experts
-together, and of shared attention), one after the other, at the rank that writes them. Besides the model a
-rank needs memory for its share of one layer, or one such weight.
+What ranks hold in parts and a file stores whole (shared attention, and the experts of some families) becomes
+whole on one of these ranks, which take turns.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+import secrets
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.adapt.engine import Engine
-from penstock.adapt.export import expert_names
-from penstock.checkpoint.folder import INDEX, ONE
-from penstock.checkpoint.storage import CODES, Outgoing, together, write_shard, writing_order
-from penstock.families.adapters import ALONG_ROWS
-from penstock.families.in_files import renumbered
-from penstock.families.weights import EXPERT, LAYER
-from penstock.mesh import Group
-from penstock.sharding import Sharding, sharding_of
+from penstock.adapt.folder import InPlace
+from penstock.adapt.naming import ModelNaming
+from penstock.checkpoint.folder import ONE
+from penstock.checkpoint.saving import Saving
+from penstock.checkpoint.storage import (
+    CODES,
+    MODEL,
+    Files,
+    Named,
+    Outgoing,
+    Part,
+    State,
+    joined,
+    make_whole,
+    together,
+    write_index,
+)
+from penstock.families.described import quiet
+from penstock.partial_state import ShareError, check_marks, without_marks
+from penstock.topology import Control
+from penstock.words import some_of
 from penstock.writing import write_whole
 
-Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Maps tensors as a model has them to those in its files, which have other names."""
+OPTIONS = {"is_main_process", "max_shard_size", "save_original_format"}
+"""Options of `save_pretrained`; others are for transformers itself, with all weights at rank 0."""
 
-Shard = list["_Piece"]
-
-LENGTH_BYTES = 8
-"""Bytes at the start of a safetensors file that give the length of its header."""
+MOST_SHARD = "50GB"
+"""Largest size of a file, where nothing else is said, as transformers has it."""
 
 
-class _Entry(NamedTuple):
-    """Shape and type of a tensor in a file."""
+def save_model(
+    model: Any, plain: Any, engine: Engine, folder: Path, given: Mapping[str, Tensor] | None, **options: Any
+) -> None:
+    """Write a model with its configuration, as `plain.save_pretrained` does; all ranks call it.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(eq=False, frozen=True)
-class _Part:
-    """A rank's tensors of one layer: those of its experts, or all others.
-
-    first: the number of its first expert.
+    given: what is saved instead of the model's own state. With it, with adapters that transformers itself has
+    put into the model, and with other `options` than `OPTIONS` transformers writes, on rank 0.
     """
-
-    tensors: Mapping[str, Tensor]
-    convert: Convert
-    first: int = 0
-
-    def made(self, *, described: bool = False) -> dict[str, Tensor]:
-        """Return the part's tensors as in files; described: on the meta device, without values."""
-        tensors = {name: each.to("meta") if described else each for name, each in self.tensors.items()}
-        return {renumbered(name, self.first): each for name, each in self.convert(tensors).items()}
-
-
-Join = Callable[[list[Tensor]], Tensor]
-"""Joins the parts that ranks hold of a tensor, in the order of the ranks."""
+    control, purpose = engine.stack.machinery.control, f"saving {folder}"
+    check_names(model, plain, control, given)
+    engine.warn_if_different()
+    unusual = given is not None or _has_own_adapters(model) or not options.keys() <= OPTIONS
+    if control.any(unusual, "comparing how a model is to be saved"):
+        _write_at_rank_0(model, plain, engine, folder, given, **options)
+        return
+    state_in = partial(model_state, model, plain, engine, purpose=purpose, **options)
+    divide = partial(numbered, most=options.get("max_shard_size", MOST_SHARD))
+    files = InPlace(folder, close_model)
+    Saving(files, control, purpose, state_in, divide=divide, copies=False).finish()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor of a file. entry: for the whole tensor, even where `part` has this rank's part alone."""
+def model_state(
+    model: Any,
+    plain: Any,
+    engine: Engine,
+    work: Path,
+    purpose: str,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str = MOST_SHARD,
+    save_original_format: bool = True,
+) -> State:
+    """Write all of a model but its weights into a folder, on rank 0; return what this rank has of these.
 
-    name: str
-    entry: _Entry
-    part: _Part
-    join: Join = ALONG_ROWS.join
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.entry.shape).numel() * self.entry.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """A shard of pieces that these ranks join, one of which writes it. members: those with rank 0."""
-
-    shard: Shard
-    members: Sequence[int]
-
-
-@dataclass
-class _Made:
-    """The part that was converted last: it usually holds the tensor that is written next, too."""
-
-    part: _Part | None = None
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def take(self, piece: _Piece) -> Tensor:
-        if self.part is not piece.part:
-            self.tensors = {}  # frees the memory before the next part
-            self.part, self.tensors = piece.part, piece.part.made()
-        return self.tensors[piece.name]
-
-
-class Writing:
-    """One save. state: this rank's tensors by the model's names. most_bytes: limit of a shard.
-
-    All ranks construct it together, and call `write` if it `fits`.
+    Where ranks do not see that folder, or transformers writes other tensors than views of parameters, rank 0
+    writes everything, for which it needs memory, and nothing is left to be written. All ranks call it.
     """
+    del is_main_process  # rank 0 is
+    options = {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
+    layout, control = engine.layout, engine.stack.machinery.control
+    naming = ModelNaming(layout, engine.decoder, model, original=save_original_format)
+    named = None
+    if not _has_own_adapters(model):
+        named = _as_transformers_writes(model, naming, control, original=save_original_format)
+    if named is None or not _is_seen_by_all(work, control, purpose):
+        _write_at_rank_0(model, plain, engine, work, None, **options)
+        return {}
+    with quiet():  # there are no weights to show
+        papers = partial(plain.save_pretrained, model, work, state_dict={}, **options)
+        together(control, purpose, papers, rank=0)
+    state = {name: Part.of(part, sharding) for name, part, sharding in named}
+    make_whole(state, named, layout.mesh, control, purpose)
+    return state
 
-    def __init__(
-        self, model: Any, engine: Engine, state: Mapping[str, Tensor], convert: Convert, most_bytes: int
-    ) -> None:
-        self._layout, self._control = engine.layout, engine.stack.machinery.control
-        self._experts, self._tensor = (
-            self._layout.mesh.members(0, axes) for axes in (Group.EXPERT, Group.TENSOR)
-        )
-        self._made = _Made()
-        spread = expert_names(model, engine).keys() if self._layout.ep_size > 1 else set[str]()
-        shared = _shared_names(model) if self._layout.mp_size > 1 else {}
-        own, joined, cut = self._pieces(state, spread, shared, convert)
-        self._own = _shards(own, most_bytes)
-        self._joined = [_Joined(shard, self._experts) for shard in _shards(joined, most_bytes)]
-        self._joined += [_Joined(shard, self._tensor) for shard in _shards(cut, most_bytes)]
-        described = [[(each.name, each.entry, each.size_bytes) for each in shard] for shard in self._own]
-        everyone = self._control.gather(described, "telling what each rank writes")
-        last = [[(p.name, p.entry, p.size_bytes) for p in each.shard] for each in self._joined]
-        self._written = [*chain.from_iterable(everyone), *last]
-        self._before = sum(map(len, everyone[: self._control.rank]))
-        self.fits = self._is_all_of(state, spread, shared, convert)
 
-    def write(self, folder: Path) -> None:
-        """Write all shards and their index. Raises CheckpointError, on all ranks."""
-        purpose, names = f"saving {folder}", self._names()
-        own = names[self._before : self._before + len(self._own)]
-        together(self._control, purpose, lambda: self._write_own(folder, own))
-        for number, each in enumerate(self._joined):
-            path = folder / names[len(names) - len(self._joined) + number]
-            writer = each.members[number % len(each.members)]
-            together(self._control, purpose, partial(self._write_joined, path, each, writer))
-        together(self._control, purpose, lambda: self._write_index(folder, names), rank=0)
-        together(self._control, purpose, lambda: self._check_files(folder, names), rank=0)
+def numbered(tensors: Sequence[Outgoing], control: Control, most: int | str = MOST_SHARD) -> Files:
+    """Return the files of a rank for tensors of a model, named as transformers does. All ranks call it.
 
-    def _pieces(
-        self,
-        state: Mapping[str, Tensor],
-        spread: Iterable[str],
-        shared: Mapping[str, Sharding],
-        convert: Convert,
-    ) -> tuple[list[_Piece], list[_Piece], list[_Piece]]:
-        """Return the pieces that this rank writes by itself, and those that ranks of experts and of shared
-        attention join.
+    most: bytes of a file, also in words; a larger tensor has a file of its own.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
 
-        Of the ranks that hold a piece the first writes it.
-        """
-        layout, own, joined, cut = self._layout, list[_Piece](), list[_Piece](), list[_Piece]()
-        for name, sharding in shared.items():
-            if name in state:
-                part = _Part({name: state[name]}, convert)
-                for there, each in part.made(described=True).items():
-                    entry = _Entry(shape=sharding.shape, dtype=each.dtype)
-                    cut.append(_Piece(there, entry, part, sharding.join))
-        whole = {name: each for name, each in state.items() if name not in shared}
-        for of_experts, tensors in _by_layer(whole, set(spread)):
-            count = len(next(iter(tensors.values())))
-            part = _Part(tensors, convert, layout.ep_rank * count if of_experts else 0)
-            for name, each in part.made(described=True).items():
-                if of_experts and not EXPERT.search(name):
-                    joined.append(_Piece(name, _entry(each, layout.ep_size), part))
-                elif layout.rank in (self._experts if of_experts else (0,)):
-                    own.append(_Piece(name, _entry(each), part))
-        return own, joined, cut
+    described = {each.name: torch.empty_like(each.box, device="meta") for each in tensors}
+    shards = split_torch_state_dict_into_shards(described, max_shard_size=most).filename_to_tensors.values()
+    counts = control.gather(len(shards), "numbering the files of a model")
+    count, before = sum(counts), sum(counts[: control.rank])
+    sources = {each.name: each for each in tensors}
+    return {
+        ONE if count == 1 else f"{MODEL}-{number:05d}-of-{count:05d}.safetensors": [sources[n] for n in shard]
+        for number, shard in enumerate(shards, before + 1)
+    }
 
-    def _is_all_of(
-        self,
-        state: Mapping[str, Tensor],
-        spread: Iterable[str],
-        shared: Mapping[str, Sharding],
-        convert: Convert,
-    ) -> bool:
-        """Return whether all ranks together write what one rank with the whole model would write."""
-        whole, spread, ranks = {}, set(spread), self._layout.ep_size
-        for name, each in state.items():
-            shape = ALONG_ROWS.whole_shape(tuple(each.shape), ranks) if name in spread else each.shape
-            shape = shared[name].shape if name in shared else shape
-            whole[name] = torch.empty(shape, dtype=each.dtype, device="meta")
-        wanted = {name: _entry(each) for name, each in convert(whole).items()}
-        written = [(name, entry) for shard in self._written for name, entry, _ in shard]
-        known = all(entry.dtype in CODES for _, entry in written)
-        return known and len(written) == len(wanted) and dict(written) == wanted
 
-    def _names(self) -> list[str]:
-        """Return the names of all files, in their order, as transformers names them."""
-        count = len(self._written)
-        if count == 1:
-            return [ONE]
-        return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def close_model(work: Path, names: Collection[str]) -> None:
+    """Write the index of a model's files, where there are several."""
+    names = [name for name in names if name.startswith(MODEL)]
+    if len(names) > 1:
+        write_index(work, names)
 
-    def _write_own(self, folder: Path, names: list[str]) -> None:
-        for name, shard in zip(names, self._own, strict=True):
-            write_shard(folder / name, [_outgoing(each, partial(self._made.take, each)) for each in shard])
 
-    def _write_joined(self, path: Path, joined: _Joined, writer: int) -> None:
-        """Write pieces that ranks join; where the writer fails, it still takes what the others send."""
-        shard, members = sorted(joined.shard, key=_place), joined.members
-        left = iter(shard)
+def _has_own_adapters(model: Any) -> bool:
+    """Return whether transformers has put adapters into a model; they are saved without it."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _is_seen_by_all(work: Path, control: Control, purpose: str) -> bool:
+    """Return whether this is one folder on all ranks, by a file that only it can have."""
+    mark = work / control.gather(secrets.token_hex(), purpose)[0]
+    together(control, purpose, lambda: write_whole(mark, ""), rank=0)
+    is_unseen = control.any(not mark.exists(), purpose)
+    together(control, purpose, mark.unlink, rank=0)
+    return not is_unseen
+
+
+def _as_transformers_writes(
+    model: Any, naming: ModelNaming, control: Control, *, original: bool
+) -> list[Named] | None:
+    """Return views for files; None unless those of all ranks are what transformers would make of the model.
+
+    Raises RuntimeError, as transformers does, for a model with tensors that are one without saying so.
+    """
+    try:  # neither is public
+        from transformers.core_model_loading import revert_weight_conversion
+        from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    except ImportError:
+        return None
+    state = without_marks(model.state_dict())
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    whole = {name: _described(*naming.part_of(name, each)) for name, each in state.items()}
+    wanted = remove_tied_weights_from_state_dict(whole, model)
+    if original:
+        wanted = revert_weight_conversion(model, wanted)
+    named = list(naming.in_files())
+    mine = _kinds({name: _described(part, sharding) for name, part, sharding in named})
+    everyone = control.gather(mine, "comparing what ranks write with what transformers would")
+    found = {name: kind for kinds in everyone for name, kind in kinds.items()}
+    return named if found == _kinds(wanted) and all(dtype in CODES for _, dtype in found.values()) else None
+
+
+def _described(part: Tensor, sharding: Any) -> Tensor:
+    """Return, without values, the whole tensor of which ranks have such parts."""
+    return torch.empty(part.shape if sharding is None else sharding.shape, dtype=part.dtype, device="meta")
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (each.shape, each.dtype) for name, each in tensors.items()}
+
+
+def _write_at_rank_0(
+    model: Any, plain: Any, engine: Engine, folder: Path, given: Mapping[str, Tensor] | None, **options: Any
+) -> None:
+    """Let transformers write a model on rank 0, which needs memory for all of it; all ranks call it."""
+    control = engine.stack.machinery.control
+    state = whole_state(model, engine, given)
+    write = partial(plain.save_pretrained, model, folder, state_dict=state, **options)
+    together(control, f"saving {folder}", write, rank=0)
+
+
+def whole_state(
+    model: Any, engine: Engine, given: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor] | None:
+    """Return the state dictionary of the model on one process, at rank 0; None on the others.
+
+    All ranks call it. given: this rank's own state dictionary, where it is not the model's.
+    """
+    control, layout = engine.stack.machinery.control, engine.layout
+    own = model.state_dict()  # all ranks join the state of adapters in it
+    state = without_marks(own if given is None else given)
+    naming = ModelNaming(layout, engine.decoder, model)
+    names: dict[Any, list[str]] = {}  # layers may share a parameter, and are saved so
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state and state[name].shape == parameter.shape:  # adapters are whole
+            names.setdefault(parameter, []).append(name)
+    parts = [(each[0], *naming.part_of(each[0], state[each[0]].detach())) for each in names.values()]
+    shared = [each for each in parts if each[2] is not None]
+    whole = dict(joined(shared, layout.mesh, control, "saving a model", at=0))
+    for each in names.values():
+        state |= dict.fromkeys(each, whole[each[0]]) if each[0] in whole else {}
+    return state if control.rank == 0 else None
+
+
+def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Tensor] | None = None) -> None:
+    """Raise ValueError unless what is saved has the names that a model of this configuration has.
+
+    Args:
+        model: Is saved. Adapters that transformers itself has put into it are saved without it.
+        plain: The class of such a model.
+        control: Of all ranks, which call this together; where one raises, all do.
+        given: What is saved, where it is not the model's own state: possibly on rank 0 alone.
+
+    Raises:
+        ShareError: `given` has the experts of another rank.
+    """
+    refusal: Exception | None = None
+    own = model.state_dict()  # ranks join adapters in it, even where one of them is given a state
+    if not _has_own_adapters(model):
         try:
-            if self._control.rank == writer:
-                taken = [
-                    _outgoing(each, lambda: self._collect(next(left), members, writer)) for each in shard
-                ]
-                write_shard(path, taken)
-        finally:
-            for each in left if self._control.rank in members else ():
-                self._collect(each, members, writer)
-
-    def _collect(self, piece: _Piece, members: Sequence[int], writer: int) -> Tensor:
-        held = self._made.take(piece).detach().cpu()
-        parts = self._control.collect(held, members, writer, f"saving {piece.name}")
-        return piece.join(parts) if parts else held
-
-    def _write_index(self, folder: Path, names: list[str]) -> None:
-        if len(names) < 2:
-            return
-        pieces = list(chain.from_iterable(self._written))
-        total = {
-            "total_parameters": sum(torch.Size(entry.shape).numel() for _, entry, _ in pieces),
-            "total_size": sum(size_bytes for _, _, size_bytes in pieces),
-        }
-        pairs = zip(names, self._written, strict=True)
-        weight_map = {name: file for file, shard in pairs for name, _, _ in shard}
-        table = {"metadata": total, "weight_map": weight_map}
-        write_whole(folder / INDEX, json.dumps(table, indent=2, sort_keys=True) + "\n")
-
-    def _check_files(self, folder: Path, names: list[str]) -> None:
-        """Raise OSError unless rank 0 sees the files that all ranks report as written."""
-        for name, shard in zip(names, self._written, strict=True):
-            with (folder / name).open("rb") as file:
-                header_bytes = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
-            expected = header_bytes + sum(size_bytes for _, _, size_bytes in shard)
-            if (found := (folder / name).stat().st_size) != expected:
-                raise OSError(f"{folder / name} has {found} bytes instead of {expected}")
+            _check_names(model, plain, own, own if given is None else given)
+        except (ValueError, ShareError) as error:
+            refusal = error
+    if control.any(refusal is not None, "comparing names of what is saved"):
+        raise refusal or ValueError("another rank has refused to save the model: see its error")
 
 
-def _shared_names(model: Any) -> dict[str, Sharding]:
-    """Return how ranks share parameters with others, by the names of these parameters."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: found for name, p in named if (found := sharding_of(p)) is not None}
-
-
-def _by_layer(state: Mapping[str, Tensor], spread: set[str]) -> Iterator[tuple[bool, dict[str, Tensor]]]:
-    """Yield tensors that are converted together: whether they are of experts, and the tensors."""
-    found: dict[tuple[str, bool], dict[str, Tensor]] = {}
-    for name, tensor in state.items():
-        layer = LAYER.match(name)
-        found.setdefault((layer[0] if layer else "", name in spread), {})[name] = tensor
-    for (_, of_experts), tensors in found.items():
-        yield of_experts, tensors
-
-
-def _shards(pieces: Iterable[_Piece], most_bytes: int) -> list[Shard]:
-    """Divide pieces into as few shards as their order allows; a tensor larger than the limit has its own."""
-    shards: list[Shard] = []
-    room = 0
-    for each in pieces:
-        if not shards or each.size_bytes > room:
-            shards.append([])
-            room = most_bytes
-        shards[-1].append(each)
-        room -= each.size_bytes
-    return shards
-
-
-def _entry(tensor: Tensor, ranks: int = 1) -> _Entry:
-    shape = tuple(tensor.shape)
-    return _Entry(shape=shape if ranks == 1 else ALONG_ROWS.whole_shape(shape, ranks), dtype=tensor.dtype)
-
-
-def _outgoing(piece: _Piece, load: Callable[[], Tensor]) -> Outgoing:
-    return Outgoing(name=piece.name, shape=piece.entry.shape, dtype=piece.entry.dtype, load=load)
-
-
-def _place(piece: _Piece) -> tuple[int, str]:
-    return writing_order(piece.name, piece.entry.dtype)
+def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    check_marks(saved, own)
+    try:
+        with quiet(), torch.device("meta"):
+            wanted = plain(copy.deepcopy(model.config)).state_dict().keys()
+    except Exception as error:  # a class from elsewhere may raise anything
+        warnings.warn(
+            f"names of what is saved were not compared: no {plain.__name__} can be built from its "
+            f"configuration alone ({type(error).__name__}: {error})",
+            stacklevel=3,
+        )
+        return
+    found = without_marks(saved).keys()
+    missing, unexpected = sorted(wanted - found), sorted(found - wanted)
+    if missing or unexpected:
+        raise ValueError(
+            f"this is no {plain.__name__} of its configuration any more, and transformers would not read "
+            f"what is saved: missing {some_of(missing)}; unexpected "
+            f"{some_of(unexpected)}. Adapters of peft: merge them first (merge_and_unload), or "
+            "save them alone (save_pretrained of the PeftModel)"
+        )

@@ -22,16 +22,15 @@ from torch._compile import _disable_dynamo
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
-from penstock.adapt.export import check_names, expert_axes, whole_state
-from penstock.adapt.folder import OPTIONS, save_folder
 from penstock.adapt.generating import together_from
+from penstock.adapt.naming import expert_axes
 from penstock.adapt.outputs import LOGITS, LastOnly, StepOutput
+from penstock.adapt.saving import save_model
 from penstock.checkpoint.storage import together
-from penstock.partial_state import ShareError, refuse_pickle
+from penstock.partial_state import refuse_pickle
 from penstock.runtime import PipelinedStack
 from penstock.runtime.checks.misuse import refuse_data_parallel
 from penstock.sharding import sharding_of
-from penstock.topology import Control
 
 DECODED = ("input_ids", "attention_mask", "position_ids")
 """Arguments of a step that its decoder gets, in their order."""
@@ -340,41 +339,11 @@ def _balances(model: Any, named: dict[str, Any], decoder: Decoder) -> bool:
     return bool(balances) and decoder.has_balance_loss
 
 
-def _check_names(model: Any, plain: Any, given: Any, control: Control) -> None:
-    """Refuse on all ranks what one rank refuses: the given state may be rank 0's alone."""
-    refusal: Exception | None = None
-    try:
-        check_names(model, plain, given)
-    except (ValueError, ShareError) as error:
-        refusal = error
-    if control.any(refusal is not None, "comparing names of what is saved"):
-        raise refusal or ValueError("another rank has refused to save the model: see its error")
-
-
 def _save_pretrained(plain: Any) -> Callable[..., Any]:
     @wraps(plain.save_pretrained)
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **named: Any) -> None:
-        engine = engine_of(self)
-        given, control = named.pop("state_dict", None), engine.stack.machinery.control
-        _check_names(self, plain, given, control)
-        engine.warn_if_different()
-        adapters = getattr(self, "_hf_peft_config_loaded", False)
-        unusual = given is not None or adapters or not named.keys() <= OPTIONS
-        if not control.any(unusual, "comparing how a model is to be saved"):
-            save_folder(self, plain, engine, Path(save_directory), **named)
-            return
-        state = whole_state(self, engine, given)
-        failed = None
-        if control.rank == 0:
-            try:
-                plain.save_pretrained(self, save_directory, state_dict=state, **named)
-            except Exception as error:  # the other ranks wait, and must learn of it
-                failed = error
-        others = control.any(failed is not None, "saving a model")
-        if failed is not None:
-            raise failed
-        if others:
-            raise RuntimeError(f"rank 0 could not save the model in {save_directory}: see its error")
+        given = named.pop("state_dict", None)
+        save_model(self, plain, engine_of(self), Path(save_directory), given, **named)
 
     return save_pretrained
 
@@ -385,7 +354,7 @@ def _num_parameters(plain: Any) -> Callable[..., int]:
     @wraps(plain.num_parameters)
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         engine = engine_of(self)
-        spread = expert_axes(self, engine).keys()
+        spread = expert_axes(self, engine.decoder).keys()
         counted = [(n, p) for n, p in self.named_parameters() if p.requires_grad or not only_trainable]
         left_out = self.get_input_embeddings().weight if exclude_embeddings else None
         total: int = plain.num_parameters(self, only_trainable, exclude_embeddings)

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from penstock.checkpoint.storage import Part
+from penstock.checkpoint.storage import Part, misfits
 from penstock.config import from_dict
 from penstock.families.described import quiet
 from penstock.models import ModelConfig, MoEDecoder
@@ -31,9 +31,9 @@ from penstock.models.qwen3_moe import config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
+from penstock.train.pretrained import TYPES
 from penstock.train.resume_settings import check_sizes_given
 from penstock.train.run_state import DecoderNaming, of_model
-from penstock.words import some_of
 
 
 class WrappedDecoder(PreTrainedModel, GenerationMixin):
@@ -79,11 +79,11 @@ def from_checkpoint(path: Path) -> PreTrainedModel:
     model: ModelConfig = from_dict(ModelConfig, dict(record.settings["model"]), "model")
     moe: MoEConfig = from_dict(MoEConfig, dict(record.settings["moe"]), "moe")
     stored = open_stored(path)
-    saved = {name: shape for name, (shape, _) in stored.whole.items() if of_model(name)}
+    saved = {name: each for name, each in stored.whole.items() if of_model(name)}
     with torch.device("meta"):
         _check_stored(path, MoEDecoder(model, moe), saved)
     if lack_of(moe) is None:
-        tensors = {name: torch.empty(stored.whole[name][0], dtype=stored.whole[name][1]) for name in saved}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in saved.items()}
         stored.load({name: Part.of(tensor) for name, tensor in tensors.items()})
         return as_qwen3_moe(model, moe, tensors, record.tokenizer).eval()
     wrapped = WrappedDecoder(model, moe, record.tokenizer)
@@ -103,23 +103,21 @@ def as_qwen3_moe(
     return made
 
 
-def _check_stored(path: Path, decoder: MoEDecoder, saved: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shapes by name."""
+def _check_stored(
+    path: Path, decoder: MoEDecoder, saved: Mapping[str, tuple[torch.Size, torch.dtype]]
+) -> None:
+    """Raise ValueError unless a checkpoint holds the tensors of a decoder. saved: shape and type by name."""
     # Compared first, as settings may ask for any number of experts, of which each gets a name below.
     kept = decoder.state_dict(keep_vars=True).values()
     numbers = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in kept}.values())
-    held = sum(map(prod, saved.values()))
+    held = sum(prod(shape) for shape, _ in saved.values())
     if numbers != held:
         raise ValueError(
             f"{path} holds another model than its settings say: {held:,} numbers, and they say {numbers:,}. "
             "Give the path of another checkpoint"
         )
-    wanted = {name: tensor.shape for name, tensor, _ in DecoderNaming(decoder).in_files()}
-    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    misshapen = [name for name in saved.keys() & wanted.keys() if saved[name] != wanted[name]]
-    if missing or unexpected or misshapen:
+    wanted = {name: Part.of(tensor) for name, tensor, _ in DecoderNaming(decoder).in_files()}
+    if (found := misfits(wanted, saved, wanted, TYPES)) is not None:
         raise ValueError(
-            f"{path} holds another model than its settings say: missing {some_of(missing)}, unexpected "
-            f"{some_of(unexpected)}, of other shapes {some_of(sorted(misshapen))}. Give the path of another "
-            "checkpoint"
+            f"{path} holds another model than its settings say: {found}. Give the path of another checkpoint"
         )

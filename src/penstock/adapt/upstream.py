@@ -18,8 +18,8 @@ import torch
 
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, refuse_sharing
-from penstock.adapt.export import whole_state
 from penstock.adapt.loading import reload
+from penstock.adapt.saving import whole_state
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
 from penstock.writing import replacing
 

@@ -11,13 +11,14 @@ import json
 import os
 import re
 import stat
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import ConfigError
+from penstock.config import UNSET, ConfigError, HintWarning, read_json
 from penstock.writing import UNFINISHED, make_durable, remove_tree, write_whole
 
 ONE: Final = "model.safetensors"
@@ -32,6 +33,7 @@ FORMAT: Final = 3
 GLOBAL_BATCH: Final = "data.batch_per_device x (processes / mp_size)"
 MOST_RECORD_BYTES: Final = 1 << 27
 MOST_SUMS_BYTES: Final = 1 << 24
+MOST_INDEX_BYTES: Final = 1 << 28
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 LINE: Final = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})\n", re.ASCII)
 """A digest and a name inside the folder: no name of this form leads out of it."""
@@ -188,20 +190,25 @@ class Record:
                 )
 
 
-def listed_files(index: Path, table: Any) -> list[str]:
-    """Return the names of the files that an index of tensors names; they lie in its folder.
+def model_files(folder: Path) -> list[str]:
+    """Return the names of the files in which transformers finds a model's tensors; [] where it finds none.
 
-    table: the content of the index. Raises ValueError for anything else.
+    A single file goes before the files of an index. Raises ConfigError for an index that is none.
     """
+    index, again = folder / INDEX, "Copy it again from where the model's files come from."
+    if (folder / ONE).exists():
+        return [ONE]
+    if not index.exists():
+        return []
+    table = read_json(index, again, MOST_INDEX_BYTES)
     listed = table.get("weight_map") if isinstance(table, dict) else None
-    again = "Copy it again from where the model's files come from"
     if not isinstance(listed, dict) or not listed or not all(isinstance(n, str) for n in listed.values()):
-        raise ValueError(f"{index} has no weight_map that says which file holds each tensor. {again}")
-    if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
-        raise ValueError(
-            f"{index} names {outside[0]}: files of a model lie in its folder, and it may "
-            f"lead nowhere else. {again}"
+        raise ConfigError(
+            str(index), UNSET, "has no weight_map that says which file holds each tensor", again
         )
+    if outside := [name for name in listed.values() if Path(name).name != name or name == ".."]:
+        why = f"names {outside[0]}: files of a model lie in its folder, and it may lead nowhere else"
+        raise ConfigError(str(index), UNSET, why, again)
     return sorted(set(listed.values()))
 
 
@@ -241,25 +248,30 @@ def step_of(path: Path) -> int:
 def complete(work: Path, final: Path, record: Record, digests: Mapping[str, str], keep: int) -> None:
     """Describe what was written in `work`, give it its final name, and remove all but the newest `keep`.
 
-    digests: of the files whose writers have computed them.
+    digests: of the files whose writers have computed them. Warns of older ones that cannot be removed.
     """
     # Not what other programs leave in a folder, such as .DS_Store, .nfs0001 and locks of synchronisers.
     names = sorted(path.name for path in work.iterdir() if NAME.fullmatch(path.name) and path.is_file())
-    if unseen := sorted(digests.keys() - set(names)):
-        raise OSError(f"rank 0 does not see {unseen[0]}, which another rank has written: use a shared folder")
     Record(**{**vars(record), "files": names}).write(work)
     others = {name: digest_of(work / name) for name in (*names, RECORD) if name not in digests}
     write_sums(work, {**digests, **others})
     for each in (*(work / name for name in others), work):
         make_durable(each)
-    _name(work, final)
-    found = complete_checkpoints(final.parent)
-    for old in found:
-        superseded = old in found[:-keep] or step_of(old) == record.step
-        if superseded and old != final:  # the only one that is known to be whole
-            _hide(old)
-    for broken in final.parent.glob(f"{UNFINISHED}*"):
-        remove_tree(broken)
+    try:
+        _name(work, final)
+        found = complete_checkpoints(final.parent)
+        for old in found:
+            superseded = old in found[:-keep] or step_of(old) == record.step
+            if superseded and old != final:  # the only one that is known to be whole
+                _hide(old)
+        for broken in final.parent.glob(f"{UNFINISHED}*"):
+            remove_tree(broken)
+    except OSError as error:
+        if os.path.lexists(work):
+            raise
+        warnings.warn(
+            f"{final} is saved, and then removing older ones failed: {error}", HintWarning, stacklevel=2
+        )
 
 
 def _name(work: Path, final: Path) -> None:

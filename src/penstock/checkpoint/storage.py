@@ -15,13 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,6 +49,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from penstock.checkpoint.folder import INDEX, DamagedError, open_regular
+from penstock.mesh import Mesh
 from penstock.sharding import Place, Sharding, boxes_of
 from penstock.topology import Control
 from penstock.topology.faults import reason
@@ -63,6 +63,8 @@ SHARD, MODEL = "shard", "model"
 """How names of files begin: of all tensors but the model's, and of these where transformers reads them."""
 
 ALIGNMENT: Final = 8
+LENGTH_BYTES: Final = 8
+"""Bytes at the start of a safetensors file that give the length of its header."""
 
 CODES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -184,6 +186,41 @@ class Part:
         ]
 
 
+def tensors_in(state: State) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank has of every tensor, by the tensor's name."""
+    return ((name, box) for name, part in state.items() for box in part.boxes.values())
+
+
+Named = tuple[str, Tensor, Sharding | None]
+"""What a rank has of a tensor, by its name on any layout, with what part of the whole that is."""
+
+
+def make_whole(state: State, named: Iterable[Named], mesh: Mesh, control: Control, purpose: str) -> None:
+    """Make tensors of a state whole that ranks share, each on one of these: transformers reads no parts.
+
+    All ranks call it with the same tensors. A rank needs memory on the host for those that it makes whole.
+    """
+    shared = [each for each in named if each[2] is not None]
+    for name, _, _ in shared:
+        del state[name]
+    state |= {name: Part.of(whole) for name, whole in joined(shared, mesh, control, purpose)}
+
+
+def joined(
+    named: Iterable[Named], mesh: Mesh, control: Control, purpose: str, at: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield, whole and on the host, tensors that ranks share: each on one of these ranks, which take turns.
+
+    All ranks call it with the same tensors. at: the one rank that gets all of them; None: in every group one.
+    """
+    for number, (name, part, sharding) in enumerate(named):
+        assert sharding is not None, "it is shared"
+        members = mesh.members(control.rank, sharding.axes)
+        there = members[number % len(members)] if at is None else at
+        if there in members and (parts := control.collect(part.cpu(), members, there, purpose)):
+            yield name, sharding.join(parts)
+
+
 class Dealing:
     """Deals to every rank what it writes, so that each box is written once; the same until parts change."""
 
@@ -221,141 +258,65 @@ class Loading(DefaultLoadPlanner):
 # ---- writing -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outgoing:
-    """A tensor to be written. load: returns it when its turn comes. offsets: of a box in a larger tensor."""
+class Outgoing(NamedTuple):
+    """A box of a tensor, which is to be written. offsets: in the whole tensor."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    load: Callable[[], Tensor]
-    offsets: Place | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    offsets: Place
+    box: Tensor
 
 
-def writing_order(name: str, dtype: torch.dtype) -> tuple[int, str]:
-    """Return a tensor's sorting key in a file: wide numbers first, so that each is aligned to its width."""
-    return -dtype.itemsize, name
+Files = dict[str, list[Outgoing]]
+"""What a rank writes, by the names of the files."""
 
 
 def write_shard(path: Path, tensors: Iterable[Outgoing]) -> str:
     """Write a file of the safetensors format and wait until the disk has it; return its SHA-256.
 
-    The digest is of what was to be written, so a disk that writes something else is noticed, too. It needs
-    memory for one tensor.
+    The digest is of what was to be written, so a disk that writes something else is noticed, too. What lies
+    elsewhere than in memory of the host, or not in one piece, is copied tensor by tensor.
     """
-    ordered = sorted(tensors, key=lambda each: writing_order(each.name, each.dtype))
+    # Wide numbers first, so that each is aligned to its width.
+    ordered = sorted(tensors, key=lambda each: (-each.box.dtype.itemsize, each.name))
     digest = hashlib.sha256()
     with replacing(path, durable=True) as file:
-        for piece in (lambda: _header(ordered), *map(_raw, ordered)):
-            data = piece()
+        for data in chain([_header(ordered)], map(_raw, ordered)):
             digest.update(data)
             file.write(data)
     return digest.hexdigest()
 
 
 def _header(tensors: Sequence[Outgoing]) -> bytes:
-    about = {FORMAT_KEY: FORMAT_VALUE}
-    offsets = {each.name: {SAVED_OFFSETS_KEY: each.offsets} for each in tensors if each.offsets is not None}
-    if offsets:
-        about |= {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
-    table: dict[str, Any] = {"__metadata__": about}
+    offsets = {each.name: {SAVED_OFFSETS_KEY: each.offsets} for each in tensors}
+    about = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+    table: dict[str, Any] = {"__metadata__": {FORMAT_KEY: FORMAT_VALUE, **about}}
     end = 0
-    for each in tensors:
-        start, end = end, end + each.size_bytes
-        code = CODES[each.dtype]
-        table[each.name] = {"dtype": code, "shape": list(each.shape), "data_offsets": [start, end]}
+    for name, _, box in tensors:
+        start, end = end, end + box.nbytes
+        table[name] = {"dtype": CODES[box.dtype], "shape": list(box.shape), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _raw(each: Outgoing) -> Callable[[], Buffer]:
-    def load() -> Buffer:
-        tensor = each.load().detach().cpu().contiguous()
-        assert (tuple(tensor.shape), tensor.dtype) == (each.shape, each.dtype), each.name
-        numbers: Buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
-        return numbers
-
-    return load
+def _raw(each: Outgoing) -> Buffer:
+    numbers: Buffer = each.box.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return numbers
 
 
-class Saving:
-    """A copy of what this rank writes of a state, on its way to the disk: a thread writes it.
-
-    The thread meets no other rank. kind_of: how the name of a tensor's file begins. All ranks construct it
-    together; what it copies may change as soon as that has returned.
-    """
-
-    def __init__(
-        self,
-        state: State,
-        folder: Path,
-        dealing: Dealing,
-        control: Control,
-        purpose: str,
-        kind_of: Callable[[str], str] = lambda _: SHARD,
-    ) -> None:
-        self.folder, self._control, self._purpose = folder, control, purpose
-        shards: dict[tuple[str, int], list[Outgoing]] = {}
-        met = Counter[str]()
-        for name, offsets in dealing.deal(state, purpose):
-            box = state[name].boxes[offsets].detach().to("cpu", copy=True)
-            shards.setdefault((kind_of(name), met[name]), []).append(  # a file has one box of a tensor
-                Outgoing(
-                    name=name,
-                    shape=tuple(box.shape),
-                    dtype=box.dtype,
-                    load=lambda box=box: box,  # type: ignore[misc]  # a default that binds
-                    offsets=offsets,
-                )
-            )
-            met[name] += 1
-        writer = ThreadPoolExecutor(1, "penstock-checkpoint")
-        self._written: Future[dict[str, str]] = writer.submit(self._write, shards)
-        writer.shutdown(wait=False)
-
-    def _write(self, shards: Mapping[tuple[str, int], list[Outgoing]]) -> dict[str, str]:
-        """Write this rank's shards, on the thread; return the digest of each file."""
-        digests = {}
-        for (kind, before), tensors in shards.items():
-            name = f"{kind}-{self._control.rank + 1:05d}{f'-{before + 1}' if before else ''}{SUFFIX}"
-            digests[name] = write_shard(self.folder / name, tensors)
-            tensors.clear()  # the memory is free before the next shard
-        return digests
-
-    def has_ended(self) -> bool:
-        """Return whether all ranks have written, or one has failed. All ranks call it, between two steps."""
-        done = self._written.done()
-        failed = done and self._written.exception() is not None
-        missing, failures = self._control.largest((float(not done), float(failed)), self._purpose)
-        return bool(failures) or not missing
-
-    def digests(self) -> dict[str, str]:
-        """Return the digests of the files of all ranks, when they are on disk. All ranks call it.
-
-        Raises CheckpointError, on all ranks, if one could not write.
-        """
-        mine = together(self._control, self._purpose, self._written.result)
-        return {name: each for one in self._control.gather(mine, self._purpose) for name, each in one.items()}
-
-    def wait(self) -> None:
-        """Wait until this rank's thread has ended, whatever has become of it."""
-        self._written.exception()
-
-
-def write_index(folder: Path, kind: str) -> None:
-    """Write the index by which transformers finds tensors: those in files whose names begin with `kind`."""
+def write_index(folder: Path, names: Iterable[str]) -> None:
+    """Write the index by which transformers finds the tensors in some files of a folder."""
     found: dict[str, str] = {}
-    size_bytes = 0
-    for path in sorted(folder.glob(f"{kind}-*{SUFFIX}")):
-        size_bytes += path.stat().st_size
-        with safe_open(path, framework="pt") as opened:
-            found |= dict.fromkeys(opened.keys(), path.name)
-    table = {"metadata": {"total_size": size_bytes}, "weight_map": found}
+    numbers = size_bytes = 0
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            header_bytes = LENGTH_BYTES + int.from_bytes(file.read(LENGTH_BYTES), "little")
+        size_bytes += (folder / name).stat().st_size - header_bytes
+        with safe_open(folder / name, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  # no dictionary
+                found[key] = name
+                numbers += prod(opened.get_slice(key).get_shape())
+    table = {"metadata": {"total_parameters": numbers, "total_size": size_bytes}, "weight_map": found}
     write_whole(folder / INDEX, json.dumps(table, indent=2) + "\n", durable=True)
 
 
@@ -420,13 +381,20 @@ class Stored:
 def _checked(name: str, found: Any) -> tuple[torch.Size, torch.dtype]:
     """Return shape and type of a stored tensor. Raises DamagedError unless its boxes fill it."""
     assert isinstance(found, TensorStorageMetadata), "safetensors hold nothing else"
-    filled = sum(prod(chunk.sizes) for chunk in found.chunks)
-    inside = all(
-        len(chunk.offsets) == len(found.size) and min(chunk.offsets, default=0) >= 0 for chunk in found.chunks
-    )
-    if not inside or filled != prod(found.size) or _overlap(found.chunks):
+    if not fills(found.size, found.chunks):
+        filled = sum(prod(chunk.sizes) for chunk in found.chunks)
         raise DamagedError(f"the parts of {name} {list(found.size)} have {filled} numbers")
     return found.size, found.properties.dtype
+
+
+def fills(shape: Sequence[int], boxes: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether every number of a tensor is in one of these boxes, and none in two."""
+    inside = all(
+        len(box.offsets) == len(shape)
+        and all(0 <= at <= n - m for at, m, n in zip(box.offsets, box.sizes, shape, strict=True))
+        for box in boxes
+    )
+    return inside and sum(prod(box.sizes) for box in boxes) == prod(shape) and not _overlap(boxes)
 
 
 def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
@@ -459,15 +427,21 @@ def _said(error: Exception) -> str:
 
 
 def misfits(
-    state: State, stored: Mapping[str, tuple[torch.Size, torch.dtype]], everyone: Collection[str]
+    state: State,
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    everyone: Collection[str],
+    alike: Collection[torch.dtype] = (),
 ) -> str | None:
-    """Return what a checkpoint has otherwise than a state, or None. everyone: names of all ranks."""
+    """Return what a checkpoint has otherwise than a state, or None.
+
+    everyone: names of all ranks. alike: types that may stand for each other.
+    """
     for name, part in state.items():
         if name not in stored:
             return f"{name} is missing in it"
         shape, dtype = stored[name]
         if shape != part.shape:
             return f"{name} has shape {list(shape)} there and {list(part.shape)} here"
-        if dtype != part.dtype:
+        if dtype != part.dtype and not {dtype, part.dtype} <= {*alike}:
             return f"{name} has numbers of type {dtype} there and {part.dtype} here"
     return next((f"{name} exists there and not here" for name in stored if name not in everyone), None)

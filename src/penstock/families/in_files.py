@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.overrides import TorchFunctionMode
 
+from penstock.checkpoint.storage import fills
 from penstock.families.weights import EXPERT
 from penstock.sharding import Sharding
 
@@ -41,7 +44,7 @@ class Place:
 
 
 def places_of(
-    model: Any, tensors: Mapping[str, Tensor], spread: Collection[str], first: int
+    model: Any, tensors: Mapping[str, Tensor], spread: Collection[str], first: int, *, original: bool = True
 ) -> Mapping[str, Place]:
     """Return where the tensors of a model's files lie, by their names.
 
@@ -50,33 +53,39 @@ def places_of(
         tensors: Its parameters and buffers that are saved, contiguous, by name.
         spread: Names of parameters that hold a part of the experts.
         first: The number of the first expert of that part.
+        original: Whether files have the names of published models, and not those of the model's parameters.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     described = {name: torch.empty_like(each, device="meta") for name, each in tensors.items()}
     with _InPlace():
-        written = revert_weight_conversion(model, dict(described))
+        written = revert_weight_conversion(model, dict(described)) if original else described
     sources = {each.untyped_storage()._cdata: name for name, each in described.items()}
-    found: dict[str, Place] = {}
+    found: dict[str, dict[str, Place]] = {source: {} for source in sorted(tensors)}  # alike on all ranks
     for name, each in written.items():
         source = sources.get(each.untyped_storage()._cdata)
         if source is not None:
-            place = Place(source, tuple(each.shape), each.stride(), each.storage_offset())
-            found[renumbered(name, first) if source in spread else name] = place
-    # What is no view is left as the model has it: transformers reads that, too.
-    for source in sorted(tensors.keys() - _whole(found.values(), tensors)):  # in one order on all ranks
-        found = {name: place for name, place in found.items() if place.source != source}
+            place = Place(source, tuple(each.shape), each.stride(), int(each.storage_offset()))
+            found[source][renumbered(name, first) if source in spread else name] = place
+    for source, places in found.items():
         each = described[source]
-        found[source] = Place(source, tuple(each.shape), each.stride(), 0)
-    return found
+        boxes = [_box(each, place) for place in places.values()]
+        if None in boxes or not fills(each.shape, [box for box in boxes if box is not None]):
+            # What is no view is left as the model has it: transformers reads that, too.
+            found[source] = {source: Place(source, tuple(each.shape), each.stride(), 0)}
+    return {name: place for places in found.values() for name, place in places.items()}
 
 
-def _whole(places: Collection[Place], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the tensors of which every element lies in a file."""
-    numbers = dict.fromkeys(tensors, 0)
-    for place in places:
-        numbers[place.source] += torch.Size(place.shape).numel()
-    return {name for name, each in tensors.items() if numbers[name] == each.numel()}
+def _box(source: Tensor, place: Place) -> ChunkStorageMetadata | None:
+    """Return which box of a tensor lies at a place, as it is or transposed; None if none does."""
+    ways = {stride: size for stride, size in zip(place.stride, place.shape, strict=True) if size > 1}
+    offsets, sizes, rest = [0] * source.dim(), [1] * source.dim(), place.offset
+    for dim in sorted(range(source.dim()), key=source.stride, reverse=True):
+        if source.shape[dim] > 1:
+            offsets[dim], rest = divmod(rest, source.stride(dim))
+            sizes[dim] = ways.get(source.stride(dim), 1)
+    box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return box if box.sizes.numel() == prod(place.shape) else None
 
 
 def renumbered(name: str, first: int) -> str:

@@ -79,6 +79,8 @@ class ModelFolder:
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # they are reported, and refused below
                 )
+        except ConfigError:
+            raise
         except Exception as error:  # whatever a model's own code raises
             raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
         refuse_misfits(self.path, loading)

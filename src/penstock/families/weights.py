@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.folder import INDEX, ONE, listed_files
-from penstock.families.described import read_table, refuse_cut_off
+from penstock.checkpoint.finite import NOT_FINITE, first_not_finite
+from penstock.checkpoint.folder import INDEX, ONE, model_files
+from penstock.config import UNSET, ConfigError
+from penstock.families.described import refuse_cut_off
 from penstock.families.limits import COPY, Held
 from penstock.models.qwen3_moe import CONFIG
 from penstock.words import some_of
@@ -21,9 +23,6 @@ from penstock.words import some_of
 TEXT = "language_model."
 BESIDE_TEXT = ("vision_model.", "vision_tower.", "multi_modal_projector.", "audio_tower.")
 """Beginnings of names in a model that also sees or hears: in its text part, and in others."""
-
-MOST_INDEX_BYTES = 1 << 28
-"""Largest size of an index, which names every tensor."""
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 """Pattern in the name of a tensor that belongs to one expert."""
@@ -38,49 +37,41 @@ LAYER = re.compile(r".*?\.\d+\.")
 """Beginning of the names of all tensors of a layer."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """A tensor in a file, of which `rows` are wanted: transformers reads it by `[...]`, once, as it loads.
 
-    rows: None = all.
+    shape: of the whole tensor. kind: of its numbers, as safetensors calls it. rows: None = all.
     """
 
     file: Path
     name: str
+    shape: Sequence[int]
+    kind: str
     rows: slice | None = None
-
-    @property
-    def stored_shape(self) -> list[int]:
-        """Shape of the whole tensor in the file."""
-        with safe_open(self.file, framework="pt") as opened:
-            shape: list[int] = opened.get_slice(self.name).get_shape()
-            return shape
 
     @property
     def dtype(self) -> torch.dtype | None:
         """The type of its numbers; None if it is none of those in which models compute."""
-        with safe_open(self.file, framework="pt") as opened:
-            return DTYPES.get(opened.get_slice(self.name).get_dtype())
+        return DTYPES.get(self.kind)
 
     def __getitem__(self, everything: Any) -> Tensor:
-        """Read the values into memory of their own: the file is closed again."""
+        """Read the values into memory of their own: the file is closed again.
+
+        Raises ConfigError, naming file and tensor, if one of them is not finite.
+        """
         del everything
         with safe_open(self.file, framework="pt") as opened:
             stored: Any = opened.get_slice(self.name)
-            read: Tensor = stored[...] if self.rows is None else stored[self.rows]
-            return read.clone()
+            read: Tensor = (stored[...] if self.rows is None else stored[self.rows]).clone()
+        if first_not_finite([(self.name, read)]) is not None:
+            raise ConfigError(str(self.file), UNSET, f"{self.name} {NOT_FINITE}", f"{COPY}.")
+        return read
 
 
 def quantized_in(tensors: Mapping[str, StoredTensor]) -> str | None:
     """Return the name of a tensor with numbers of a byte or less, as weights are only stored; or None."""
-    for file in {each.file for each in tensors.values()}:
-        with safe_open(file, framework="pt") as opened:
-            for name, each in tensors.items():
-                if each.file == file:
-                    kind: str = opened.get_slice(each.name).get_dtype()
-                    if kind.partition("_")[0] in QUANTIZED:
-                        return name
-    return None
+    return next((n for n, each in tensors.items() if each.kind.partition("_")[0] in QUANTIZED), None)
 
 
 def held_by(tensors: Mapping[str, StoredTensor]) -> Held:
@@ -93,32 +84,28 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises ValueError if the folder holds no complete set of safetensors.
     """
-    files = _files(folder)
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                names = [name for name in opened.keys() if not name.startswith(BESIDE_TEXT)]  # noqa: SIM118
-                found |= {name.removeprefix(TEXT): StoredTensor(file, name) for name in names}
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
-    if not found:
-        raise ValueError(f"{', '.join(map(str, files))}: no tensors are in there. {COPY}")
-    return found
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files that transformers reads: a single one, which goes before shards, or the shards."""
-    index = folder / INDEX
-    if (folder / ONE).exists():
-        return [folder / ONE]
-    if not index.exists():
+    files = [folder / name for name in model_files(folder)]
+    if not files:
         refuse_cut_off(folder)
         raise ValueError(
             f"{folder} holds neither {ONE} nor {INDEX}. Give a folder that save_pretrained has written, or "
             "download the model's files first: hf download NAME --local-dir FOLDER"
         )
-    return [folder / name for name in listed_files(index, read_table(index, MOST_INDEX_BYTES))]
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # no dictionary
+                    if not name.startswith(BESIDE_TEXT):
+                        stored: Any = opened.get_slice(name)
+                        found[name.removeprefix(TEXT)] = StoredTensor(
+                            file=file, name=name, shape=stored.get_shape(), kind=stored.get_dtype()
+                        )
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}. {COPY}") from error
+    if not found:
+        raise ValueError(f"{', '.join(map(str, files))}: no tensors are in there. {COPY}")
+    return found
 
 
 def share_of_experts(
@@ -151,11 +138,10 @@ def share_of_experts(
         if rows is None:
             wanted[name] = tensor
         elif number is None:
-            if (shape := tensor.stored_shape)[0] != num_experts * rows:
-                wrong.append(f"{name} {shape}")
+            if tensor.shape[0] != num_experts * rows:
+                wrong.append(f"{name} {tensor.shape}")
             first = held[0] * rows
-            part = slice(first, first + len(held) * rows)
-            wanted[name] = StoredTensor(tensor.file, tensor.name, part)
+            wanted[name] = replace(tensor, rows=slice(first, first + len(held) * rows))
         else:
             numbers.setdefault(EXPERT.sub(".experts.*.", name), set()).add(int(number[1]))
             if int(number[1]) in held:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from penstock.checkpoint.finite import MOST_SQUARED, first_not_finite
 from penstock.checkpoint.folder import (
     PREFIX,
     RECORD,
@@ -30,6 +31,7 @@ from penstock.checkpoint.folder import (
     set_aside,
     step_of,
 )
+from penstock.checkpoint.saving import Saving, of_rank
 from penstock.checkpoint.storage import (
     MODEL,
     SHARD,
@@ -37,23 +39,23 @@ from penstock.checkpoint.storage import (
     CheckpointError,
     Dealing,
     Part,
-    Saving,
     State,
     Stored,
+    make_whole,
     misfits,
+    tensors_in,
     together,
     write_index,
 )
-from penstock.config import ConfigError, HintWarning
+from penstock.config import ConfigError
+from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import PipelinedStack
-from penstock.topology import CommunicationError, Control
-from penstock.train.finite import MOST_SQUARED, first_not_finite
+from penstock.topology import Control
 from penstock.train.run_state import (
     OPTIONAL,
     STEP,
     DecoderNaming,
     Naming,
-    join_model,
     needed,
     of_model,
     read_steps,
@@ -69,14 +71,34 @@ class NotFiniteError(CheckpointError):
     """The state holds a number that is not finite, so it was not saved. Raised on all ranks alike."""
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A checkpoint that is being written. purpose: what is said of a failure."""
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A checkpoint that is being written: its folder, whose name it gets when it is complete.
 
-    record: Record
+    papers: writes small files into it. keep: see `complete`.
+    """
+
     final: Path
-    saving: Saving
-    purpose: str
+    record: Record
+    keep: int
+    papers: Callable[[Path], object]
+
+    @property
+    def work(self) -> Path:
+        return self.final.with_name(f"{UNFINISHED}{self.record.step:08d}")
+
+    def begin(self) -> None:
+        remove_tree(self.work)
+        self.work.mkdir(parents=True)
+        self.papers(self.work)
+
+    def finish(self, digests: Mapping[str, str]) -> None:
+        if (self.work / CONFIG).exists():  # a model of transformers
+            write_index(self.work, (name for name in digests if name.startswith(MODEL)))
+        complete(self.work, self.final, self.record, digests, self.keep)
+
+    def give_up(self) -> None:
+        remove_tree(self.work)
 
 
 class Checkpoints:
@@ -105,7 +127,7 @@ class Checkpoints:
         self.identity, self.settings, self.tokenizer = dict(identity), settings, tokenizer
         self.files, self._control = files or {}, stack.machinery.control
         self.naming = naming
-        self._dealing, self._pending = Dealing(self._control), list[_Pending]()
+        self._dealing, self._begun = Dealing(self._control), list[tuple[Saving, Path]]()
 
     # ---- saving --------------------------------------------------------------------------------------------
 
@@ -127,14 +149,13 @@ class Checkpoints:
         `finish` has returned its folder; until then it counts as interrupted, which leaves nothing. Raises
         NotFiniteError, and writes nothing, if a number of the state is not finite.
         """
-        assert not self._pending, "one is written at a time"
-        final, work = self.folder / f"{PREFIX}{step:08d}", self.folder / f"{UNFINISHED}{step:08d}"
-        purpose = f"saving the checkpoint of step {step}"
+        assert not self._begun, "one is written at a time"
+        final, purpose = self.folder / f"{PREFIX}{step:08d}", f"saving the checkpoint of step {step}"
         naming = self.naming(self.stack.model)
         state = state_of(self.stack, self.optimizer, naming) | {STEP: Part.of(torch.tensor(step))}
         self._check_finite(state, f"{purpose} refused")
         if self.files:
-            join_model(state, self.stack, naming, purpose)
+            make_whole(state, naming.in_files(), self.stack.machinery.layout.mesh, self._control, purpose)
         record = Record(
             step=step,
             processes=self._control.world_size,
@@ -145,28 +166,22 @@ class Checkpoints:
             steps=steps_of(self.stack),
         )
 
-        def prepare() -> None:
-            remove_tree(work)
-            work.mkdir(parents=True)
+        def write_papers(work: Path) -> None:
             if papers is not None:
                 papers(work)
             for name, content in self.files.items():
                 write_whole(work / name, json.dumps(content, indent=2) + "\n", durable=True)
 
-        try:
-            together(self._control, purpose, prepare, rank=0)
-            saving = Saving(state, work, self._dealing, self._control, purpose, _kind_of)
-        except (CheckpointError, CommunicationError):
-            self._remove(work)
-            raise
-        self._pending.append(_Pending(record, final, saving, purpose))
+        files = _Step(final=final, record=record, keep=self.keep, papers=write_papers)
+        saving = Saving(files, self._control, purpose, lambda _: state, self._dealing, _divide)
+        self._begun.append((saving, final))
 
     def poll(self) -> Path | None:
         """Finish the checkpoint that is being written if all ranks have written it; return its folder.
 
         Raises CheckpointError, on all ranks, if one could not write; the checkpoint is removed then.
         """
-        if self._pending and self._pending[0].saving.has_ended():
+        if self._begun and self._begun[0][0].has_ended():
             return self.finish()
         return None
 
@@ -176,52 +191,28 @@ class Checkpoints:
         The folder is gone, and that is no error, if somebody has removed it meanwhile. Warns of older ones
         that cannot be removed.
         """
-        if not self._pending:
+        if not self._begun:
             return None
-        each = self._pending.pop()
-        work = each.saving.folder
-        try:
-            digests = each.saving.digests()
-            together(self._control, each.purpose, lambda: self._complete(each, digests), rank=0)
-        except CommunicationError:
-            self._remove(work)
-            raise
-        except CheckpointError as error:
-            each.saving.wait()
-            mine = (work.exists(), each.final.exists())
-            unnamed, named = self._control.gather(mine, each.purpose)[0]
-            if unnamed:
-                self._remove(work)
-                raise
-            if named and self._control.rank == 0:  # what failed came after: removing older ones
-                warnings.warn(f"{each.final} is saved, and then {error}", HintWarning, stacklevel=2)
-        return each.final
-
-    def _complete(self, each: _Pending, digests: Mapping[str, str]) -> None:
-        """Give a checkpoint that is on disk its name, on rank 0."""
-        if self.files:
-            write_index(each.saving.folder, MODEL)
-        complete(each.saving.folder, each.final, each.record, digests, self.keep)
+        saving, final = self._begun.pop()
+        saving.wait()
+        if self._control.gather(saving.folder.exists(), "looking for the checkpoint")[0]:
+            saving.finish()
+        return final
 
     def drop(self) -> None:
         """Give up the checkpoint that is being written, if any, whatever has become of it."""
-        for each in self._pending:
-            each.saving.wait()
-            self._remove(each.saving.folder)
-        self._pending.clear()
+        while self._begun:
+            self._begun.pop()[0].drop()
 
     def clear_unfinished(self) -> None:
         """Remove, on rank 0, what saves that were killed have left: it may be what fills the disk."""
         for work in self.folder.glob(f"{UNFINISHED}[0-9]*"):
-            self._remove(work)
-
-    def _remove(self, work: Path) -> None:
-        if self._control.rank == 0:
-            with suppress(OSError):  # what stays costs room, and the next start tries again
-                remove_tree(work)
+            if self._control.rank == 0:
+                with suppress(OSError):  # what stays costs room, and the next start tries again
+                    remove_tree(work)
 
     def _check_finite(self, state: State, purpose: str) -> None:
-        mine = first_not_finite(_boxes(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
+        mine = first_not_finite(tensors_in(state), lambda name: MOST_SQUARED if of_model(name) else math.inf)
         found = self._control.gather(mine, "checking that all numbers are finite")
         for rank, name in enumerate(found):
             if name is not None:
@@ -271,7 +262,7 @@ class Checkpoints:
         (step,) = state[STEP].boxes.values()
         if int(step) != step_of(path):
             raise DamagedError(f"it holds step {int(step)}")
-        if (broken := first_not_finite(_boxes(state))) is not None:
+        if (broken := first_not_finite(tensors_in(state))) is not None:
             raise DamagedError(f"{broken} in it is not finite")
         set_generators(state, self.stack)
 
@@ -280,13 +271,7 @@ class Checkpoints:
         together(self._control, f"renaming {path}", lambda: set_aside(path), rank=0)
 
 
-def _kind_of(name: str) -> str:
-    return MODEL if of_model(name) else SHARD
-
-
-def _boxes(state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank has of every tensor, by the tensor's name."""
-    return ((name, box) for name, part in state.items() for box in part.boxes.values())
+_divide = partial(of_rank, kind_of=lambda name: MODEL if of_model(name) else SHARD)
 
 
 # ---- one checkpoint ----------------------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.folder import INDEX, ONE, DamagedError, listed_files
-from penstock.checkpoint.storage import SUFFIX, Part, Stored
-from penstock.config import ConfigError, read_json
+from penstock.checkpoint.finite import NOT_FINITE, first_not_finite
+from penstock.checkpoint.folder import INDEX, ONE, DamagedError, model_files
+from penstock.checkpoint.storage import SUFFIX, Part, Stored, misfits, tensors_in
+from penstock.config import ConfigError
 from penstock.models import MoEDecoder
 from penstock.models.meta import on_meta
 from penstock.topology import Control
 from penstock.train.run_state import DecoderNaming, of_model
-from penstock.words import some_of
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEAD = "lm_head.weight"
@@ -29,15 +29,8 @@ def files_of(path: Path) -> list[str]:
     """
     if not path.is_dir():
         return []
-    if (path / ONE).exists():
-        return [ONE]
-    if (path / INDEX).exists():
-        try:
-            return listed_files(path / INDEX, read_json(path / INDEX, COPY))
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError("model.config", str(path), str(error), COPY) from error
+    if found := model_files(path):
+        return found
     if strange := sorted(each.name for each in path.iterdir() if each.suffix in (SUFFIX, ".bin", ".pth")):
         why = f"holds {strange[0]}, and neither {ONE} nor {INDEX}, by which weights are found"
         raise ConfigError("model.config", str(path), why, COPY)
@@ -84,35 +77,21 @@ def read_weights(decoder: MoEDecoder, folder: Path) -> None:
     """
     if not (files := files_of(folder)):
         return
+    with on_meta():
+        of_all = DecoderNaming(MoEDecoder(decoder.config, decoder.moe)).in_files()
+        whole = {name: Part.of(part) for name, part, _ in of_all}
     state = {name: Part.of(part, sharding) for name, part, sharding in DecoderNaming(decoder).in_files()}
     try:
         stored = Stored(folder, files, others=True)
         held = {name: each for name, each in stored.whole.items() if of_model(name)}
-        _check(decoder, folder, {name: shape for name, (shape, _) in held.items()})
-        for name, (_, dtype) in held.items():
-            if dtype not in TYPES:
-                raise DamagedError(f"{name} has numbers of type {dtype}, in which no model computes")
+        if decoder.config.tie_word_embeddings:
+            held.pop(HEAD, None)
+        if (found := misfits(whole, held, whole, TYPES)) is not None:
+            why = f"is the folder of another model: {found}"
+            raise ConfigError("model.config", str(folder), why, COPY)
         stored.load(state)
+        if (broken := first_not_finite(tensors_in(state))) is not None:
+            raise DamagedError(f"{broken} {NOT_FINITE}")
     except (DamagedError, OSError) as error:
         why = f"its weights cannot be read: {error}"
         raise ConfigError("model.config", str(folder), why, COPY) from error
-
-
-def _check(decoder: MoEDecoder, folder: Path, held: dict[str, tuple[int, ...]]) -> None:
-    """Raise ConfigError unless a folder holds the tensors of the whole decoder, and no others."""
-    with on_meta():
-        wanted = {
-            name: part.shape
-            for name, part, _ in DecoderNaming(MoEDecoder(decoder.config, decoder.moe)).in_files()
-        }
-    if decoder.config.tie_word_embeddings:
-        held.pop(HEAD, None)
-    misshapen = {name for name in wanted.keys() & held.keys() if wanted[name] != held[name]}
-    for what, names in (
-        ("lacks", wanted.keys() - held.keys()),
-        ("also holds", held.keys() - wanted.keys()),
-        ("has in another shape", misshapen),
-    ):
-        if names:
-            why = f"is the folder of another model: it {what} {some_of(sorted(names))}"
-            raise ConfigError("model.config", str(folder), why, COPY)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.folder import DamagedError
-from penstock.checkpoint.storage import Part, State
+from penstock.checkpoint.storage import Named, Part, State
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.qwen3_moe import in_files
@@ -28,11 +28,10 @@ from penstock.placing.told import hosting_of, plain_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
 from penstock.runtime.moving import Plans
-from penstock.sharding import Sharding, shardings_of
+from penstock.sharding import shardings_of
 
 STEP: Final = "train.step"
 OPTIMIZER: Final = "optimizer."
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 GENERATOR: Final = "generator.rank"
 FOLLOWING: Final = "following.group"
 BESIDE_MODEL: Final = (OPTIMIZER, GENERATOR, FOLLOWING, "train.")
@@ -51,10 +50,6 @@ Known = Mapping[Passes, Sequence[Counts]]
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------
-
-
-Named = tuple[str, Tensor, Sharding | None]
-"""A view of a tensor by its name on any layout, with what part of the whole this rank has."""
 
 
 class Splitting(Protocol):
@@ -113,39 +108,27 @@ def state_of(stack: PipelinedStack, optimizer: torch.optim.Optimizer, naming: Na
         state[generator_name(place, on_device=True)] = Part.of(there)
     state |= learnt(stack)
     state |= {name: Part.of(part, sharding) for name, part, sharding in naming.in_files()}
-    for name, parameter in stack.model.named_parameters():
+    return state | updated(optimizer, stack.model, naming)
+
+
+def updated(optimizer: torch.optim.Optimizer, model: nn.Module, splitting: Splitting) -> State:
+    """Return what this rank has of an optimiser's state; a frozen parameter has none."""
+    state: State = {}
+    for name, parameter in model.named_parameters():
         if isinstance(optimizer, ShardedAdamW):
-            state |= shares_of(optimizer, name, parameter, naming)
-        elif moments := optimizer.state.get(parameter):  # a frozen parameter has none
-            state[f"{OPTIMIZER}{name}.step"] = Part.of(moments["step"])
-            for moment in MOMENTS:
-                for each, part, sharding in naming.split(name, moments[moment], f".{moment}"):
-                    state[f"{OPTIMIZER}{each}"] = Part.of(part, sharding)
+            state |= _shares_of(optimizer, name, parameter, splitting)
+        else:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                state |= state_part(name, key, torch.as_tensor(value), splitting)
     return state
 
 
-def join_model(state: State, stack: PipelinedStack, naming: Naming, purpose: str) -> None:
-    """Make tensors of the model whole that ranks share, each on one of these: transformers reads no parts.
-
-    All ranks call it. A rank needs memory on the host for the tensors that become whole on it, and sends or
-    receives each part once.
-
-    Args:
-        state: Of `state_of`; of shared tensors it then has those that this rank is to write.
-        stack: The stack.
-        naming: As in `state_of`.
-        purpose: What is said of a failure.
-    """
-    mesh, control = stack.machinery.layout.mesh, stack.machinery.control
-    shared = (each for each in naming.in_files() if each[2] is not None)
-    for number, (name, part, sharding) in enumerate(shared):
-        assert sharding is not None, "it is shared"
-        members = mesh.members(control.rank, sharding.axes)
-        parts = control.collect(part.cpu(), members, members[number % len(members)], purpose)
-        if parts:
-            state[name] = Part.of(sharding.join(parts))
-        else:
-            del state[name]
+def state_part(name: str, key: str, tensor: Tensor, splitting: Splitting) -> State:
+    """Return what this rank has of a tensor of an optimiser's state, which belongs to a parameter."""
+    if not tensor.dim():
+        return {f"{OPTIMIZER}{name}.{key}": Part.of(tensor)}
+    named = splitting.split(name, tensor, f".{key}")
+    return {f"{OPTIMIZER}{each}": Part.of(part, sharding) for each, part, sharding in named}
 
 
 def of_model(name: str) -> bool:
@@ -153,7 +136,7 @@ def of_model(name: str) -> bool:
     return not name.startswith(BESIDE_MODEL)
 
 
-def shares_of(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, splitting: Splitting) -> State:
+def _shares_of(optimizer: ShardedAdamW, name: str, parameter: nn.Parameter, splitting: Splitting) -> State:
     """Return this rank's share of a parameter's state; nothing for a frozen one."""
     found = optimizer.updates.share_of(parameter)
     if found is None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.adapt.export import check_names
+from penstock.adapt.saving import check_names
 from penstock.families.weights import stored_tensors
+from penstock.topology import Control
 from tests.support.adapted import small
 from tests.support.ranks import Pools
 
@@ -95,4 +96,4 @@ def test_a_class_that_needs_more_than_its_configuration_is_saved_without_compari
         raise TypeError("missing 1 required argument")
 
     with pytest.warns(UserWarning, match="names of what is saved were not compared.*missing 1 required"):
-        check_names(model, built)
+        check_names(model, built, Control(0, 1))

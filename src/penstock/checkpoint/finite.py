@@ -13,6 +13,9 @@ MOST_SQUARED: Final = math.sqrt(torch.finfo(torch.float32).max)
 """The largest number whose square is one in float32: norms of larger ones are zero or infinite."""
 
 
+NOT_FINITE: Final = "holds numbers that are not finite"
+
+
 def first_not_finite(
     tensors: Iterable[tuple[str, Tensor]], most: Callable[[str], float] = lambda name: math.inf
 ) -> str | None:
