@@ -82,8 +82,8 @@ class Stops:
         """Note that a command begins, after which a stop leaves what `left` says; "" = it says so itself."""
         self.heard: int | None = None
         self._raised, self._told = False, threading.Lock()
-        self.finish(None, left)
-        self._phase = Phase.WORKING
+        self._code: int | None = None
+        self._left, self._phase = lambda: left, Phase.WORKING
 
     def says(self, left: Callable[[], str]) -> None:
         """Ask `left` from now on what a stop leaves: a clause that begins with "stopped"."""
@@ -103,8 +103,8 @@ class Stops:
 
         code: with which a process that then stands still is ended; None = that of a stop. left: what is said.
         """
-        self._phase, self._code = Phase.DONE, code
-        self.says(lambda: left)
+        self._phase = Phase.DONE
+        self._left, self._code = lambda: left, code
 
     def stopped(self) -> int:
         """Say what this stop leaves, and return the exit code."""
@@ -114,8 +114,9 @@ class Stops:
 
     def say(self) -> None:
         """Print what a stop leaves, once, if this process speaks for all ranks."""
-        with suppress(OSError):  # nobody is there to read it
-            print(self._line(), end="", file=sys.stderr, flush=True)
+        if line := self._line():
+            with suppress(OSError):  # nobody is there to read it
+                print(line, end="", file=sys.stderr, flush=True)
 
     @property
     def code(self) -> int:

@@ -115,24 +115,20 @@ class Control:
         part: on the CPU, of the same shape and type on all of them. Exactly these ranks must call it.
         """
         raw = part.contiguous().reshape(-1).view(torch.uint8)  # Gloo does not support every type of numbers
+        found = [raw if rank == at else torch.empty_like(raw) for rank in ranks] if self.rank == at else []
         with self.naming(purpose):
-            if self.rank != at:
-                self._end(dist.isend(raw, at, group=self._group))
-                return []
-            found = [raw if rank == at else torch.empty_like(raw) for rank in ranks]
-            pairs = list(zip(ranks, found, strict=True))
-            coming = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
-            for work in coming:
-                self._end(work)
+            if self.rank == at:
+                pairs = zip(ranks, found, strict=True)
+                begun = [dist.irecv(each, rank, group=self._group) for rank, each in pairs if rank != at]
+            else:
+                begun = [dist.isend(raw, at, group=self._group)]
+            for work in begun:  # between two ranks the limit is that of the group as it was made
+                assert work is not None, "this rank belongs to the group"
+                if self._limit is None:
+                    work.wait()
+                else:
+                    work.wait(self._limit)
         return [each.view(part.dtype).view(part.shape) for each in found]
-
-    def _end(self, work: dist.Work | None) -> None:
-        """Wait for a tensor to or from one rank, which has the limit of the group as it was made."""
-        assert work is not None, "this rank belongs to the group"
-        if self._limit is None:
-            work.wait()
-        else:
-            work.wait(self._limit)
 
     @contextmanager
     def waiting(self, timeout_s: float, usually_s: float, setting: str = "") -> Iterator[None]:

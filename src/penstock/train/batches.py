@@ -17,7 +17,7 @@ Shapes: B samples per rank, L sequence length, G samples over all groups, W wind
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -77,23 +77,18 @@ class ReadAhead:
 
     def __init__(self, stream: BatchStream, device: torch.device) -> None:
         self._stream, self._device = stream, device
-        self._next: tuple[int, Future[Batch]] | None = None
+        self._next: tuple[int, Batch] | None = None
 
     def take(self, step: int) -> Batch:
-        """Return the batch of `step`, counted from 0. Raises what reading it has raised."""
+        """Return the batch of `step`, counted from 0."""
         (number, batch), self._next = self._next or (None, None), None
-        return self._read(step) if batch is None or number != step else batch.result()
+        return self._read(step) if batch is None or number != step else batch
 
     def prepare(self, step: int) -> None:
-        """Read the batch of `step` if the device is busy meanwhile; an error is raised when it is taken."""
-        if not device_of(self._device).is_gpu:
-            return
-        batch = Future[Batch]()
-        try:
-            batch.set_result(self._read(step))
-        except Exception as error:
-            batch.set_exception(error)
-        self._next = step, batch
+        """Read the batch of `step` if the device is busy meanwhile."""
+        if device_of(self._device).is_gpu:
+            with suppress(Exception):  # it is read again when it is taken, and fails then
+                self._next = step, self._read(step)
 
     def _read(self, step: int) -> Batch:
         return self._stream.batch(step).on(self._device)

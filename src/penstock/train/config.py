@@ -142,11 +142,8 @@ class RunConfig:
 
     def computing_in(self, usual: Precision) -> RunConfig:
         """Return the run with its own precision, or the `usual` one where it leaves that to the device."""
-        return (
-            self
-            if self.train.precision != "auto"
-            else replace(self, train=replace(self.train, precision=usual))
-        )
+        chosen = self.train.precision != "auto"
+        return self if chosen else replace(self, train=replace(self.train, precision=usual))
 
     def _with_config(self) -> RunConfig:
         if self.model.config is None:

@@ -209,8 +209,7 @@ def _rounded(seconds: float) -> float:
 
 def _slowest_s(spans_s: Sequence[Sequence[float]]) -> float:
     """Return the median step of the slowest rank. spans_s: by rank, of every step."""
-    slowest: list[float] = [max(step) for step in zip(*spans_s, strict=True)]
-    return median(slowest)
+    return float(median(map(max, zip(*spans_s, strict=True))))
 
 
 def span_s(records: Sequence[TaskRecord]) -> float:

@@ -283,9 +283,7 @@ class Trainer:
                 self.loads.add(metrics.step, loads_YE)
                 self.writer.draw(metrics.step, loads_YE)
         if last and self.history.first is None:
-            raise DivergedError(
-                self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
-            )
+            raise self._diverged(f"none of the steps up to the last one ({metrics.step}) was finite")
         with self._waiting_for_a_checkpoint():
             self.saved = self.checkpoints.poll() or self.saved
         if last or saves or _due(metrics.step, train.checkpoint_every):
@@ -302,7 +300,7 @@ class Trainer:
         if self.control.any(not math.isfinite(loss), f"judging the model after step {step}"):
             problem = f"after step {step} the loss on held-out text is {loss}"
             if last:
-                raise DivergedError(self._diverged(problem))
+                raise self._diverged(problem)
             self.progress.say(f"{problem}: no checkpoint is saved")
             self._describe()
             return
@@ -311,7 +309,7 @@ class Trainer:
             with self._waiting_for_a_checkpoint():
                 self.checkpoints.begin(step, plan_settled=self.pilot.settled, papers=self.pilot.save)
         except NotFiniteError as error:  # no further step repairs that
-            raise DivergedError(self._diverged(str(error))) from error
+            raise self._diverged(str(error)) from error
         self._check_peers()  # a sharded optimiser has gathered what was copied
         self._describe()
         with self._waiting_for_a_checkpoint():
@@ -325,7 +323,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         numbers, most = f"loss {loss}, gradient norm {norm}", self.config.train.max_skipped_steps
         if self.skipped_in_a_row > most:
-            raise DivergedError(self._diverged(f"step {step} has {numbers}"))
+            raise self._diverged(f"step {step} has {numbers}")
         count = f"{self.skipped_in_a_row} in a row, train.max_skipped_steps = {most}"
         self.progress.say(f"step {step} skipped: {numbers}; nothing was updated ({count})")
 
@@ -459,14 +457,14 @@ class Trainer:
     def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:
         return self.control.waiting(*self._asked.parallel.at_checkpoints)
 
-    def _diverged(self, problem: str) -> str:
+    def _diverged(self, problem: str) -> DivergedError:
         try:
             self._finish_saving()
         except CheckpointError as error:
             problem = f"{problem}; {error}"
         newest = self.checkpoints.newest()
         good = f"the last good checkpoint is {newest}" if newest else "no checkpoint has been written yet"
-        return f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}"
+        return DivergedError(f"rank {self.layout.rank}: training diverged: {problem}; {good}. {ADVICE}")
 
 
 def _due(step: int, every: int) -> bool:
