@@ -52,6 +52,17 @@ def test_the_model_of_hugging_face_comes_back_as_it_was_trained(
     assert result.stdout.endswith("\nthe same\n")
 
 
+@pytest.mark.slow
+def test_a_model_that_trl_has_trained_is_read_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = run_forked(2, tmp_path, "flowmoe", program=str(ROOT / "docs" / "example_trl.py"))
+    assert result.returncode == 0, result.stderr
+    found = re.fullmatch(r"loss (\S+) -> (\S+): The network .*", result.stdout.splitlines()[-1])
+    assert found is not None and float(found[2]) < float(found[1])
+
+
 def test_every_setting_is_documented() -> None:
     """A row of a table names a section in full once; its other keys may stand behind it."""
     documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", SETTINGS))
