@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.scheduled import engine_of
+from penstock.runtime import ScheduleMismatchError
 from tests.support.adapted import DIVISIBLE, Batch, small, without_labels
 from tests.support.ranks import Pools
 
@@ -44,6 +45,22 @@ def ask_for_gradients(rank: int, world: int) -> list[str]:
 def test_what_no_step_sums_is_refused(ranks: Pools) -> None:
     for said in ranks(2).run(ask_for_gradients, 2):
         assert all("outside of a training step" in each and "labels=" in each for each in said)
+
+
+def go_back_in_another_order(rank: int, world: int) -> str:
+    """Two steps of one shape, whose backward passes ranks ask for in different orders."""
+    given = Batch().inputs(rank, rank + 1)
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe")
+    losses = [model(given["input_ids"]).logits.logsumexp(-1).mean() for _ in range(2)]
+    with pytest.raises(ScheduleMismatchError) as caught:
+        losses[rank].backward()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_go_back_in_different_orders_are_told(ranks: Pools) -> None:
+    for rank, said in enumerate(ranks(2).run(go_back_in_another_order, 2)):
+        assert said.startswith(f"rank {rank} begins the backward pass of step {rank + 1}")
 
 
 def add_heads(rank: int, world: int) -> None:

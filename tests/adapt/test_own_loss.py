@@ -121,6 +121,30 @@ def of_both(model: Any, given: Given) -> Tensor:
     return other * 2 + one
 
 
+def of_weighed_router(model: Any, given: Given) -> Tensor:
+    """Ranks weigh the balance loss differently: gradients are those of the mean."""
+    out = model(**without_labels(given), output_router_logits=True)
+    balance: Tensor = out.aux_loss
+    return cross_entropy(out.logits, given["labels"]) + (given["input_ids"][0, 0] % 5) * balance
+
+
+def leave(model: Any) -> None:
+    del model
+
+
+def thaw_head(model: Any) -> None:
+    model.lm_head.requires_grad_(True)
+
+
+def replace_head(model: Any) -> None:
+    torch.manual_seed(6)
+    model.lm_head = nn.Linear(32, 61, bias=False, dtype=torch.float64)
+
+
+def evaluate_decoder(model: Any) -> None:
+    model.model.eval()
+
+
 @dataclass(frozen=True)
 class Case:
     """A loss of one's own, on a model, with a schedule."""
@@ -138,6 +162,7 @@ class Case:
     summed: bool = False
     padded: bool = False
     sharded: bool = False
+    then: Callable[[Any], None] = leave  # is done to the model afterwards
     classes: int = 0  # the model is one of sequences; 0: of language
     uneven: bool = False  # the last rank has fewer samples
 
@@ -162,13 +187,16 @@ class Case:
 
     def losses(self, model: Any, parts: list[Given]) -> list[Tensor]:
         """The loss of every rank, on one process; that of routers is of all samples."""
-        if self.loss is not of_router:
+        if self.loss not in (of_router, of_weighed_router):
             return [self.loss(model, part) for part in parts]
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         out = model(**without_labels(whole), output_router_logits=True)
         logits = out.logits.split([len(part["labels"]) for part in parts])
-        pairs = zip(logits, parts, strict=True)
-        return [cross_entropy(each, part["labels"]) + WEIGHT * out.aux_loss for each, part in pairs]
+        losses = []
+        for each, part in zip(logits, parts, strict=True):
+            weight = WEIGHT if self.loss is of_router else part["input_ids"][0, 0] % 5
+            losses.append(cross_entropy(each, part["labels"]) + weight * out.aux_loss)
+        return losses
 
     def check(self, rank: int, world: int) -> dict[str, float]:
         """Distances of this rank's loss and gradients from those of one process."""
@@ -182,6 +210,8 @@ class Case:
             gradient_reduction="sum" if self.summed else "mean",
             updating=Updating(clips=False) if self.sharded else None,
         )
+        for each in (wanted, ours):
+            self.then(each)
         if self.again:
             ours.gradient_checkpointing_enable()
         optimizer = None
@@ -238,6 +268,11 @@ CASES = {
     "router logits": Case(of_router_logits, "mixtral", "fsmoe", padded=True),
     "router logits, again": Case(of_router_logits, "gpt_oss", padded=True, again=True),
     "router logits, uneven": Case(of_router_logits, padded=True, uneven=True),
+    "router, weighed by rank": Case(of_weighed_router),
+    "frozen, thawed head": Case(of_logits, frozen=".", then=thaw_head),
+    "frozen, another head": Case(of_logits, frozen=".", then=replace_head),
+    "another head": Case(of_logits, then=replace_head),
+    "decoder in evaluation": Case(of_logits, then=evaluate_decoder),
     "router, summed": Case(of_router, summed=True),
     "uneven": Case(of_logits, uneven=True),
 }

@@ -194,6 +194,11 @@ class Engine:
 
         return logits
 
+    def watch_outside(self) -> None:
+        """Sum gradients of what the model has beside its layers over ranks, also without a step."""
+        averaged = self.layout.dp_size if self.averages_own else 1
+        self.stack.outside.begin(self.decoder.outside_layers(), averaged=averaged)
+
     def _prepare(
         self, given: StepInputs, weight: float, valid: float | None, ending: Callable[[], Ending]
     ) -> None:
@@ -201,9 +206,7 @@ class Engine:
         stack = self.stack
         stack.training = True
         check_intact(self.decoder, balances=given.routers != "unused")
-        stack.outside.begin(
-            self.decoder.outside_layers(), averaged=self.layout.dp_size if self.averages_own else 1
-        )
+        self.watch_outside()
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
         stack.minimise(moe, self._balance, valid, ending)
         stack.compute_in(_autocast_dtype(stack.machinery.device))

@@ -5,7 +5,8 @@ Shapes: B samples, L tokens per sample, M hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -42,25 +43,20 @@ def _logits(loss: Tensor | None) -> Tensor | None:
     return logits_BLV[:, -asked:] if isinstance(asked, int) else logits_BLV[:, asked]
 
 
-class LastOnly(tuple[Tensor, ...]):
+class LastOnly(Sequence[Tensor]):
     """Hidden states of all layers, of which a step hands out the last ones alone."""
 
-    def __new__(cls, layers: int, last_BLM: Tensor) -> LastOnly:
-        return super().__new__(cls, (*(last_BLM[:0] for _ in range(layers)), last_BLM))
+    def __init__(self, layers: int, last_BLM: Tensor) -> None:
+        self._count, self._last_BLM = layers + 1, last_BLM
 
-    def __iter__(self) -> NoReturn:
-        """Raise ValueError, as for all but the last."""
-        raise ValueError(_not_kept("..."))
+    def __len__(self) -> int:
+        return self._count
 
     def __getitem__(self, place: Any) -> Any:
         """Return the last hidden states. Raises ValueError for others, which a step does not keep."""
         if place not in (-1, len(self) - 1):
-            raise ValueError(_not_kept(place))
-        return super().__getitem__(-1)
-
-
-def _not_kept(place: object) -> str:
-    return (
-        f"hidden_states[{place}]: a training step hands out those after the last layer, [-1]; for others use "
-        "torch.no_grad()"
-    )
+            raise ValueError(
+                f"hidden_states[{place}]: a training step hands out those after the last layer, [-1]; for "
+                "others use torch.no_grad()"
+            )
+        return self._last_BLM

@@ -35,6 +35,9 @@ from penstock.sharding import sharding_of
 DECODED = ("input_ids", "attention_mask", "position_ids")
 """Arguments of a step that its decoder gets, in their order."""
 
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of packed samples that only kernels of flash attention read; others read `position_ids`."""
+
 KNOWN = (
     *DECODED,
     "labels",
@@ -199,10 +202,18 @@ def _decode(plain: Any) -> Callable[..., Any]:
         engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
         if engine is None or engine.decoder.inside.depth:
             return plain.forward(self, *arguments, **named)
-        asks = torch.is_grad_enabled()
-        if asks and self.training and any(p.requires_grad for p in self.parameters()):
+        if torch.is_grad_enabled() and (self.training or engine.asked is not None):
             named.update(zip(DECODED, arguments, strict=False))
-            return _hidden_states(engine, named)
+            arguments = ()
+            if any(p.requires_grad for p in self.parameters()):
+                return _hidden_states(self, engine, named)
+            engine.watch_outside()
+            embeds = named.get("inputs_embeds")
+            if engine.layout.world_size > 1 and embeds is not None and embeds.requires_grad:
+                raise ValueError(
+                    "inputs_embeds with gradients (prompt tuning): frozen layers run without them on several "
+                    "ranks. Adapt the layers (LoRA), or train on one rank"
+                )
         alone = engine.layout.world_size == 1
         with nullcontext() if alone else torch.no_grad(), engine.passes.one():
             return plain.forward(self, *arguments, **named)
@@ -210,20 +221,19 @@ def _decode(plain: Any) -> Callable[..., Any]:
     return forward
 
 
-def _hidden_states(engine: Engine, named: dict[str, Any]) -> Any:
+def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return what a decoder returns, of which the caller makes a loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    others = (
-        "use_cache",
-        "return_dict",
-        "output_hidden_states",
-        "output_router_logits",
-        "num_items_in_batch",
-    )
-    _check_known(named, (*DECODED, *others), "a training step without labels")
+    wanted = {name: named.get(name) for name in ("output_hidden_states", "output_router_logits")}
+    wanted = {
+        name: getattr(base.config, name, False) if asked is None else asked for name, asked in wanted.items()
+    }
+    others = (*wanted, "use_cache", "return_dict", "num_items_in_batch")
+    unread = () if "flash" in str(base.config._attn_implementation) else PACKED
+    _check_known(named, (*DECODED, *others, *unread), "a training step without labels")
     asked = engine.asked
-    routers: RouterUse = "handed_out" if named.get("output_router_logits") else "unused"
+    routers: RouterUse = "handed_out" if wanted["output_router_logits"] and asked is None else "unused"
     given = StepInputs(
         tokens_BL=named["input_ids"],
         labels_BL=None,
@@ -240,7 +250,7 @@ def _hidden_states(engine: Engine, named: dict[str, Any]) -> Any:
     out = MoeModelOutputWithPast(last_hidden_state=normed_BLM)
     if found.routers_YTE:
         out["router_logits"] = found.routers_YTE
-    if named.get("output_hidden_states"):
+    if wanted["output_hidden_states"]:
         out["hidden_states"] = LastOnly(len(engine.decoder.layers), normed_BLM)
     return out.to_tuple() if named.get("return_dict") is False else out
 
@@ -277,7 +287,8 @@ def _only_evaluated(model: Any, out: Any) -> Any:
 
 def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return the loss of labels, which the step computes itself."""
-    _check_known(named, KNOWN, "a training step")
+    unread = () if "flash" in str(model.config.get_text_config()._attn_implementation) else PACKED
+    _check_known(named, (*KNOWN, *unread), "a training step")
     given = _inputs_of(model, named, engine.decoder)
     if named.get("logits_to_keep") is not None:
         refuse_sharing(engine, "logits_to_keep in a training step")

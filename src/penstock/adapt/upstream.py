@@ -64,11 +64,10 @@ def _replace(kind: type, functions: dict[str, Callable[..., Any]]) -> None:
 
         @wraps(plain)
         def function(self: Any, *given: Any, plain: Any = plain, own: Any = own, **named: Any) -> Any:
+            asked = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
             held = getattr(self, "_models", None) or [getattr(self, "model", None)]
-            models = [
-                each for each in (*given[:1], named.get("model"), *held) if isinstance(each, torch.nn.Module)
-            ]
-            engine = engine_if_any(models[0]) if models else None
+            engines = (engine_if_any(each) for each in (held if asked is None else [asked]))
+            engine = next((each for each in engines if each is not None), None)
             if engine is None:
                 return plain(self, *given, **named)
             return own(engine, plain, self, *given, **named)

@@ -10,12 +10,15 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.decision import GradientBytes
+from penstock.graph import Lane
+from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
 from penstock.moe.config import MoEConfig
@@ -54,6 +57,7 @@ from penstock.runtime.checks.misuse import (
 )
 from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
+from penstock.runtime.errors import ScheduleMismatchError
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
@@ -126,6 +130,7 @@ class PipelinedStack(nn.Module):
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self._ending: Callable[[], Ending] = TokenLoss
+        self._handed_out = 0  # steps without labels
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
         self.consistency = Consistency(self.gradients, machinery)
         self.outside = OutsideGradients(self.gradients, machinery)
@@ -260,11 +265,35 @@ class PipelinedStack(nn.Module):
         check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = given.cut(self.plan.shape.microbatches, self.seed)
         ranks = self.machinery.layout.dp_size
-        ending = HiddenStates(averaged=ranks if averaged else 1, ranks=ranks)
+        self._handed_out += 1
+        meet = partial(self._meet, self._handed_out, self.moe.aux_loss_coeff > 0)
+        ending = HiddenStates(averaged=ranks if averaged else 1, ranks=ranks, meet=meet)
         hidden_BLM, balance, *routers = _StepFunction.apply(
             Step(self, batch, True, ending), torch.empty(0, requires_grad=True)
         )
         return StepStates(hidden_BLM, balance, tuple(routers))
+
+    def _meet(self, number: int, balanced: bool, slope: Tensor) -> Tensor:
+        """Return the mean over ranks of the gradient of the balance loss, which each rank's loss may weigh.
+
+        Raises ScheduleMismatchError, on all ranks, unless all begin the backward half of the same step. With
+        other transfers than its peers' a rank would end in a collective that does not match.
+        """
+        machinery, purpose = self.machinery, "beginning the backward half of a step without labels"
+        most, least = machinery.control.largest((number, -number), purpose)
+        if most != -least:
+            raise ScheduleMismatchError(
+                f"rank {machinery.control.rank} begins the backward pass of step {number} of those without "
+                f"labels, and other ranks that of steps {-least:.0f} to {most:.0f}: call backward of the "
+                "same losses in the same order on all ranks"
+            )
+        if not balanced:
+            return slope
+        total, transports = slope.clone(), machinery.transports
+        transports.open([(Lane.INTER, Group.WORLD)])
+        with machinery.control.naming(purpose):
+            transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD)
+        return total / machinery.layout.world_size
 
     def _given(
         self,

@@ -187,7 +187,10 @@ class Step:
     def backward(self, *grads: Tensor) -> None:
         """Run the backward half from the gradients of what the step has returned."""
         if self.finished:
-            raise RuntimeError("backward of this loss has run already: compute a new loss for every backward")
+            raise RuntimeError(
+                "backward of this loss has run already: compute a new loss for every backward, and add the "
+                "losses of one forward pass before it"
+            )
         self.context.slopes = self.ending.slopes(*grads)
         self.stack.consistency.slope = self.context.slopes.alike
         gradients = self.stack.gradients.backward_pass(self.buckets)

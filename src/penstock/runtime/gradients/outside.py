@@ -20,9 +20,9 @@ from torch.autograd.variable import Variable
 
 from penstock.graph import Lane
 from penstock.mesh import Group
+from penstock.runtime.gradients.assignment import names_of
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.machinery import Machinery
-from penstock.topology.faults import ACTIVITY
 
 _ENGINE = Variable._execution_engine
 
@@ -99,7 +99,7 @@ class OutsideGradients:
             return None  # accumulated as usual
         if (size := self._machinery.layout.mp_size) > 1:
             raise ValueError(
-                f"{self._gradients.name_of(parameter)} was used outside of a step, in a loss of one's own, "
+                f"{self._name_of(parameter)} was used outside of a step, in a loss of one's own, "
                 f"and ranks share it (tp_size = {size}): use tp_size = 1, or labels"
             )
         known = self._caught.get(parameter)
@@ -118,18 +118,23 @@ class OutsideGradients:
             return
         if self._gradients.in_shares:
             raise RuntimeError(
-                f"{self._gradients.name_of(next(iter(caught)))} is trained by a loss that no step of the "
+                f"{self._name_of(next(iter(caught)))} is trained by a loss that no step of the "
                 "model is a part of, and a sharded optimizer knows gradients of steps alone: use another "
                 "optimizer"
             )
-        names = {self._gradients.name_of(parameter): parameter for parameter in caught}
+        names = {self._name_of(parameter): parameter for parameter in caught}
         transports = self._machinery.transports
         transports.open([(Lane.INTER, Group.WORLD)])
-        with ACTIVITY.exchanging(f"gradients of {min(names)} and {len(names) - 1} more"):
+        what = f"summing gradients of {min(names)} and {len(names) - 1} more"
+        with self._machinery.control.naming(what):
             for name in sorted(names):
                 total = caught[names[name]].clone(memory_format=torch.contiguous_format)
                 transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD)
                 _accumulate(names[name], total, 1 / self.averaged)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name in the model as it is now: no step may have taken the parameter up."""
+        return names_of(self._gradients.model, [parameter])[id(parameter)]
 
 
 def _accumulate(parameter: nn.Parameter, grad: Tensor, share: float) -> None:

@@ -5,7 +5,7 @@ Shapes: B samples, L tokens per sample, M hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,12 +147,14 @@ class HiddenStates:
     Attributes:
         averaged: Over how many ranks gradients are averaged; 1: they are summed.
         ranks: How many ranks have samples of their own.
+        meet: Called before the backward half, which comes when the caller's loss asks for it, with this
+            rank's gradient of the balance loss; returns that of all ranks.
     """
 
     tells_at_once = True
 
-    def __init__(self, *, averaged: int, ranks: int) -> None:
-        self.averaged, self.ranks = averaged, ranks
+    def __init__(self, *, averaged: int, ranks: int, meet: Callable[[Tensor], Tensor]) -> None:
+        self.averaged, self.ranks, self.meet = averaged, ranks, meet
         self._left: dict[int, Tensor] = {}
         self._routers: dict[int, dict[int, Tensor]] = {}
         self._grads: tuple[Tensor, ...] = ()
@@ -194,6 +196,7 @@ class HiddenStates:
 
     def slopes(self, *grads: Tensor) -> LossGradients:
         hidden_BLM, balance, *routers = grads
+        balance = self.meet(balance)
         self._grads = (hidden_BLM / self.averaged).split(self._samples)
         for layer, grad_TE in zip(self._layers, routers, strict=True):
             self._router_grads[layer] = (grad_TE / self.averaged).split(self._tokens)
