@@ -19,7 +19,7 @@ from penstock.train.curves import open_logs
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOR_MODELS = ("penstock.adapt.own", "penstock.adapt.trainer")
+FOR_MODELS = ("penstock.adapt.outputs", "penstock.adapt.trained")
 """Modules that only those import who have models of transformers."""
 
 HIDE = """
@@ -27,7 +27,7 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def find_others(name, path=None, target=None):
     return None if name.partition(".")[0] in {hidden} else find(name, path, target)
-PathFinder.find_spec = find_others
+PathFinder.find_spec = staticmethod(find_others)
 """
 IMPORT_ALL = """
 import pkgutil, importlib, penstock

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small, without_labels
@@ -170,11 +170,7 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
                         optimizer.zero_grad()
                     losses.append(accelerator.reduce(loss.detach(), "mean").item())
             accelerator.save_state(folder)
-            state = accelerator.get_state_dict(model)
             accelerator.save_model(model, f"{folder}/alone")
-    if rank == 0:
-        whole = AutoModelForCausalLM.from_pretrained(folder) if world > 1 else accelerator.unwrap_model(model)
-        assert all(whole.state_dict()[name].equal(tensor) for name, tensor in state.items())
     return losses
 
 
@@ -183,7 +179,15 @@ def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Pat
     wanted = loop(0, 1, str(tmp_path / "one"))
     for found in ranks(2).run(loop, 2, str(tmp_path / "two")):
         assert found == pytest.approx(wanted, rel=1e-5)
-    one, two = (load_file(tmp_path / each / "alone" / "model.safetensors") for each in ("one", "two"))
+    one, two = (
+        {
+            name: each
+            for file in (tmp_path / run / "alone").glob("*.safetensors")
+            for name, each in load_file(file).items()
+        }
+        for run in ("one", "two")
+    )
+    assert one.keys() == two.keys()
     assert all(distance(two[name], tensor) < 1e-4 for name, tensor in one.items())
 
 

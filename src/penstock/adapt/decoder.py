@@ -355,9 +355,18 @@ class Decoder:
         return logits_TV
 
     def outside_layers(self) -> list[nn.Parameter]:
-        """Return the parameters of the model that no layer has: embeddings, the norm, heads."""
-        of_layers = {id(p) for layer in self.layers for p in layer.parameters()}
-        return [p for p in self.model.parameters() if id(p) not in of_layers]
+        """Return the parameters of all modules beside the layers: embeddings, the norm, heads.
+
+        Every step asks for them, so layers are passed over, and not looked through.
+        """
+        layers = self.base.get_submodule(self.family.layers)
+        found: dict[int, nn.Parameter] = {}
+        modules: list[nn.Module] = [self.model]
+        while modules:
+            module = modules.pop()
+            found |= {id(p): p for p in module._parameters.values() if p is not None}
+            modules += [each for each in module._modules.values() if each not in (None, layers)]
+        return list(found.values())
 
     def calls_of(self, keys: SampleKeys) -> list[LayerCall]:
         """Return how `embed` found the decoder to call each layer for the samples of a microbatch."""

@@ -24,7 +24,6 @@ from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
 from penstock.adapt.generating import together_from
 from penstock.adapt.naming import expert_axes
-from penstock.adapt.outputs import LOGITS, LastOnly, StepOutput
 from penstock.adapt.saving import save_model
 from penstock.checkpoint.storage import together
 from penstock.partial_state import refuse_pickle
@@ -75,7 +74,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
     _tell_libraries()
     base = engine.decoder.base
     if base is not model:
-        _change(base, {"forward": _decode(type(base))})
+        _change(base, {"forward": _decode(type(base)), "__reduce_ex__": _part_reduced})
         base.__dict__["_penstock_model"] = Whole(model)
     model.__dict__["_penstock"] = engine
     return engine
@@ -225,6 +224,8 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return what a decoder returns, of which the caller makes a loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    from penstock.adapt.outputs import LastOnly
+
     wanted = {name: named.get(name) for name in ("output_hidden_states", "output_router_logits")}
     wanted = {
         name: getattr(base.config, name, False) if asked is None else asked for name, asked in wanted.items()
@@ -287,6 +288,8 @@ def _only_evaluated(model: Any, out: Any) -> Any:
 
 def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return the loss of labels, which the step computes itself."""
+    from penstock.adapt.outputs import LOGITS, StepOutput
+
     unread = () if "flash" in str(model.config.get_text_config()._attn_implementation) else PACKED
     _check_known(named, (*KNOWN, *unread), "a training step")
     given = _inputs_of(model, named, engine.decoder)
@@ -431,6 +434,12 @@ def _reduced(self: Any, protocol: Any) -> Any:
     """
     del protocol
     return _empty, (_Copied(type(self)),), _State(self)
+
+
+def _part_reduced(self: Any, protocol: Any) -> Any:
+    """Return the reduction of a model's decoder for copies."""
+    del protocol
+    return _empty, (_Copied(type(self)),), self.__dict__
 
 
 @dataclass(frozen=True)

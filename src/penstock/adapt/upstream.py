@@ -19,7 +19,6 @@ import torch
 from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_optimizer
 from penstock.adapt.engine import Engine, refuse_sharing
 from penstock.adapt.loading import reload
-from penstock.adapt.saving import whole_state
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
 from penstock.writing import replacing
 
@@ -38,7 +37,7 @@ def follow_libraries() -> None:
                 "prepare_model": _prepare_model,
                 "save_state": _save_state,
                 "load_state": _load_state,
-                "get_state_dict": _state_dict,
+                "save_model": _save_alone,
             },
         )
     if (trainer := sys.modules.get("transformers.trainer")) is not None:
@@ -140,16 +139,33 @@ def _load_state(
     finally:
         hook.remove()
     for place, (model, optimizer) in enumerate(pairs):
-        reload(model, _place(found[0], place))
+        _load_weights(model, _place(found[0], place))
         load_optimizer(model, optimizer, _place(found[0], place))
 
 
-def _state_dict(
-    engine: Engine, plain: Callable[..., Any], accelerator: Any, model: Any, unwrap: bool = True
-) -> Any:
-    """Return the state of the whole model on rank 0; other ranks, which join in, get nothing."""
-    del plain, accelerator, unwrap
-    return whole_state(model, engine)
+def _save_alone(
+    engine: Engine,
+    plain: Callable[..., Any],
+    accelerator: Any,
+    model: Any,
+    save_directory: str,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Save a model under the names of its state, to which all ranks bring their experts."""
+    del engine, plain, safe_serialization  # nothing is pickled
+    model = accelerator.unwrap_model(model)
+    own = {"max_shard_size": max_shard_size, "save_original_format": False}
+    shards = {} if is_wrapped_by_peft(model) else own
+    model.save_pretrained(save_directory, is_main_process=accelerator.is_main_process, **shards)
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    """Give a model the weights in a folder, or its adapters, which every rank reads whole."""
+    if is_wrapped_by_peft(model):
+        model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
+    else:
+        reload(model, folder)
 
 
 @contextmanager
