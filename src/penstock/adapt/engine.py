@@ -67,8 +67,8 @@ class StepInputs:
 
 
 @dataclass
-class Asked:
-    """What the model asks its decoder for beside hidden states: the balance loss, once it is known."""
+class BalanceRequest:
+    """Whether a model wants the balance loss of the step that its decoder runs; then that loss."""
 
     wanted: bool
     balance: Tensor | None = None
@@ -101,7 +101,7 @@ class Engine:
         self._balance = BalanceOverLayers(stack.moe.top_k)
         self._first = 0
         self.averages, self.averages_own = False, True
-        self.asked: Asked | None = None
+        self.balance_request: BalanceRequest | None = None
 
     @property
     def layout(self) -> Layout:
@@ -138,13 +138,13 @@ class Engine:
         return found
 
     @contextmanager
-    def balancing(self, wanted: bool) -> Iterator[Asked]:
+    def balancing(self, wanted: bool) -> Iterator[BalanceRequest]:
         """Let the step inside this context find the balance loss, if it is wanted."""
-        self.asked = asked = Asked(wanted)
+        self.balance_request = request = BalanceRequest(wanted)
         try:
-            yield asked
+            yield request
         finally:
-            self.asked = None
+            self.balance_request = None
 
     def _run(self, given: StepInputs) -> Tensor:
         self._begin(given)

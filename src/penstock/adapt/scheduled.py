@@ -201,7 +201,7 @@ def _decode(plain: Any) -> Callable[..., Any]:
         engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
         if engine is None or engine.decoder.inside.depth:
             return plain.forward(self, *arguments, **named)
-        if torch.is_grad_enabled() and (self.training or engine.asked is not None):
+        if torch.is_grad_enabled() and (self.training or engine.balance_request is not None):
             named.update(zip(DECODED, arguments, strict=False))
             arguments = ()
             if any(p.requires_grad for p in self.parameters()):
@@ -226,15 +226,16 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
 
     from penstock.adapt.outputs import LastOnly
 
-    wanted = {name: named.get(name) for name in ("output_hidden_states", "output_router_logits")}
+    given_flags = {name: named.get(name) for name in ("output_hidden_states", "output_router_logits")}
     wanted = {
-        name: getattr(base.config, name, False) if asked is None else asked for name, asked in wanted.items()
+        name: getattr(base.config, name, False) if flag is None else flag
+        for name, flag in given_flags.items()
     }
     others = (*wanted, "use_cache", "return_dict", "num_items_in_batch")
     unread = () if "flash" in str(base.config._attn_implementation) else PACKED
     _check_known(named, (*DECODED, *others, *unread), "a training step without labels")
-    asked = engine.asked
-    routers: RouterUse = "handed_out" if wanted["output_router_logits"] and asked is None else "unused"
+    request = engine.balance_request
+    routers: RouterUse = "handed_out" if wanted["output_router_logits"] and request is None else "unused"
     given = StepInputs(
         tokens_BL=named["input_ids"],
         labels_BL=None,
@@ -242,12 +243,12 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
         valid=None,
-        routers="balanced" if asked is not None and asked.wanted else routers,
+        routers="balanced" if request is not None and request.wanted else routers,
     )
     found = engine.hidden_states(given)
     normed_BLM = engine.decoder.normed(found.hidden_BLM)
-    if asked is not None:
-        asked.balance = found.balance
+    if request is not None:
+        request.balance = found.balance
     out = MoeModelOutputWithPast(last_hidden_state=normed_BLM)
     if found.routers_YTE:
         out["router_logits"] = found.routers_YTE

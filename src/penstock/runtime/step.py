@@ -99,7 +99,7 @@ class Step:
         self.stack, self.training, self.finished, self.ending = stack, training, False, ending
         taken = Taken.of(stack, training=training) if before is None else before.taken
         self.taken: Taken = taken
-        machinery, self.shape, self.buckets = taken.machinery, taken.plan.shape, taken.buckets
+        self.shape, self.buckets = taken.plan.shape, taken.buckets
         self.bounds = stack.bounds.of_step(
             self.shape.microbatches, training=training, counted=before is not None
         )
@@ -107,14 +107,8 @@ class Step:
         self.model_state = ForwardState(
             taken.snapshot, runs_again=runs_again, rewinds=self.must_tell_at_once and before is None
         )
-        at_once = self.buckets.at_once
-        # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
-        # memory.
-        copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
-        layout = machinery.layout
         self.batch = batch
         self.lodging = stack.host.lend(stack.moe_layers)
-        tensor = TensorPlace(layout.mp_rank, layout.mp_size)
         self.consistency = stack.consistency.of_step(
             batch,
             terms=f"{taken.codec.terms} {type(ending).__name__}",
@@ -122,21 +116,32 @@ class Step:
             wish=stack.wish,
             training=training,
         )
-        self.context = StepContext(
+        self.context = self._context()
+        lanes, rank = taken.machinery.lanes, taken.machinery.layout.rank
+        self.execution = Execution(taken.plan, taken.program, lanes, self.context, rank, timed=stack.timed)
+
+    def _context(self) -> StepContext:
+        """Return what handlers of this step work on."""
+        stack, taken, machinery = self.stack, self.taken, self.taken.machinery
+        tensor = TensorPlace(machinery.layout.mp_rank, machinery.layout.mp_size)
+        # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
+        # memory.
+        copies = None if device_of(machinery.device).is_cpu else ComputeCopies()
+        return StepContext(
             parts=stack.parts,
-            batch=batch,
-            part=batch.part(tensor.rank, tensor.size) if tensor.size > 1 else batch,
+            batch=self.batch,
+            part=self.batch.part(tensor.rank, tensor.size) if tensor.size > 1 else self.batch,
             tensor=tensor,
             moe=taken.moe,
             makers=taken.makers,
             balance=taken.balance,
-            segment=partial(Segment, anchor_on(machinery.device)) if training else PassThrough,
+            segment=partial(Segment, anchor_on(machinery.device)) if self.training else PassThrough,
             # Where tasks compute without autocast, `computing` has switched off what the caller has on.
             autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
             carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
             degrees=self.shape.transfer_degrees,
-            weights=partial(WeightGradients, at_once, copies)
+            weights=partial(WeightGradients, self.buckets.at_once, copies)
             if taken.plan.weights_apart
             else partial(AutogradWeights, copies),
             host=stack.host,
@@ -145,15 +150,12 @@ class Step:
             buckets=self.buckets,
             codec=taken.codec,
             marks=self.consistency.marks,
-            ending=ending,
+            ending=self.ending,
             fingerprint=self.consistency.fingerprint,
             bounds=self.bounds,
             relocation=taken.relocation,
-            training=training,
+            training=self.training,
             updates=taken.updates,
-        )
-        self.execution = Execution(
-            taken.plan, taken.program, machinery.lanes, self.context, layout.rank, timed=stack.timed
         )
 
     def forward(self) -> tuple[Tensor, ...]:

@@ -59,13 +59,6 @@ class OutsideGradients:
         if torch._C._current_graph_task_id() == -1:
             self._caught.clear()
         known, self._watched = self._watched, {}
-        self._watch(parameters, known)
-
-    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Catch gradients of these parameters as well."""
-        self._watch(parameters, self._watched)
-
-    def _watch(self, parameters: Iterable[nn.Parameter], known: dict[nn.Parameter, _Watched]) -> None:
         for parameter in parameters:
             if not (parameter.requires_grad and parameter.is_leaf):
                 continue
