@@ -46,6 +46,7 @@ LAYERS = (
     "topology",
     "partial_state",
     "sharding",
+    "dtensors",
     "checkpoint",
     "moe",
     "runtime",

@@ -23,9 +23,8 @@ KEY = "penstock_share"
 
 REMEDY = (
     "Save state_dict() by torch.save on every rank, each in a file of its own, and load it on a rank that "
-    "holds the same share. A model of transformers is saved whole by model.save_pretrained(folder) or "
-    "penstock.save_checkpoint, called on all ranks, and read by penstock.load_pretrained and "
-    "penstock.load_optimizer, on any number of ranks"
+    "holds the same share. A model of transformers is saved by torch.distributed.checkpoint, too, or whole "
+    "by model.save_pretrained(folder) or penstock.save_checkpoint on all ranks, for any number of ranks"
 )
 
 SOLE_WRITERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from penstock.mesh import Axes
+from penstock.mesh import Axes, Group
 from penstock.partial_state import mark_share
 
 MARK = "penstock_sharding"
@@ -93,6 +93,11 @@ class Sharding:
             yield from boxes_of(self.shape, begin + shift, end + shift)
 
     @property
+    def cuts(self) -> tuple[tuple[Axes, int], ...]:
+        """Dimensions that are cut, by the axes along which their pieces are spread."""
+        return ((self.axes, self.dim),)
+
+    @property
     def transposed(self) -> Sharding:
         """The same part of a transposed matrix, which is cut along the other of its dimensions."""
         assert self.view == self.shape, "parts of a view are no parts of a transposed one"
@@ -164,6 +169,10 @@ class StackedSharding(Sharding):
     def offset(self) -> Place | None:
         offset = self.each.offset
         return None if offset is None else (self.index * self.part_shape[0], *offset)
+
+    @property
+    def cuts(self) -> tuple[tuple[Axes, int], ...]:
+        return (Group.EXPERT, 0), (self.each.axes, 1 + self.each.dim)
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
         size, first = prod(self.each.part_shape), self.index * self.part_shape[0]

@@ -15,7 +15,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 import penstock
 from penstock.adapt import FAMILIES
 from penstock.adapt.asking import read_whole
-from penstock.partial_state import without_marks
+from penstock.dtensors import local_state
 from tests.support.adapted import DIVISIBLE, Batch, distance, grads_of, part_of, small
 from tests.support.memory import give_back_what_is_freed
 from tests.support.ranks import Pools, RankPool
@@ -35,7 +35,7 @@ def shares_read(rank: int, world: int, folder: str, families: list[str], layout:
         model = penstock.load_pretrained(f"{folder}/{family}", plan="flowmoe", **layout)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         given = dict(whole.state_dict())
-        held = without_marks(model.state_dict())
+        held = local_state(model.state_dict())
         for name, mine in held.items():
             if not torch.equal(part_of(parameters.get(name, mine), given[name], place), mine):
                 wrong.append(f"{family}: {name}")

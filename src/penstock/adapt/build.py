@@ -23,8 +23,9 @@ from penstock.adapt.spread import JoinAdapters, NarrowSpread, Spread, TakeAdapte
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
 from penstock.dispatch import find_dispatch
+from penstock.dtensors import DeviceMeshes, spread_states
 from penstock.families.adapters import core_of
-from penstock.families.experts import ModelExperts
+from penstock.families.experts import ModelExperts, sharding_of_experts
 from penstock.families.family import Family
 from penstock.families.known import family_of
 from penstock.families.look import Found, look
@@ -35,10 +36,10 @@ from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_order
 from penstock.moe.experts.base import ExpertShard
 from penstock.moe.orders.sort import SortOrder
-from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.gradients.clip import follow_torch
+from penstock.sharding import Sharding
 from penstock.step.shape import Updating
 from penstock.topology import (
     Control,
@@ -217,7 +218,7 @@ def _engine(
         if tensor is not None:
             tensor.ranks.open(machinery)
     stack.mark_experts()
-    mark_shares(pieces, layout)
+    spread_parts(pieces, machinery)
     passes = Passes(machinery.control)
     for layer, cut in pieces.cuts.items():
         moe = decoder.parts[layer].moe
@@ -261,15 +262,23 @@ def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iter
         raise
 
 
-def mark_shares(pieces: Pieces, layout: Layout) -> None:
-    """Mark the state dicts of experts of which this rank has a share, see `mark_share`."""
-    for layer, cut in pieces.cuts.items():
-        moe = pieces.decoder.parts[layer].moe
-        assert moe is not None, "it is cut where it has experts"
-        if layout.ep_size > 1:
-            core = core_of(cut.experts)
-            parts = {each.in_words for each in getattr(core, "shardings", {}).values()}
-            mark_share(core, "; ".join([moe.placement.in_words(layout.ep_rank), *sorted(parts)]))
+def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
+    """Let state dicts say which part of experts, and of what ranks share beside them, a rank has."""
+    layout = machinery.layout
+    if layout.ep_size * layout.esp_size * layout.mp_size == 1:
+        return
+    meshes = DeviceMeshes(layout, machinery.device.type)
+    cores = [core_of(cut.experts) for cut in pieces.cuts.values()]
+    for module in pieces.decoder.model.modules():
+        parts: dict[str, Sharding] = getattr(module, "shardings", {})
+        if any(module is core for core in cores):
+            found = (
+                (name, sharding_of_experts(p.shape, parts.get(name), layout))
+                for name, p in module.named_parameters()
+            )
+            parts = {name: each for name, each in found if each is not None}
+        if parts:
+            spread_states(module, parts, meshes)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:

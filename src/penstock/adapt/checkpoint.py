@@ -34,6 +34,7 @@ from penstock.checkpoint.storage import (
     misfits,
 )
 from penstock.config import UNSET, ConfigError, read_json
+from penstock.dtensors import part_of
 from penstock.families.described import refuse_cut_off
 from penstock.models.qwen3_moe import CONFIG
 from penstock.runtime import ShardedAdamW
@@ -311,6 +312,11 @@ class _States:
             last = first + len(group["parameters"])
             groups.append({**settings, "params": list(range(first, last))})
             first = last
+        watch_optimizer(self.optimizer)
+        for number, parameter in enumerate(self.parameters):
+            if number in states and (part := part_of(parameter)) is not None:
+                kept = states[number].items()
+                states[number] = {key: part.spread(each) if each.dim() else each for key, each in kept}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -18,6 +18,7 @@ from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of, plain_class
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
+from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
 from penstock.families.family import Family
 from penstock.families.known import FAMILIES, family_of
@@ -26,7 +27,6 @@ from penstock.families.model_folder import ModelFolder
 from penstock.families.weights import share_of_experts
 from penstock.models.decoder import TensorShard
 from penstock.moe.experts.base import ExpertShard
-from penstock.partial_state import without_marks
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import Updating
 from penstock.topology import Layout, ParallelConfig
@@ -117,7 +117,7 @@ def reload(model: Any, folder: str | Path) -> None:
     """
     opened, dtype = ModelFolder.open(Path(folder), plain_class(model)), next(model.parameters()).dtype
     read = read_share(skeleton(opened), opened, engine_of(model).layout, dtype, "cpu").model.state_dict()
-    mine = without_marks(model.state_dict())
+    mine = local_state(model.state_dict())
     if {name: tensor.shape for name, tensor in mine.items()} != {name: read[name].shape for name in read}:
         raise ValueError(f"{folder} holds another model than {type(model).__name__} is here")
     with torch.no_grad():

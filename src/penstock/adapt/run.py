@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.adapt.balance import BalanceOverLayers
-from penstock.adapt.build import mark_shares, pieces_of
+from penstock.adapt.build import pieces_of, spread_parts
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
@@ -124,7 +124,7 @@ def _of_transformers(
         )
         if tensor is not None:
             tensor.ranks.open(machinery)
-    mark_shares(pieces, layout)
+    spread_parts(pieces, machinery)
     if tensor is not None:
         tensor.settle()
     stack.minimise(

@@ -35,6 +35,7 @@ from penstock.checkpoint.storage import (
     together,
     write_index,
 )
+from penstock.dtensors import local_state, taken_state
 from penstock.families.described import quiet
 from penstock.partial_state import ShareError, check_marks, without_marks
 from penstock.topology import Control
@@ -154,7 +155,7 @@ def _as_transformers_writes(
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
     except ImportError:
         return None
-    state = without_marks(model.state_dict())
+    state = local_state(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     whole = {name: _described(*naming.part_of(name, each)) for name, each in state.items()}
@@ -196,7 +197,7 @@ def whole_state(
     """
     control, layout = engine.stack.machinery.control, engine.layout
     own = model.state_dict()  # all ranks join the state of adapters in it
-    state = without_marks(own if given is None else given)
+    state = taken_state(model, own if given is None else given)
     naming = ModelNaming(layout, engine.decoder, model)
     names: dict[Any, list[str]] = {}  # layers may share a parameter, and are saved so
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -235,6 +236,7 @@ def check_names(model: Any, plain: Any, control: Control, given: Mapping[str, Te
 
 def _check_names(model: Any, plain: Any, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     check_marks(saved, own)
+    taken_state(model, saved)
     try:
         with quiet(), torch.device("meta"):
             wanted = plain(copy.deepcopy(model.config)).state_dict().keys()

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from penstock.dtensors import is_dtensor
 from penstock.mesh import Axes, Group
 from penstock.moe import SampleKeys
 from penstock.moe.counter import uniform_bits
 from penstock.moe.experts.base import Experts
 from penstock.runtime.errors import ParameterMismatchError
-from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.topology import Control, Layout
 
 EVERY = 64

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts.base import Experts
 from penstock.runtime.checks.values import MODULUS, Replicated, compare, fingerprint, is_due, weight_among
-from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
 from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import CommunicationError, Control

@@ -1,4 +1,4 @@
-"""Optimisers whose parameters are a rank's share: their state is marked as state dicts of the model are.
+"""Optimisers whose parameters are a rank's share: their state says so as state dicts of the model do.
 
 Moments of one rank's experts have the shapes of every other rank's. An optimiser belongs to the training loop
 and is seen when it steps, so it is checked there: before its first update, and from then on whenever a state
@@ -14,6 +14,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim import Optimizer
 
+from penstock.dtensors import part_of
 from penstock.partial_state import KEY, ShareError, ShareMark, check_share, share_of, torch_callers
 from penstock.runtime.expert_parallel.ranks import MARK, ExpertRanks
 from penstock.sharding import sharding_of
@@ -36,9 +37,12 @@ def watch_optimizer(optimizer: Optimizer) -> None:
         if KEY in group:  # loaded before the optimiser was known
             check_share(share_of(group[KEY]), _share(group["params"]))
             del group[KEY]
+        for number, parameter in enumerate(group["params"]):
+            if state := optimizer.state.get(parameter):
+                state.update(_taken(f"of parameter {number}", parameter, state))
     _known.add(optimizer)
-    optimizer.register_state_dict_post_hook(_mark)
-    optimizer.register_load_state_dict_pre_hook(_check)
+    optimizer.register_state_dict_post_hook(_give)
+    optimizer.register_load_state_dict_pre_hook(_take)
 
 
 def _refuse_mixing(optimizer: Optimizer) -> None:
@@ -52,25 +56,45 @@ def _refuse_mixing(optimizer: Optimizer) -> None:
             )
 
 
-def _mark(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Mark the groups of which a parameter of a share has state of its own shape."""
+def _give(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with parts as DTensors, and with marks in groups that have other state of a share."""
+    states, groups = dict(state["state"]), []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        pairs = zip(group["params"], saved["params"], strict=True)
-        if _share(p for p, number in pairs if _has_tensors(state["state"].get(number))):
-            saved[KEY] = ShareMark.of(_share(group["params"]))
+        unsaid = list[Tensor]()
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            held = states.get(number, {})
+            of_shape = [key for key, each in held.items() if isinstance(each, Tensor) and each.dim() > 0]
+            part = part_of(parameter)
+            if of_shape and part is None:
+                unsaid.append(parameter)
+            elif part is not None:
+                states[number] = {**held, **{key: part.spread(held[key]) for key in of_shape}}
+        share = _share(group["params"]) if _share(unsaid) else ""
+        groups.append({**saved, KEY: ShareMark.of(share)} if share else saved)
+    return {**state, "state": states, "param_groups": groups}
 
 
-def _has_tensors(state: Mapping[str, Any] | None) -> bool:
-    return any(isinstance(each, Tensor) and each.dim() > 0 for each in (state or {}).values())
-
-
-def _check(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Raise ShareError for the state of another share; return the state without marks."""
+def _take(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return this rank's parts of a state, without marks. Raises ShareError for another share's."""
+    states, groups = dict(state["state"]), []
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         if KEY in saved:
             check_share(share_of(saved[KEY]), _share(group["params"]))
-    groups = [{key: each for key, each in group.items() if key != KEY} for group in state["param_groups"]]
-    return {**state, "param_groups": groups}
+        for parameter, number in zip(group["params"], saved["params"], strict=False):
+            if number in states:
+                states[number] = _taken(f"of parameter {number}", parameter, states[number])
+        groups.append({key: each for key, each in saved.items() if key != KEY})
+    return {**state, "state": states, "param_groups": groups}
+
+
+def _taken(whose: str, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    part = part_of(parameter)
+    if part is None:
+        return dict(state)
+    return {
+        key: part.of(f"{key} {whose}", each) if isinstance(each, Tensor) and each.dim() > 0 else each
+        for key, each in state.items()
+    }
 
 
 def _share(parameters: Iterable[Tensor]) -> str:

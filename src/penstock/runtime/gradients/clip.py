@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from penstock.device import device_of
+from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
 from penstock.moe import MoELayer
 from penstock.runtime.checks.misuse import living_stacks
 from penstock.runtime.checks.optimizers import is_sharded
-from penstock.runtime.expert_parallel.dtensors import is_dtensor
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts, share_of
 from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.transport.legs import HostCounts

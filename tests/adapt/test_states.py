@@ -1,0 +1,201 @@
+"""State dicts of scheduled models and of their optimisers, by whatever tool they are saved and loaded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.tensor import DTensor
+
+import penstock
+from penstock.partial_state import ShareError
+from tests.support.adapted import DIVISIBLE, Batch, distance, exactly, small
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.slow
+
+Layout = dict[str, Any]
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+SAVED: Layout = {"ep_size": 2}
+LOADED: list[Layout] = [{"ep_size": 4}, {"ep_size": 1}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2}]
+
+
+class Training:
+    """A small model and its optimiser; what is trained is the same on every layout."""
+
+    def __init__(self, rank: int, layout: Layout, *, seed: int = 0, family: str = "qwen3_moe") -> None:
+        with exactly(torch.float64):
+            whole = small(family, dtype=torch.float64, seed=seed, **DIVISIBLE)
+            self.model = penstock.parallelize(whole, plan="flowmoe", **layout)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        tp_size = layout.get("tp_size", 1)
+        groups, place = dist.get_world_size() // tp_size, rank // tp_size
+        self._mine = Batch(samples=4).inputs(place * 4 // groups, (place + 1) * 4 // groups)
+
+    def step(self) -> float:
+        with exactly(torch.float64):
+            loss = self.model(**self._mine).loss
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def whole(self) -> dict[str, Tensor]:
+        """The weights of the whole model, on rank 0."""
+        found: dict[str, Any] = get_model_state_dict(
+            self.model, options=FULL
+        )  # views where this rank has the whole
+        return {name: each.clone() for name, each in found.items()}
+
+
+def states_of(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+    return get_state_dict(training.model, training.optimizer)
+
+
+def same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], most: float = 0.0) -> bool:
+    return found.keys() == wanted.keys() and all(distance(found[n], wanted[n]) <= most for n in wanted)
+
+
+def elsewhere(rank: int, folder: Path) -> list[tuple[bool, float]]:
+    """What `torch.distributed.checkpoint` writes on one layout, and other layouts go on from."""
+    saved = Training(rank, SAVED)
+    saved.step()
+    model, optimizer = states_of(saved)
+    experts = [name for name, each in model.items() if isinstance(each, DTensor)]
+    assert experts and all("experts" in name and len(model[name]) == 8 for name in experts)
+    save_distributed({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    whole = saved.whole()
+    losses = [saved.step(), saved.step()]
+    after, found = saved.whole(), []
+    for layout in LOADED:
+        loaded = Training(rank, layout, seed=1)
+        model, optimizer = states_of(loaded)
+        state = {"model": model, "optimizer": optimizer}
+        load_distributed(state, checkpoint_id=folder)
+        set_state_dict(
+            loaded.model,
+            loaded.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        begins_alike = same(loaded.whole(), whole)
+        differences = [abs(loaded.step() - loss) for loss in losses]
+        ends_alike = same(loaded.whole(), after, 1e-9)
+        found.append((begins_alike and ends_alike, max(differences)))
+    return found
+
+
+def test_any_layout_goes_on_from_a_distributed_checkpoint(ranks: Pools, tmp_path: Path) -> None:
+    for found in ranks(4).run(elsewhere, tmp_path):
+        assert [is_same for is_same, _ in found] == [True] * len(LOADED)
+        assert max(difference for _, difference in found) < 1e-10
+
+
+def files_of_torch(rank: int, layout: Layout, family: str) -> tuple[bool, list[str], bool]:
+    """Whether a rank goes on from its own file; what is said of that of another; whether it takes a whole
+    model."""
+    saved, loaded = Training(rank, layout, family=family), Training(rank, layout, seed=1, family=family)
+    saved.step()
+    file = io.BytesIO()
+    torch.save((saved.model.state_dict(), saved.optimizer.state_dict()), file)
+    files: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    whole = saved.whole() if "esp_size" not in layout else None
+    wanted = [saved.step(), saved.step()]
+
+    def read(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        return torch.load(io.BytesIO(files[number]), weights_only=True)  # type: ignore[no-any-return]
+
+    model, optimizer = read(rank)
+    loaded.model.load_state_dict(model)
+    loaded.optimizer.load_state_dict(optimizer)  # it has not stepped yet
+    goes_on = [loaded.step(), loaded.step()] == wanted
+    others = read(1 - rank)
+    fresh = torch.optim.AdamW(loaded.model.parameters())
+    fresh.load_state_dict(others[1])
+    loaded.model(**Batch().inputs()).loss.backward()
+    ways: list[Callable[[], Any]] = [
+        partial(loaded.model.load_state_dict, others[0]),
+        partial(loaded.model.load_state_dict, others[0], strict=False),
+        partial(loaded.model.load_state_dict, {n: each.float() for n, each in others[0].items()}),
+        partial(loaded.model.load_state_dict, parts_alone(model), strict=False),
+        partial(loaded.optimizer.load_state_dict, others[1]),
+        fresh.step,
+    ]
+    said = [refusal(way) for way in ways]
+    takes_whole = True
+    if whole is not None:
+        everyone: list[Any] = [whole]
+        dist.broadcast_object_list(everyone)
+        loaded.model.load_state_dict(everyone[0])
+        takes_them = same(loaded.whole(), whole)
+        set_model_state_dict(
+            loaded.model,
+            everyone[0] if rank == 0 else {},
+            options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        )
+        takes_those_of_rank_0 = same(loaded.whole(), whole)
+        takes_whole = takes_them and takes_those_of_rank_0
+    return goes_on, said, takes_whole
+
+
+def parts_alone(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a rank holds, without a word of which part it is."""
+    local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
+    return {name: each for name, each in local.items() if not name.endswith("penstock_share")}
+
+
+def refusal(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except ShareError as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ({"ep_size": 2}, "qwen3_moe"),
+        ({"ep_size": 1, "tp_size": 2}, "qwen3_moe"),
+        ({"ep_size": 1, "esp_size": 2}, "mixtral"),
+    ],
+    ids=["experts", "attention", "shards"],
+)
+def test_a_rank_goes_on_from_its_own_file_alone(ranks: Pools, layout: Layout, family: str) -> None:
+    for goes_on, said, takes_whole in ranks(2).run(files_of_torch, layout, family):
+        assert goes_on
+        assert said == ["ShareError"] * 6
+        assert takes_whole
+
+
+def refused_shards(rank: int, folder: Path) -> list[str]:
+    """What `torch.distributed.checkpoint` says of parts of fused matrices."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    training, found = Training(rank, {"ep_size": 1, "esp_size": 2}, family="mixtral"), []
+    try:
+        save_distributed(training.model.state_dict(), checkpoint_id=folder)
+    except CheckpointException as error:
+        found += sorted({type(each[0]).__name__ for each in error.failures.values()})
+    return found
+
+
+def test_parts_of_fused_matrices_are_written_by_no_other_tool(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(refused_shards, tmp_path) == [["ShareError"]] * 2
