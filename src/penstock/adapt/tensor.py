@@ -35,6 +35,7 @@ from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport import Transport
 from penstock.sharding import Sharding
+from penstock.topology import Layout
 
 KEY = "tp_size"
 
@@ -222,9 +223,15 @@ class TensorShares:
     _whole: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     @staticmethod
-    def of(found: Found, shard: TensorShard) -> TensorShares:
-        """Cut a model's parameters. Raises ConfigError where they cannot be cut; the model is then whole."""
-        check_can_share(found, shard.size)
+    def of(found: Found, layout: Layout) -> TensorShares | None:
+        """Cut a model's parameters; None where no ranks share attention.
+
+        Raises ConfigError where they cannot be cut; the model is then whole.
+        """
+        if layout.mp_size == 1:
+            return None
+        check_can_share(found, layout.mp_size)
+        shard = TensorShard(layout.mp_rank, layout.mp_size)
         shares = TensorShares(TensorRanks(shard, Inside()))
         try:
             shares._cut(found)
