@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ from transformers import AutoModelForSequenceClassification
 
 import penstock
 from penstock.adapt.scheduled import stack_of
+from penstock.decision import Decision
 from penstock.step.shape import Updating
 from tests.support.adapted import (
+    DIVISIBLE,
     Batch,
     distance,
     exactly,
@@ -93,7 +95,7 @@ def of_router(model: Any, given: Given) -> Tensor:
 
 def of_router_logits(model: Any, given: Given) -> Tensor:
     """With a loss of what routers return, by the decoder's own call."""
-    out = model.model(given["input_ids"], given["attention_mask"], output_router_logits=True)
+    out = model.model(given["input_ids"], given.get("attention_mask"), output_router_logits=True)
     loss: Tensor = out.last_hidden_state.tanh().mean()
     for logits_TE in out.router_logits:
         loss = loss + logits_TE.logsumexp(-1).square().mean()
@@ -151,10 +153,11 @@ class Case:
 
     loss: Loss
     family: str = "qwen3_moe"
-    plan: str = "flowmoe"
+    plan: str | Decision = "flowmoe"
     changes: dict[str, Any] = field(default_factory=dict)
     ep_size: int | None = None
     esp_size: int = 1
+    tp_size: int = 1
     adapters: bool = False
     frozen: str = ""  # parameters with this in their names
     again: bool = False  # layers are computed again
@@ -165,9 +168,11 @@ class Case:
     then: Callable[[Any], None] = leave  # is done to the model afterwards
     classes: int = 0  # the model is one of sequences; 0: of language
     uneven: bool = False  # the last rank has fewer samples
+    weighed: bool = False  # ranks weigh their losses differently, also those that share samples
 
     def model(self) -> Any:
-        model = small(self.family, dtype=torch.float64, **self.changes)
+        changes = {**(DIVISIBLE if self.tp_size > 1 else {}), **self.changes}
+        model = small(self.family, dtype=torch.float64, **changes)
         if self.classes:
             model.config.num_labels = self.classes
             torch.manual_seed(4)
@@ -180,7 +185,7 @@ class Case:
         return with_adapters(model) if self.adapters else model
 
     def parts(self, world: int) -> list[Given]:
-        batch = Batch(samples=2 * world, padded=self.padded)
+        batch = Batch(samples=2 * world, padded=self.padded, length=13)
         ends = [2 * (rank + 1) for rank in range(world)]
         ends[-1] -= self.uneven
         return [batch.inputs(2 * rank, end) for rank, end in enumerate(ends)]
@@ -200,12 +205,15 @@ class Case:
 
     def check(self, rank: int, world: int) -> dict[str, float]:
         """Distances of this rank's loss and gradients from those of one process."""
-        parts, wanted, ours = self.parts(world), self.model(), self.model()
+        tp_size = min(self.tp_size, world)
+        place = rank // tp_size
+        parts, wanted, ours = self.parts(groups := world // tp_size), self.model(), self.model()
         penstock.parallelize(
             ours,
             plan=self.plan,
             ep_size=self.ep_size,
             esp_size=(esp_size := min(self.esp_size, world)),
+            tp_size=tp_size,
             bound_factor=self.bound_factor,
             gradient_reduction="sum" if self.summed else "mean",
             updating=Updating(clips=False) if self.sharded else None,
@@ -222,22 +230,29 @@ class Case:
         with exactly(torch.float64):
             for _ in range(2):  # the second is accumulated, with bounds of rows from the first
                 losses = self.losses(wanted, parts)
-                torch.stack(losses).sum().div(1 if self.summed else world).backward()
-                loss = self.loss(ours, parts[rank])
-                loss.backward()
+                weights = [self.weight(range(at * tp_size, (at + 1) * tp_size)) for at in range(groups)]
+                total = torch.stack([w * each for w, each in zip(weights, losses, strict=True)]).sum()
+                (total if self.summed else total / groups).backward()
+                loss = self.loss(ours, parts[place])
+                (self.weight([rank]) * loss).backward()
         if optimizer is not None:
             torch.optim.AdamW(wanted.parameters(), lr=1e-3).step()
             optimizer.step()
             theirs, mine = (dict(each.named_parameters()) for each in (wanted, ours))
         else:
             theirs, mine = grads_of(wanted), grads_of(ours)
-            unused = {name: torch.zeros_like(mine[name]) for name in mine.keys() - theirs.keys()}
+            whole = dict(wanted.named_parameters())
+            unused = {name: torch.zeros_like(whole[name]) for name in mine.keys() - theirs.keys()}
             theirs |= unused
-        place, named = rank // esp_size % (self.ep_size or world // esp_size), dict(ours.named_parameters())
+        experts, named = rank // esp_size % (self.ep_size or world // esp_size), dict(ours.named_parameters())
         found = {
-            name: distance(grad, part_of(named[name], theirs[name], place)) for name, grad in mine.items()
+            name: distance(grad, part_of(named[name], theirs[name], experts)) for name, grad in mine.items()
         }
-        return {**found, "loss": distance(loss.detach(), losses[rank].detach())}
+        return {**found, "loss": distance(loss.detach(), losses[place].detach())}
+
+    def weight(self, ranks: Sequence[int]) -> float:
+        """The mean of the weights that these ranks give their losses."""
+        return sum(1.0 + rank for rank in ranks) / len(ranks) if self.weighed else 1.0
 
 
 CASES = {
@@ -275,6 +290,34 @@ CASES = {
     "decoder in evaluation": Case(of_logits, then=evaluate_decoder),
     "router, summed": Case(of_router, summed=True),
     "uneven": Case(of_logits, uneven=True),
+    "shared": Case(of_logits, tp_size=2, padded=True),
+    "shared, tied": Case(of_both, "mixtral", tp_size=2, changes={"tie_word_embeddings": True}),
+    "shared, tuple": Case(of_tuple, "gpt_oss", "sequential", tp_size=2),
+    "shared, last token": Case(of_last_token, "olmoe", "fsmoe", tp_size=2),
+    "shared, critic": Case(of_critic, "deepseek_v3", "penstock", tp_size=2),
+    "shared, critic first": Case(of_critic_alone, tp_size=2, weighed=True),
+    "shared, pairs": Case(of_pairs, "mixtral", tp_size=2, again=True, weighed=True),
+    "shared, frozen layers": Case(of_critic, tp_size=2, frozen="model.", weighed=True),
+    "shared, frozen head": Case(of_critic, tp_size=2, frozen="lm_head"),
+    "shared, sharded": Case(of_critic, tp_size=2, sharded=True),
+    "shared, bounded": Case(of_logits, tp_size=2, bound_factor=1.0),
+    "shared, summed": Case(of_critic, tp_size=2, summed=True, weighed=True),
+    "shared, router": Case(of_router, "mixtral", tp_size=2, padded=True),
+    "shared, router logits": Case(of_router_logits, "gpt_oss", tp_size=2, padded=True, weighed=True),
+    "shared, classes": Case(of_classes, tp_size=2, classes=3, padded=True),
+    "shared, loss function": Case(of_function, "deepseek_v3", tp_size=2),
+    "shared, replicas": Case(of_pairs, tp_size=2, ep_size=1, esp_size=2, uneven=True),
+    "shared, routers of all tokens": Case(
+        of_router_logits,
+        "qwen3_moe",
+        Decision(schedule="penstock", expert_form="s2"),
+        tp_size=2,
+        weighed=True,
+    ),
+    "shared, copies of tokens": Case(
+        of_router_logits, "gpt_oss", Decision(schedule="flowmoe", expert_form="baseline"), tp_size=2
+    ),
+    "shared, thawed head": Case(of_logits, tp_size=2, frozen=".", then=thaw_head),
 }
 
 
@@ -287,6 +330,21 @@ def check_all(rank: int, world: int, names: list[str]) -> dict[str, dict[str, fl
 def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name: str) -> None:
     for found in ranks(2).run(check_all, 2, [name]):
         assert max(found[name].values()) < LIMIT, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_four_ranks_that_share_samples(ranks: Pools, tp_size: int) -> None:
+    for found in ranks(4).run(check_shared, 4, tp_size, timeout_s=300):
+        assert max(map(max, (each.values() for each in found.values()))) < LIMIT, found
+
+
+def check_shared(rank: int, world: int, tp_size: int) -> dict[str, dict[str, float]]:
+    return {
+        name: replace(case, tp_size=tp_size).check(rank, world)
+        for name, case in CASES.items()
+        if case.tp_size > 1
+    }
 
 
 def test_on_one_rank() -> None:

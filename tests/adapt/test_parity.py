@@ -77,13 +77,14 @@ def agreement(
     sharded: bool = False,
     ep_size: int | None = None,
     esp_size: int = 1,
+    mesh: Any = None,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
     on this rank.
 
     again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
     that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
-    None = all ranks. esp_size: ranks that share every expert.
+    None = all ranks. esp_size: ranks that share every expert. mesh: says these sizes in their place.
     """
     ep_size = ep_size or world // esp_size
     batch = Batch(padded=True)
@@ -98,11 +99,10 @@ def agreement(
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
         wanted, model = (small(family, seed=seed, dtype=dtype, **changes) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
+        shared = {"ep_size": ep_size, "tp_size": tp_size, "esp_size": esp_size}
         penstock.parallelize(
             model,
-            ep_size=ep_size,
-            tp_size=tp_size,
-            esp_size=esp_size,
+            **(shared if mesh is None else {"mesh": mesh}),
             plan=plan,
             ranks_per_node=ranks_per_node,
             bound_factor=bound_factor,

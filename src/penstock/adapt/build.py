@@ -31,7 +31,6 @@ from penstock.families.known import family_of
 from penstock.families.look import Found, look
 from penstock.graph import Lane
 from penstock.mesh import Group
-from penstock.models.decoder import TensorShard
 from penstock.moe import MoELayer
 from penstock.moe.build import build_hooks, build_order
 from penstock.moe.experts.base import ExpertShard
@@ -47,6 +46,7 @@ from penstock.topology import (
     ParallelConfig,
     find_node_size,
 )
+from penstock.topology.device_mesh import GroupSizes, Meshes, sizes_of
 from penstock.topology.groups import TransportName
 from penstock.topology.join import joined
 from penstock.train.assemble import build_machinery
@@ -59,8 +59,9 @@ def parallelize(
     *,
     ep_size: int | None = None,
     plan: str | Decision = "auto",
-    tp_size: int = 1,
-    esp_size: int = 1,
+    tp_size: int | None = None,
+    esp_size: int | None = None,
+    mesh: Meshes | None = None,
     ep_plan: EpPlan | None = None,
     ranks_per_node: int | None = None,
     timeout_s: float = 60.0,
@@ -81,7 +82,9 @@ def parallelize(
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
     all, after `esp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
     the same samples; of some families (docs/features.md). esp_size: how many ranks share every expert, each a
-    part of its width. plan: "auto" measures the cluster at the first step and searches;
+    part of its width; None = 1. mesh: says these sizes in their place: a DeviceMesh of all ranks with names
+    as ("dp", "ep"), several, or groups by name (docs/hugging-face.md); `model.device_mesh` has all dimensions
+    of the layout. plan: "auto" measures the cluster at the first step and searches;
     else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
     None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
     ParallelConfig; bound_factor: see MoEConfig. updating: steps sum gradients in shares, for a `ShardedAdamW`
@@ -93,21 +96,13 @@ def parallelize(
     if "_penstock" in inner.__dict__:
         raise ValueError("the model is scheduled already: parallelize it once")
     found = replace(_found(inner, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
-    if tp_size > 1:
-        check_can_share(found, tp_size)
-    check_can_narrow(found, esp_size)
-    parallel = ParallelConfig(
-        ep_size=ep_size,
-        mp_size=tp_size,
-        esp_size=esp_size,
-        ranks_per_node=ranks_per_node,
-        timeout_s=timeout_s,
-        transport=transport,
-    )
-    with machinery_for(parallel, found.num_experts, next(inner.parameters()).device) as machinery:
+    device = next(inner.parameters()).device
+    settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
+    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, esp_size=esp_size)
+    parallel = shared_as(settings, sizes, mesh, found, device)
+    with machinery_for(parallel, found.num_experts, device) as machinery:
         layout = machinery.layout
-        shares = found.shares(layout)
-        tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
+        shares, tensor = found.shares(layout), TensorShares.of(found, layout)
         undone = (shares,) if tensor is None else (shares, tensor)
         try:
             scheduled(found, machinery, parallel, plan, tensor, updating)
@@ -176,6 +171,23 @@ def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
     finally:
         _undo(cuts)
     return replace(found, family=family)
+
+
+def shared_as(
+    settings: ParallelConfig, sizes: GroupSizes, mesh: Meshes | None, found: Found, device: torch.device
+) -> ParallelConfig:
+    """Return the settings with the sizes of groups that share a model, as they or a mesh say.
+
+    All ranks call it. Raises ConfigError for sizes by which the model cannot be shared.
+    """
+    if mesh is not None:
+        info = joined(settings.timeout_s, device, settings.transport)
+        sizes = sizes_of(mesh, sizes, Control(info.rank, info.world_size), device.type)
+    tp_size, esp_size = (1 if each is None else each for each in (sizes.tp_size, sizes.esp_size))
+    if tp_size > 1:
+        check_can_share(found, tp_size)
+    check_can_narrow(found, esp_size)
+    return replace(settings, ep_size=sizes.ep_size, mp_size=tp_size, esp_size=esp_size)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from penstock.families.code import code_of, in_parts
 from penstock.families.family import Family
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.cross_entropy import cross_entropy_sum
+from penstock.sharding import shardings_of
 
 if TYPE_CHECKING:
     from penstock.adapt.tensor import TensorShares
@@ -346,6 +347,8 @@ class Decoder:
     def logits(self, h_BLM: Tensor) -> Tensor:
         """Return the logits that the model computes from the output of its last layer."""
         base = self.base
+        if not self.has_vocabulary:
+            return h_BLM.new_zeros(h_BLM.shape[:2].numel(), 1)
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
@@ -429,8 +432,9 @@ class Decoder:
 
     def partial_parameters(self, layer: int) -> list[nn.Parameter]:
         found = self.parts[layer].partial_parameters()
-        if layer == len(self.parts) - 1:
-            found += self.base.get_submodule(self.family.norm).parameters()
+        if layer == 0:  # the norm, and heads of which every rank makes a loss
+            cut = {id(self.model.get_parameter(name)) for name in shardings_of(self.model)}
+            found += [p for p in self.outside_layers() if id(p) not in cut]
         return found
 
     def token_parameters(self, layer: int) -> list[nn.Parameter]:

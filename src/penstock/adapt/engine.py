@@ -129,7 +129,6 @@ class Engine:
 
         Padding goes to experts, too, as in transformers: the loss may use any token.
         """
-        refuse_sharing(self, "A loss of one's own (a step without labels)")
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
         self._begin(given)
         found = self.stack.hidden_states(given.tokens_BL, self._ids(given), averaged=self.averages_own)
@@ -250,7 +249,11 @@ class Engine:
         if gradients.holds(shape):
             return True
         sizes = gradients.sizes_bytes
-        pairs = (sizes.replicated, shape.all_reduce_chunks), (sizes.experts, shape.expert_all_reduce_chunks)
+        pairs = (
+            (sizes.replicated, shape.all_reduce_chunks),
+            (sizes.partial, shape.partial_all_reduce_chunks),
+            (sizes.experts, shape.expert_all_reduce_chunks),
+        )
         return all(
             any(chunks[: layer + 1])
             for trained, chunks in pairs

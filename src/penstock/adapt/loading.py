@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from penstock.adapt.build import machinery_for, scheduled
+from penstock.adapt.build import machinery_for, scheduled, shared_as
 from penstock.adapt.ep_plan import brought_by
 from penstock.adapt.guess import guess
 from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of, plain_class
-from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
+from penstock.adapt.tensor import TensorShares
 from penstock.decision import Decision
 from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
@@ -25,11 +25,11 @@ from penstock.families.known import FAMILIES, family_of
 from penstock.families.look import Found, look
 from penstock.families.model_folder import ModelFolder
 from penstock.families.weights import share_of_experts
-from penstock.models.decoder import TensorShard
 from penstock.moe.experts.base import ExpertShard
 from penstock.placement import ExpertPlacement
 from penstock.step.shape import Updating
 from penstock.topology import Layout, ParallelConfig
+from penstock.topology.device_mesh import GroupSizes, Meshes
 from penstock.topology.groups import TransportName
 
 ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -41,8 +41,9 @@ def load_pretrained(
     *,
     ep_size: int | None = None,
     plan: str | Decision = "auto",
-    tp_size: int = 1,
-    esp_size: int = 1,
+    tp_size: int | None = None,
+    esp_size: int | None = None,
+    mesh: Meshes | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
@@ -62,17 +63,9 @@ def load_pretrained(
     """
     opened = ModelFolder.open(Path(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
-    if tp_size > 1:
-        check_can_share(found, tp_size)
-    check_can_narrow(found, esp_size)
-    parallel = ParallelConfig(
-        ep_size=ep_size,
-        mp_size=tp_size,
-        esp_size=esp_size,
-        ranks_per_node=ranks_per_node,
-        timeout_s=timeout_s,
-        transport=transport,
-    )
+    settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
+    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, esp_size=esp_size)
+    parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
         share: list[Found] = []  # what one rank finds in what it reads, all must learn
@@ -80,7 +73,7 @@ def load_pretrained(
             lambda: share.append(read_share(found, opened, layout, kind, device)), f"reading {folder}"
         )
         (found,) = share
-        tensor = None if tp_size == 1 else TensorShares.of(found, TensorShard(layout.mp_rank, tp_size))
+        tensor = TensorShares.of(found, layout)
         scheduled(found, machinery, parallel, plan, tensor, updating)
         if tensor is not None:
             tensor.settle()

@@ -21,7 +21,7 @@ from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
 from penstock.adapt.naming import ModelNaming
-from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
+from penstock.adapt.tensor import TensorShares, check_can_narrow
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
@@ -30,7 +30,6 @@ from penstock.families.look import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
 from penstock.families.weights import quantized_in
-from penstock.models.decoder import TensorShard
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe.build import dispatch_of
 from penstock.runtime import Machinery, PipelinedStack
@@ -105,10 +104,7 @@ def _of_transformers(
         found = _built(config, machinery)
     # For dropout and random routers, until a checkpoint is loaded; ranks that share attention draw alike.
     torch.manual_seed(config.train.seed + layout.dp_rank)
-    tensor = None
-    if layout.mp_size > 1:
-        check_can_share(found, layout.mp_size)
-        tensor = TensorShares.of(found, TensorShard(layout.mp_rank, layout.mp_size))
+    tensor = TensorShares.of(found, layout)
     with pieces_of(found, layout, tensor) as pieces:
         stack = ModelStack(
             found.model,

@@ -64,6 +64,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
             **(together_from(plain) if hasattr(plain, "generate") else {}),
             "save_pretrained": _save_pretrained(plain),
             "num_parameters": _num_parameters(plain),
+            "device_mesh": property(lambda self: engine_of(self).stack.machinery.meshes),
             "__reduce_ex__": _reduced,
             "gradient_checkpointing_enable": _recompute,
             "gradient_checkpointing_disable": _keep,

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ from penstock.runtime import Machinery
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.transport import Transport
 from penstock.sharding import Sharding
+from penstock.topology import Layout
 
 KEY = "tp_size"
 
@@ -63,18 +64,43 @@ class TensorRanks:
         """Return the sum of all ranks' parts; this rank's part where a step adds them up itself."""
         if self.inside.depth:
             return part
-        total = part.detach().clone(memory_format=torch.contiguous_format)
-        self._outside(part).all_reduce(total, Group.TENSOR)
-        return total
+        self._refuse_gradients(part)
+        return self.total(part)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Return what all ranks have alike, for code that has a part of the weights on every rank.
+
+        Its gradient is the sum of what all parts make.
+        """
+        return x if self.inside.depth else cast(Tensor, _Entering.apply(self, x))
 
     def joined(self, part: Tensor) -> Tensor:
-        """Return all ranks' parts along the last dimension; this rank's where a step joins them itself."""
-        if self.inside.depth:
-            return part
-        columns = part.detach().flatten(0, -2).t().contiguous()
-        every = self._outside(part).all_gather(columns, [len(columns)] * self.shard.size, Group.TENSOR)
+        """Return all ranks' parts along the last dimension; this rank's where a step joins them itself.
+
+        The gradient of a part is the mean of those that all ranks make of the whole, each by its own loss.
+        """
+        return part if self.inside.depth else cast(Tensor, _Joined.apply(self, part))
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts along the last dimension."""
+        columns = part.flatten(0, -2).t().contiguous()
+        every = self._connected.all_gather(columns, [len(columns)] * self.shard.size, Group.TENSOR)
         whole: Tensor = every.t().unflatten(0, part.shape[:-1])
         return whole
+
+    def mean_part(self, whole: Tensor) -> Tensor:
+        """Return this rank's part, along the last dimension, of the mean of what all ranks have."""
+        columns, size = whole.flatten(0, -2).t().contiguous(), self.shard.size
+        sizes = [each.shape[0] for each in columns.chunk(size)]
+        mine = self._connected.reduce_scatter(columns, sizes, Group.TENSOR) / size
+        part: Tensor = mine.t().unflatten(0, whole.shape[:-1])
+        return part
+
+    def total(self, part: Tensor) -> Tensor:
+        """Return the sum of all ranks' parts."""
+        total = part.detach().clone(memory_format=torch.contiguous_format)
+        self._connected.all_reduce(total, Group.TENSOR)
+        return total
 
     def compare(self, tokens_BL: Tensor) -> None:
         """Raise ValueError, on all of these ranks, if they were given different tokens outside of a step."""
@@ -83,22 +109,51 @@ class TensorRanks:
         places = torch.arange(1, tokens_BL.numel() + 1, device=tokens_BL.device)
         sums = (tokens_BL.flatten() * places).sum().view(1, 1)
         mark = torch.cat([sums, sums.new_tensor([[len(tokens_BL), tokens_BL.shape[-1]]])], dim=1)
-        every = self._outside(mark).all_gather(mark, [1] * self.shard.size, Group.TENSOR)
+        every = self._connected.all_gather(mark, [1] * self.shard.size, Group.TENSOR)
         if not bool((every == every[:1]).all()):
             raise ValueError(
                 f"ranks that share attention (tp_size = {self.shard.size}) were given different tokens: give "
                 "all ranks of a group the same samples and prompts, and where they sample, the same seed"
             )
 
-    def _outside(self, part: Tensor) -> Transport:
+    def _refuse_gradients(self, part: Tensor) -> None:
         if torch.is_grad_enabled() and part.requires_grad:
             raise ValueError(
-                f"attention of a model with tp_size = {self.shard.size} was called with gradients enabled, "
-                "outside of a training step: use torch.no_grad(), or give the model labels=... in training "
-                "mode"
+                f"attention or embeddings of a model with tp_size = {self.shard.size} were called with "
+                "gradients enabled, outside of a training step: use torch.no_grad(), or call the model or "
+                "its decoder in training mode"
             )
+
+    @property
+    def _connected(self) -> Transport:
         assert self.transport is not None, "ranks are connected before a model runs"
         return self.transport
+
+
+class _Entering(torch.autograd.Function):
+    """Returns a tensor unchanged; backward adds up what all ranks' parts of the weights make."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorRanks, x: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.total(grad)
+
+
+class _Joined(torch.autograd.Function):
+    """Joins what ranks have along the last dimension; backward gives each its part of the mean gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: TensorRanks, part: Tensor) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.join(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.ranks.mean_part(grad)
 
 
 class StandIn:
@@ -161,7 +216,7 @@ class Head(StandIn):
     """An output head of which this rank has a part of the vocabulary."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ranks.joined(self.plain(x))
+        return self.ranks.joined(self.plain(self.ranks.entering(x)))
 
 
 class Attended(StandIn):
@@ -222,9 +277,15 @@ class TensorShares:
     _whole: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
     @staticmethod
-    def of(found: Found, shard: TensorShard) -> TensorShares:
-        """Cut a model's parameters. Raises ConfigError where they cannot be cut; the model is then whole."""
-        check_can_share(found, shard.size)
+    def of(found: Found, layout: Layout) -> TensorShares | None:
+        """Cut a model's parameters; None where no ranks share attention.
+
+        Raises ConfigError where they cannot be cut; the model is then whole.
+        """
+        if layout.mp_size == 1:
+            return None
+        check_can_share(found, layout.mp_size)
+        shard = TensorShard(layout.mp_rank, layout.mp_size)
         shares = TensorShares(TensorRanks(shard, Inside()))
         try:
             shares._cut(found)
@@ -260,9 +321,9 @@ class TensorShares:
         family, model = found.family, found.model
         cut = family.attention
         assert cut is not None, "it was checked"
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self._stands += [Embedded(embedding, self.ranks), Head(head, self.ranks)]
-        for module in (embedding, head):
+        embedding, *heads = _vocabulary(model)
+        self._stands += [Embedded(embedding, self.ranks), *(Head(head, self.ranks) for head in heads)]
+        for module in (embedding, *heads):
             self._parts(module, {name: 0 for name, _ in module.named_parameters()})
         for layer, block in zip(found.layers, found.blocks, strict=True):
             attention = layer.get_submodule(cut.module)
@@ -299,6 +360,13 @@ class TensorShares:
         self._declared.append(module)
 
 
+def _vocabulary(model: Any) -> list[nn.Module]:
+    """Return the embedding, and the head over the vocabulary, if the model has one."""
+    return [
+        each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None
+    ]
+
+
 def _of_linear(module: nn.Module, rows: Sequence[str], columns: Sequence[str]) -> dict[str, int]:
     """Return along which dimension the parameters of linear layers are cut, those that there are."""
     found: dict[str, int] = {}
@@ -330,11 +398,8 @@ def check_can_share(found: Found, size: int) -> None:
         _check_plain(layer.get_submodule(cut.module), size)
     for layer in dense:
         _check_plain(layer.get_submodule(family.block), size)
-    if found.model.get_output_embeddings() is None:
-        why = f"{type(found.model).__name__} has no head over a vocabulary, whose loss ranks can share"
-        raise ConfigError(KEY, size, why, "Use 1.")
-    _check_plain(found.model.get_input_embeddings(), size)
-    _check_plain(found.model.get_output_embeddings(), size)
+    for vocabulary in _vocabulary(found.model):
+        _check_plain(vocabulary, size)
 
 
 def check_can_narrow(found: Found, size: int) -> None:

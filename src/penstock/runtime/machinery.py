@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from penstock.partial_state import refuse_pickle
 from penstock.runtime.lanes import Lanes
 from penstock.runtime.transport import Transports
 from penstock.topology import Control, Layout
+from penstock.topology.device_mesh import RankMeshes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,12 @@ class Machinery:
             self.lanes.close()
         finally:
             self.transports.close()
+
+    @cached_property
+    def meshes(self) -> RankMeshes:
+        """The layout as device meshes; all ranks ask for them together, the first time."""
+        self.control.barrier("making device meshes")
+        return RankMeshes(self.layout, self.device.type)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return refuse_pickle("a model or part of one that Penstock runs")

@@ -63,13 +63,13 @@ from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, ma
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.gradients.outside import OutsideGradients
-from penstock.runtime.handlers import HANDLERS, Ending
+from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
 from penstock.runtime.hosting import Host
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.makers import maker_of
 from penstock.runtime.moving import ExpertMoving
-from penstock.runtime.ops.head import HiddenStates, StepStates, TokenLoss
+from penstock.runtime.ops.head import HiddenStates, SharedTokens, StepStates, TokenLoss
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
 from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
@@ -79,7 +79,7 @@ from penstock.runtime.step import Step
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards, mark_states_of_shards
 from penstock.step import StepShape
-from penstock.step.shape import Updating
+from penstock.step.shape import FORM_TOKENS, Updating
 from penstock.trace import TaskRecord
 
 
@@ -264,10 +264,12 @@ class PipelinedStack(nn.Module):
         given = self._given(tokens_BL, labels_BL, sample_ids_B, None, None, training=True)
         check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = given.cut(self.plan.shape.microbatches, self.seed)
-        ranks = self.machinery.layout.dp_size
-        self._handed_out += 1
+        layout, self._handed_out = self.machinery.layout, self._handed_out + 1
         meet = partial(self._meet, self._handed_out, self.moe.aux_loss_coeff > 0)
-        ending = HiddenStates(averaged=ranks if averaged else 1, ranks=ranks, meet=meet)
+        split = FORM_TOKENS[self.plan.shape.expert_form] == "split"
+        tokens = SharedTokens(TensorPlace(layout.mp_rank, layout.mp_size), split, self.machinery.transports)
+        averaged_over, ranks = layout.dp_size if averaged else 1, layout.dp_size
+        ending = HiddenStates(averaged=averaged_over, ranks=ranks, tokens=tokens, meet=meet)
         hidden_BLM, balance, *routers = _StepFunction.apply(
             Step(self, batch, True, ending), torch.empty(0, requires_grad=True)
         )

@@ -23,6 +23,7 @@ from penstock.mesh import Group
 from penstock.runtime.gradients.assignment import names_of
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.machinery import Machinery
+from penstock.sharding import sharding_of
 
 _ENGINE = Variable._execution_engine
 
@@ -84,17 +85,20 @@ class OutsideGradients:
         """Add what was caught to gradients that a step will sum."""
         caught, self._caught = self._caught, {}
         for parameter, grad in caught.items():
-            _accumulate(parameter, grad, 1 / self.averaged)
+            _accumulate(parameter, grad, self._share(parameter))
+
+    def _share(self, parameter: nn.Parameter) -> float:
+        """Return what part of the sum over the ranks that hold a parameter is its gradient.
+
+        Ranks that share samples make a loss of all of them each, and their mean counts.
+        """
+        alike = 1 if sharding_of(parameter) is not None else self._machinery.layout.mp_size
+        return 1 / (self.averaged * alike)
 
     def _catch(self, parameter: nn.Parameter, grads: tuple[Tensor | None, ...]) -> Any:
         (grad,) = grads
         if self._apart or grad is None:
             return None  # accumulated as usual
-        if (size := self._machinery.layout.mp_size) > 1:
-            raise ValueError(
-                f"{self._name_of(parameter)} was used outside of a step, in a loss of one's own, "
-                f"and ranks share it (tp_size = {size}): use tp_size = 1, or labels"
-            )
         known = self._caught.get(parameter)
         self._caught[parameter] = grad.detach() if known is None else known + grad
         if self._ends != (task := torch._C._current_graph_task_id()):
@@ -117,13 +121,14 @@ class OutsideGradients:
             )
         names = {self._name_of(parameter): parameter for parameter in caught}
         transports = self._machinery.transports
-        transports.open([(Lane.INTER, Group.WORLD)])
+        axes = {name: Group.WORLD if sharding_of(p) is None else Group.DATA for name, p in names.items()}
+        transports.open((Lane.INTER, each) for each in axes.values())
         what = f"summing gradients of {min(names)} and {len(names) - 1} more"
         with self._machinery.control.naming(what):
             for name in sorted(names):
                 total = caught[names[name]].clone(memory_format=torch.contiguous_format)
-                transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD)
-                _accumulate(names[name], total, 1 / self.averaged)
+                transports.of(Lane.INTER, axes[name]).all_reduce(total, axes[name])
+                _accumulate(names[name], total, self._share(names[name]))
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         """Return the name in the model as it is now: no step may have taken the parameter up."""

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock.device import device_of
-from penstock.graph import Phase, Task
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, handles
+from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContext, TensorPlace, handles
 from penstock.runtime.ops.blocks import microbatch, present
+from penstock.runtime.ops.shared_head import LossOverShards
+from penstock.runtime.ops.tensor import gathered, scattered
 from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.runtime.transport import Transport, Transports
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
@@ -62,6 +66,7 @@ class TokenLoss:
     """The mean cross-entropy of all ranks' tokens, which the step computes itself and returns."""
 
     tells_at_once = False
+    shards = LossOverShards()
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
@@ -139,40 +144,106 @@ class RankLoss(TokenLoss):
         return self._labels if self.valid is None else torch.full_like(statistics.valid, self.valid)
 
 
+@dataclass(frozen=True)
+class SharedTokens:
+    """The ranks that share every sample's tokens, each of which makes a loss of all of them.
+
+    Attributes:
+        place: That of this rank among them.
+        split: Whether each has routed its part of the tokens; else all have routed all.
+        transports: Those of the steps.
+    """
+
+    place: TensorPlace
+    split: bool
+    transports: Transports
+
+    def whole(self, mine_TE: Tensor, tokens_BL: Tensor) -> Tensor:
+        """Return what belongs to all tokens of a microbatch, of which this rank has its part."""
+        if not self.split or self.place.size == 1:
+            return mine_TE
+        lengths = self.place.lengths(tokens_BL.shape[1])
+        mine_BLE = mine_TE.view(len(tokens_BL), lengths[self.place.rank], -1)
+        return gathered(mine_BLE, lengths, self._transport, Group.TENSOR).flatten(0, 1)
+
+    def mean(self, all_TE: Tensor, tokens_BL: Tensor) -> Tensor:
+        """Return the mean of all ranks' gradients of what `whole` has returned, for what it was given."""
+        if self.place.size == 1:
+            return all_TE
+        all_TE = all_TE / self.place.size
+        if not self.split:
+            self._transport.all_reduce(all_TE, Group.TENSOR)
+            return all_TE
+        lengths, all_BLE = self.place.lengths(tokens_BL.shape[1]), all_TE.view(*tokens_BL.shape, -1)
+        mine_BLE = scattered(all_BLE, lengths, self.place.rank, self._transport, Group.TENSOR)
+        return mine_BLE.flatten(0, 1)
+
+    @property
+    def _transport(self) -> Transport:
+        return self.transports.of(Lane.INTRA, Group.TENSOR)
+
+
 class HiddenStates:
     """Hidden states after the last layer, and the balance loss: the caller makes a loss of them.
 
-    The caller's backward pass brings their gradients, from which the backward half starts.
+    The caller's backward pass brings their gradients, from which the backward half starts. Ranks that share
+    tokens have all hidden states, and their gradients are averaged.
 
     Attributes:
         averaged: Over how many ranks gradients are averaged; 1: they are summed.
         ranks: How many ranks have samples of their own.
+        tokens: The ranks that share this rank's tokens.
         meet: Called before the backward half, which comes when the caller's loss asks for it, with this
             rank's gradient of the balance loss; returns that of all ranks.
     """
 
     tells_at_once = True
 
-    def __init__(self, *, averaged: int, ranks: int, meet: Callable[[Tensor], Tensor]) -> None:
-        self.averaged, self.ranks, self.meet = averaged, ranks, meet
+    def __init__(
+        self, *, averaged: int, ranks: int, tokens: SharedTokens, meet: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.averaged, self.ranks, self.tokens, self.meet = averaged, ranks, tokens, meet
         self._left: dict[int, Tensor] = {}
         self._routers: dict[int, dict[int, Tensor]] = {}
         self._grads: tuple[Tensor, ...] = ()
         self._router_grads: dict[int, tuple[Tensor, ...]] = {}
         self._ended = False
 
+    @property
+    def shards(self) -> HiddenStates:
+        """The same ending: hidden states of all tokens are left to the caller, whose head has shards."""
+        return self
+
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Keep the hidden states of a microbatch; return sums of no losses."""
-        h_BLM: Tensor = inputs.one("hidden")
-        self._left[microbatch(task)] = h_BLM
-        nothing = torch.zeros((), device=h_BLM.device)
-        tokens = passengers_of(context, task, inputs).num_tokens()
-        return {"loss": HeadSums(nothing, nothing, tokens), "saved": None}
+        self._left[microbatch(task)] = inputs.one("hidden")
+        return self.loss(context, task, inputs)
 
     def backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the gradient of a microbatch's hidden states."""
         del context, inputs
         return {"hidden": self._grads[microbatch(task)]}
+
+    def logits(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Keep the hidden states of a microbatch; return no logits, and peaks without a meaning."""
+        del context
+        h_BLM = self._left[microbatch(task)] = inputs.one("hidden")
+        return {"logits": None, "peaks": h_BLM.new_zeros(1, 3), "saved": None}
+
+    def logits_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return the gradient of a microbatch's hidden states."""
+        return self.backward(context, task, inputs)
+
+    def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return sums of no losses."""
+        nothing = torch.zeros((), device=self._left[microbatch(task)].device)
+        tokens = passengers_of(context, task, inputs).num_tokens()
+        return {"loss": HeadSums(nothing, nothing, tokens), "saved": None}
+
+    def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+        """Return no gradients of logits."""
+        del context, task, inputs
+        return {"logits": None}
 
     def take(self, task: Task, logits_TE: Tensor) -> None:
         if not self._ended:  # and not computed again for backward
@@ -184,22 +255,27 @@ class HiddenStates:
 
     def outputs(self, context: StepContext, statistics: StepStatistics) -> tuple[Tensor, ...]:
         """Return hidden states, the sum of all layers' balance losses, and logits of every layer's router."""
-        del context
         self._ended = True
-        self._tokens = [h_BLM.shape[:2].numel() for h_BLM in _in_order(self._left)]
         self._samples = [len(h_BLM) for h_BLM in _in_order(self._left)]
+        self._batches = context.batch.tokens
         self._layers = sorted(self._routers)
-        routers = [_joined(self._routers.pop(layer)) for layer in self._layers]
+        routers = [_joined(self._whole(self._routers.pop(layer))) for layer in self._layers]
         hidden_BLM = _joined(self._left)
         self._left = {}
         return hidden_BLM, statistics.aux.clone(), *routers
 
+    def _whole(self, pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return logits of all tokens, by microbatch."""
+        return {number: self.tokens.whole(pieces[number], self._batches[number]) for number in sorted(pieces)}
+
     def slopes(self, *grads: Tensor) -> LossGradients:
         hidden_BLM, balance, *routers = grads
         balance = self.meet(balance)
-        self._grads = (hidden_BLM / self.averaged).split(self._samples)
+        self._grads = (hidden_BLM / (self.averaged * self.tokens.place.size)).split(self._samples)
         for layer, grad_TE in zip(self._layers, routers, strict=True):
-            self._router_grads[layer] = (grad_TE / self.averaged).split(self._tokens)
+            parts = (grad_TE / self.averaged).split([each.numel() for each in self._batches])
+            pairs = zip(parts, self._batches, strict=True)
+            self._router_grads[layer] = tuple(self.tokens.mean(part, tokens) for part, tokens in pairs)
         # The balance loss is that of all ranks' samples, and each rank's loss has all of it.
         return LossGradients(loss=balance, balance=balance * (self.ranks / self.averaged))
 

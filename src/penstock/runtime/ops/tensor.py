@@ -6,22 +6,19 @@ L tokens, V vocabulary of this rank, P ranks that share attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.graph import Phase, Task
+from penstock.mesh import Axes
 from penstock.ops import Op, tensor
-from penstock.runtime.batch import NO_LABEL
-from penstock.runtime.checks.samples import check_vocabulary
-from penstock.runtime.cross_entropy import in_pieces
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
 from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
-from penstock.runtime.statistics import HeadSums, StepStatistics
+from penstock.runtime.statistics import HeadSums
 from penstock.runtime.transport import Transport
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -34,22 +31,30 @@ Move = Callable[[StepContext, Task, Tensor], Tensor]
 def gather(context: StepContext, task: Task, mine_BLM: Tensor) -> Tensor:
     """Gather the tokens of all ranks, [B, L, M], from each rank's part of every sample."""
     lengths = context.tensor.lengths(context.batch.tokens[microbatch(task)].shape[1])
-    samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
-    rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
-    sizes = [samples * length for length in lengths]
-    found = _transport(context, task).all_gather(rows, sizes, task.axes)
-    parts = zip(found.split(sizes), lengths, strict=True)
-    return torch.cat([part.view(samples, length, hidden) for part, length in parts], dim=1)
+    return gathered(mine_BLM, lengths, _transport(context, task), task.axes)
 
 
 def scatter(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
     """Return the sum over ranks of this rank's part of every sample's tokens."""
     lengths = context.tensor.lengths(all_BLM.shape[1])
+    return scattered(all_BLM, lengths, context.tensor.rank, _transport(context, task), task.axes)
+
+
+def gathered(mine_BLM: Tensor, lengths: Sequence[int], transport: Transport, axes: Axes) -> Tensor:
+    """Return the tokens of all ranks, each of which has so many of every sample."""
+    samples, hidden = mine_BLM.shape[0], mine_BLM.shape[2]
+    rows = mine_BLM.reshape(samples * mine_BLM.shape[1], hidden)
+    sizes = [samples * length for length in lengths]
+    parts = zip(transport.all_gather(rows, sizes, axes).split(sizes), lengths, strict=True)
+    return torch.cat([part.view(samples, length, hidden) for part, length in parts], dim=1)
+
+
+def scattered(all_BLM: Tensor, lengths: Sequence[int], rank: int, transport: Transport, axes: Axes) -> Tensor:
+    """Return the sum over ranks of the tokens of this one."""
     samples, _, hidden = all_BLM.shape
     rows = torch.cat([part.reshape(-1, hidden) for part in all_BLM.split(list(lengths), dim=1)])
-    sizes = [samples * length for length in lengths]
-    mine = _transport(context, task).reduce_scatter(rows, sizes, task.axes)
-    return mine.view(samples, lengths[context.tensor.rank], hidden)
+    mine = transport.reduce_scatter(rows, [samples * length for length in lengths], axes)
+    return mine.view(samples, lengths[rank], hidden)
 
 
 def reduce(context: StepContext, task: Task, all_BLM: Tensor) -> Tensor:
@@ -237,52 +242,19 @@ def _one_back(role: str, left: str, context: StepContext, task: Task, inputs: In
     return {role: present(grad_BLM, task)}
 
 
-# ---- the loss over shards of the vocabulary ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ShardLogits:
-    """Logits over this rank's vocabulary.
-
-    mine_T: the label's place in this rank's vocabulary, -1 where it is another rank's or counts for nothing.
-    """
-
-    logits_TV: Tensor
-    mine_T: Tensor
-
-
-@dataclass(frozen=True)
-class SavedLoss:
-    """The forward values that the backward of the loss needs.
-
-    total_T: logarithm of the sum of all exponentials. counts_T: whether a token has a label.
-    """
-
-    shard: ShardLogits
-    total_T: Tensor
-    counts_T: Tensor
+# ---- the head, of which every rank has a shard of the vocabulary -------------------------------------------
 
 
 @handles(Op.LOGITS, F)
 def logits(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return logits: those of this rank's vocabulary; peaks: [T, 3] float64 or float32, see `_peaks`."""
-    parts = context.parts
-    segment = context.segment()
-    (h_BLM,) = segment.enter(inputs.one("hidden"))
-    with context.autocast():
-        (logits_TV,) = segment.leave(parts.logits(h_BLM))
-    mine_T = _mine(context, passengers_of(context, task, inputs).labels_BL.flatten(), logits_TV.shape[1])
-    found = ShardLogits(logits_TV, mine_T)
-    peaks_T3 = torch.cat(
-        [_peaks(_precise(part_TV), part_T) for part_TV, part_T in in_pieces(logits_TV, mine_T)]
-    )
-    return {"logits": found, "peaks": peaks_T3, "saved": segment}
+    """Return logits and peaks, as the step's ending makes them of all tokens."""
+    return context.ending.shards.logits(context, task, inputs)
 
 
 @handles(Op.LOGITS, B)
 def logits_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return hidden: what this rank's vocabulary adds to the gradient of all tokens."""
-    return _one_back("hidden", "logits", context, task, inputs)
+    """Return hidden: a summand of the gradient of all tokens."""
+    return context.ending.shards.logits_backward(context, task, inputs)
 
 
 @handles(Op.PEAKS, F)
@@ -297,52 +269,14 @@ def peaks(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.LOSS, F)
 def loss(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return loss: sums of a microbatch, on the first of the ranks that have it; zeros on the others."""
-    known = passengers_of(context, task, inputs)
-    most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
-    most_T = most_PT.amax(dim=0)
-    total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T
-    labels_T = known.labels_BL.flatten()
-    counts_T = labels_T >= 0
-    loss = ((total_T - labelled_PT.sum(dim=0)) * counts_T).sum()
-    sums = HeadSums(loss, counts_T.sum(), known.num_tokens())
+    found = context.ending.shards.loss(context, task, inputs)
     if not context.counts_once(task):
-        sums = HeadSums(loss * 0, counts_T.sum() * 0, 0)
-    return {"loss": sums, "saved": SavedLoss(inputs.one("logits"), total_T, counts_T)}
+        sums = found["loss"]
+        found = {**found, "loss": HeadSums(sums.loss * 0, sums.valid * 0, 0)}
+    return found
 
 
 @handles(Op.LOSS, B)
 def loss_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return logits: their gradient, probability minus one for the label, [T, V]."""
-    del task
-    statistics: StepStatistics = inputs.one("d_loss")
-    saved: SavedLoss = inputs.one("saved")
-    logits_TV, mine_T = saved.shard.logits_TV, saved.shard.mine_T
-    slope = (context.slopes.loss / statistics.valid).to(saved.total_T.dtype)
-    grad_TV = torch.empty_like(logits_TV)
-    parts = in_pieces(logits_TV, mine_T, saved.total_T, saved.counts_T * slope, grad_TV)
-    for part_TV, place_T, total_T, slope_T, out_TV in parts:
-        slope_TV = (_precise(part_TV) - total_T.unsqueeze(1)).exp_()
-        here_T1 = (place_T >= 0).to(slope_TV).unsqueeze(1)  # without asking the device which these are
-        slope_TV.scatter_add_(1, place_T.clamp(min=0).unsqueeze(1), -here_T1)
-        out_TV.copy_(slope_TV.mul_(slope_T.unsqueeze(1)))
-    return {"logits": grad_TV}
-
-
-def _precise(logits_TV: Tensor) -> Tensor:
-    return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-
-
-def _mine(context: StepContext, labels_T: Tensor, width: int) -> Tensor:
-    """Return the places of labels in this rank's vocabulary, [T]; -1 for labels outside it."""
-    check_vocabulary("label", labels_T, width * context.tensor.size, besides=NO_LABEL)
-    place_T = labels_T - context.tensor.rank * width
-    return torch.where((labels_T >= 0) & (place_T >= 0) & (place_T < width), place_T, -1)
-
-
-def _peaks(logits_TV: Tensor, mine_T: Tensor) -> Tensor:
-    """Return what others must know of every token: the largest logit here, the sum of exponentials relative
-    to it, and the label's logit if it is here (else 0)."""
-    most_T = logits_TV.amax(dim=1)
-    sums_T = (logits_TV - most_T.unsqueeze(1)).exp().sum(dim=1)
-    label_T = logits_TV.gather(1, mine_T.clamp(min=0).unsqueeze(1)).squeeze(1) * (mine_T >= 0)
-    return torch.stack([most_T, sums_T, label_T], dim=1)
+    """Return logits: their gradient."""
+    return context.ending.shards.loss_backward(context, task, inputs)

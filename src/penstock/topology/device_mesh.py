@@ -1,0 +1,234 @@
+"""Layouts of ranks as PyTorch's device meshes, given by a program or made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.config import ConfigError
+from penstock.mesh import Axes, Group, Mesh, MeshError, holders
+from penstock.topology.control import Control
+from penstock.topology.groups import Layout
+
+KEY: Final = "mesh"
+
+Meshes = DeviceMesh | Sequence[DeviceMesh] | Mapping[str, DeviceMesh | ProcessGroup]
+"""What a program may give: a mesh of all ranks, several (dense parts, experts), or groups by name."""
+
+SIZES: Final[dict[str, tuple[str, Axes]]] = {
+    "tp": ("tp_size", Group.TENSOR),
+    "mp": ("tp_size", Group.TENSOR),
+    "ep": ("ep_size", Group.EXPERT),
+    "esp": ("esp_size", Group.SHARDS),
+    "etp": ("esp_size", Group.SHARDS),
+}
+"""Dimensions that say a size, and the groups that ranks along them are."""
+
+DATA: Final[dict[str, Axes]] = {
+    **dict.fromkeys(("dp", "ddp", "fsdp", "batch", "dp_replicate", "dp_shard", "dp_shard_in_ep"), Group.DATA),
+    **dict.fromkeys(("edp", "efsdp", "dp_shard_mod_ep"), Group.EXPERT_REPLICAS),
+}
+"""Dimensions along which ranks have samples of their own, and the groups of which they are a part."""
+
+ONE: Final = {
+    "cp": "ranks that share a sample's tokens share attention, too: that is `tp`",
+    "sp": "ranks that share a sample's tokens share attention, too: that is `tp`",
+    "pp": "every rank runs all layers, and experts are spread instead: that is `ep`",
+}
+"""Dimensions that may have one rank alone."""
+
+RULES: Final = {
+    Group.TENSOR: (
+        "ranks that share attention are consecutive",
+        "Make tp the last dimension, in the order of ranks.",
+    ),
+    Group.SHARDS: (
+        "ranks that share every expert are consecutive",
+        "Make esp the last dimension, in the order of ranks.",
+    ),
+    Group.EXPERT: (
+        "ranks with different experts are consecutive, or those of one shard with an esp_size",
+        "Put data dimensions before ep, in the order of ranks.",
+    ),
+    Group.DATA: (
+        "ranks that share attention have the same samples",
+        "Call that dimension tp, or use a tp_size of 1.",
+    ),
+    Group.EXPERT_REPLICAS: ("others hold other experts", "Put it before ep, or call it dp."),
+}
+"""Why groups of a kind are as they are, and how to make a mesh that has them."""
+
+FITTING: Final = 'mesh_dim_names=("dp", "ep"), or ("dp", "tp") and an ep_size'
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSizes:
+    """The sizes of `parallelize`; None: not said."""
+
+    ep_size: int | None = None
+    tp_size: int | None = None
+    esp_size: int | None = None
+
+
+def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
+    """Return the sizes that a mesh says, with those that were asked for besides.
+
+    All ranks call it. Raises ConfigError, on all of them, for a mesh that is no layout of Penstock's ranks,
+    or that contradicts a size.
+    """
+    own: dict[str, tuple[int, ...]] = {}
+    purpose = "comparing device meshes"
+    control.agreed(lambda: own.update(_ranks_by_name(given, control, device_type)), purpose)
+    every = control.gather(own, purpose)
+    for rank, found in enumerate(every):
+        if found.keys() != every[0].keys():
+            why = f"rank {rank} has dimensions {_listed(found)}, and rank 0 has {_listed(every[0])}"
+            raise ConfigError(KEY, _shape(own), why, "Give all ranks the same mesh.")
+    return _fitting(every, asked)
+
+
+class RankMeshes(Mapping[str, DeviceMesh]):
+    """The layout of the ranks as device meshes, for a program's own collectives, samplers and DTensors.
+
+    `meshes["ep"]` has one dimension, `meshes["dp", "tp"]` several of the same view. All dimensions are there,
+    also where one rank is alone.
+
+    Attributes:
+        dense: dp x tp: ranks with samples of their own, and ranks that share attention.
+        experts: edp x ep x esp: replicas, ranks with different experts, ranks that share every expert.
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        views = {
+            ("dp", "tp"): (layout.dp_size, layout.mp_size),
+            ("edp", "ep", "esp"): (layout.edp_size, layout.ep_size, layout.esp_size),
+        }
+        self.dense, self.experts = (
+            init_device_mesh(device_type, sizes, mesh_dim_names=names) for names, sizes in views.items()
+        )
+        self._views = {name: mesh for mesh in (self.dense, self.experts) for name in _names(mesh)}
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        view = self._views[names if isinstance(names, str) else names[0]]
+        found: DeviceMesh = view[names]
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+def _ranks_by_name(given: object, control: Control, device_type: str) -> dict[str, tuple[int, ...]]:
+    """Return this rank's group along every dimension, by its name."""
+    if isinstance(given, Mapping):
+        return {str(name): _members(name, each, control.rank) for name, each in given.items()}
+    meshes = [given] if isinstance(given, DeviceMesh) else given
+    if not isinstance(meshes, Sequence) or not all(isinstance(each, DeviceMesh) for each in meshes):
+        why = "is no DeviceMesh, no sequence of them, and no mapping of names to groups of ranks"
+        raise ConfigError(KEY, type(given).__name__, why, f"Make one by init_device_mesh(..., {FITTING}).")
+    found: dict[str, tuple[int, ...]] = {}
+    for mesh in meshes:
+        shape = list(mesh.shape)
+        if not mesh.mesh_dim_names:
+            raise ConfigError(KEY, shape, "its dimensions have no names", f"Give it {FITTING}.")
+        if mesh.get_coordinate() is None or mesh.size() != control.world_size:
+            why = f"it has {mesh.size()} of {control.world_size} ranks, and all of them train the model"
+            hint = 'Give the mesh of all ranks, or single groups by name: {"ep": mesh["ep"]}.'
+            raise ConfigError(KEY, shape, why, hint)
+        if mesh.device_type != device_type:
+            why = f"it is of {mesh.device_type}, and the model is on {device_type}"
+            raise ConfigError(KEY, shape, why, "Move the model, or make the mesh of the model's devices.")
+        for name in _names(mesh):
+            ranks = _members(name, mesh[name], control.rank)
+            if found.setdefault(name, ranks) != ranks:
+                why = f"two meshes have a dimension {name!r}, of other ranks"
+                raise ConfigError(KEY, shape, why, "Give them different names.")
+    return found
+
+
+def _members(name: object, along: object, rank: int) -> tuple[int, ...]:
+    if isinstance(along, DeviceMesh) and along.ndim == 1:
+        members = tuple(along.mesh.tolist())
+    elif isinstance(along, ProcessGroup):
+        members = tuple(dist.get_process_group_ranks(along))
+    else:
+        why = f"{name!r} is {type(along).__name__}, and no process group or mesh of one dimension"
+        raise ConfigError(KEY, {str(name): str(along)}, why, 'Give this rank\'s group: mesh["ep"].')
+    if rank not in members:
+        why = f"{name!r} of rank {rank} has the ranks {_listed(members)}, which are others"
+        raise ConfigError(KEY, {str(name): len(members)}, why, "Give every rank the group that it is in.")
+    return members
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ())
+
+
+# ---- judging -----------------------------------------------------------------------------------------------
+
+
+def _fitting(every: Sequence[Mapping[str, tuple[int, ...]]], asked: GroupSizes) -> GroupSizes:
+    """Return the sizes of the groups that all ranks have, by name, if they are those of a layout."""
+    shape = _shape(every[0])
+    sizes = {name: size for name in vars(asked) if (size := getattr(asked, name)) is not None}
+    for name, ranks in every[0].items():
+        if name not in (*SIZES, *DATA, *ONE):
+            known = _listed((*SIZES, *DATA))
+            raise ConfigError(KEY, shape, f"no dimension is called {name!r}", f"There are {known}.")
+        if name in ONE and len(ranks) > 1:
+            raise ConfigError(KEY, shape, f"{name} = {len(ranks)}: {ONE[name]}", f"Use 1, and {FITTING}.")
+        if name in SIZES:
+            key, size = SIZES[name][0], len(ranks)
+            if sizes.setdefault(key, size) != size:
+                why = f"the mesh has {size} ranks along {name}"
+                raise ConfigError(key, sizes[key], why, f"Leave {key} out, or make the mesh so.")
+    found = GroupSizes(**sizes)
+    problem = _unlike(every, found)
+    if (
+        problem and found.esp_size is None
+    ):  # ranks between two of `ep` that are one of `tp` share experts, too
+        narrow = replace(found, esp_size=found.tp_size)
+        found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
+    if problem:
+        raise ConfigError(KEY, shape, *problem)
+    return found
+
+
+def _unlike(every: Sequence[Mapping[str, tuple[int, ...]]], sizes: GroupSizes) -> tuple[str, str] | None:
+    """Return which group is none of the layout with these sizes, and what to do; None: all are."""
+    esp_size, world_size = sizes.esp_size or 1, len(every)
+    ep_size = sizes.ep_size or holders(world_size, esp_size)
+    try:
+        mesh = Mesh(world_size=world_size, mp_size=sizes.tp_size or 1, ep_size=ep_size, esp_size=esp_size)
+    except MeshError:
+        return None  # what does not divide is refused with the nearest size, mesh or not
+    for rank, own in enumerate(every):
+        for name, ranks in own.items():
+            kind = SIZES[name][1] if name in SIZES else DATA.get(name, Group.ALONE)
+            wanted = mesh.members(rank, kind)
+            if ranks != wanted if name in SIZES else not set(wanted).issuperset(ranks):
+                why, hint = RULES[kind]
+                be = "be" if name in SIZES else "be among"
+                found = (
+                    f"{name} of rank {rank} are the ranks {_listed(ranks)}, and must {be} {_listed(wanted)}"
+                )
+                return f"{found}: {why}", hint
+    return None
+
+
+def _shape(own: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    return {name: len(ranks) for name, ranks in own.items()}
+
+
+def _listed(each: Iterable[object]) -> str:
+    return ", ".join(map(str, each)) or "none"
