@@ -19,21 +19,16 @@ from torch import Tensor, nn
 from penstock.mesh import Axes, Group
 from penstock.partial_state import REMEDY, ShareError, mark_share, unmark_share, without_marks
 from penstock.sharding import Sharding
-from penstock.topology import Layout
+from penstock.topology.device_mesh import RankMeshes
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 PARTS, PART = "penstock_parts", "penstock_part"
 """Attributes of a module with parts, and of a parameter that is one."""
 
-DIMENSIONS: tuple[dict[str, Axes], ...] = (
-    {"dp": Group.DATA, "tp": Group.TENSOR},
-    {"edp": Group.EXPERT_REPLICAS, "ep": Group.EXPERT, "esp": Group.SHARDS},
-)
-"""Dimensions of the meshes for attention and for experts, with the ranks along them."""
-NAMES = {axes: name for dimensions in DIMENSIONS for name, axes in dimensions.items()}
+NAMES: dict[Axes, str] = {Group.TENSOR: "tp", Group.EXPERT: "ep", Group.SHARDS: "esp"}
+"""The dimensions of meshes along which parameters are cut."""
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -45,45 +40,19 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-class DeviceMeshes:
-    """The ranks as meshes of torch. All ranks make it together: it makes their process groups.
-
-    Args:
-        layout: Of the ranks.
-        device_type: Where tensors are, "cpu" or "cuda".
-    """
-
-    def __init__(self, layout: Layout, device_type: str) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        self._meshes: dict[Axes, DeviceMesh] = {}
-        for dimensions in DIMENSIONS:
-            spread = {name: axes for name, axes in dimensions.items() if layout.mesh.size(axes) > 1}
-            if spread.keys() <= {"dp", "edp"}:
-                continue  # nothing is cut
-            table = torch.from_numpy(layout.mesh.table(tuple(spread.values())))
-            mesh = DeviceMesh(device_type, table, mesh_dim_names=tuple(spread))
-            self._meshes |= dict.fromkeys(spread.values(), mesh)
-
-    def place(self, sharding: Sharding) -> tuple[DeviceMesh, dict[str, int]]:
-        """Return the mesh of a tensor, and its dimensions that are cut, by those of the mesh."""
-        cuts = {NAMES[axes]: (axes, dim) for axes, dim in sharding.cuts if axes in self._meshes}
-        mesh = next(self._meshes[axes] for axes, _ in cuts.values())
-        return mesh, {name: dim for name, (_, dim) in cuts.items()}
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Which part of a whole tensor a rank holds, and who holds the others."""
 
     sharding: Sharding
-    meshes: DeviceMeshes
+    meshes: RankMeshes
 
     def spread(self, part: Tensor) -> DTensor:
         """Return a part as that of the whole; both have the same memory."""
         from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-        mesh, cuts = self.meshes.place(self.sharding)
+        cuts = {NAMES[axes]: dim for axes, dim in self.sharding.cuts}
+        mesh = self.meshes.dense if "tp" in cuts else self.meshes.experts
         placements: list[Placement] = [
             Shard(cuts[name]) if name in cuts else Replicate() for name in mesh.mesh_dim_names or ()
         ]
@@ -140,7 +109,7 @@ def part_of(parameter: Tensor) -> Part | None:
     return part if isinstance(part, Part) else None
 
 
-def spread_states(module: nn.Module, parts: Mapping[str, Sharding], meshes: DeviceMeshes) -> None:
+def spread_states(module: nn.Module, parts: Mapping[str, Sharding], meshes: RankMeshes) -> None:
     """Let state dicts of a module have its parts as DTensors, and load only what is known to be these.
 
     Parts that are no single box of the whole (those of fused matrices, say) are given out as they are, with a

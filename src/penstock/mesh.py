@@ -12,7 +12,6 @@ some axes are fixed: `members(rank, ("ep_node",))` are the ranks along that rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -220,10 +219,6 @@ class Mesh:
             rows = ranks.reshape(-1, self.size(axes)).tolist()
             known = self._groups[axes] = tuple(map(tuple, rows))
         return known
-
-    def table(self, kinds: Sequence[Axes]) -> npt.NDArray[np.int_]:
-        """Return all ranks by their places along kinds of groups, in the order of a view and all of it."""
-        return np.arange(self.world_size).reshape([self.size(axes) for axes in kinds])
 
     def crosses_nodes(self, axes: Axes) -> bool:
         """Return whether some group along `axes` has ranks in several nodes."""

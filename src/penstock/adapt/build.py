@@ -23,7 +23,7 @@ from penstock.adapt.spread import JoinAdapters, NarrowSpread, Spread, TakeAdapte
 from penstock.adapt.tensor import TensorShares, check_can_narrow, check_can_share
 from penstock.decision import Decision
 from penstock.dispatch import find_dispatch
-from penstock.dtensors import DeviceMeshes, spread_states
+from penstock.dtensors import spread_states
 from penstock.families.adapters import core_of
 from penstock.families.experts import ModelExperts, sharding_of_experts
 from penstock.families.family import Family
@@ -279,7 +279,6 @@ def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
     layout = machinery.layout
     if layout.ep_size * layout.esp_size * layout.mp_size == 1:
         return
-    meshes = DeviceMeshes(layout, machinery.device.type)
     cores = [core_of(cut.experts) for cut in pieces.cuts.values()]
     for module in pieces.decoder.model.modules():
         parts: dict[str, Sharding] = getattr(module, "shardings", {})
@@ -290,7 +289,7 @@ def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
             )
             parts = {name: each for name, each in found if each is not None}
         if parts:
-            spread_states(module, parts, meshes)
+            spread_states(module, parts, machinery.meshes)
 
 
 def _undo(cuts: Mapping[int, Cut]) -> None:
