@@ -21,14 +21,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
-from penstock.config import UNSET, ConfigError
+from penstock.config import UNSET, ConfigError, check_name, is_folder
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import UNNAMED, find_cluster
+from penstock.cost.clusters.line import EXAMPLE as IN_LINE
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
 from penstock.plan.effort import PLACEMENTS, SEARCH_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
+from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
@@ -51,6 +53,22 @@ SIZES = {
     "esp_size": "ranks of a node that share every expert, instead of the model's",
 }
 """Sizes of a published model and its cluster that options may replace."""
+
+OF_CONFIGURATIONS = {
+    "batch": "data.batch_per_device",
+    "seq_len": "model.seq_len",
+    "ep_size": "parallel.ep_size",
+    "mp_size": "parallel.mp_size",
+    "esp_size": "parallel.esp_size",
+    "recompute": "plan.recompute",
+    "precision": "train.precision",
+    "sharded_optimizer": "optimizer.sharded",
+    "shard_gradients": "optimizer.shard_gradients",
+}
+"""Settings for which options stand where a model of transformers is planned."""
+
+USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "sharded_optimizer": "auto"}
+"""Options of such a model that are not given."""
 
 SEARCHED = (
     "config",
@@ -94,8 +112,16 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     plan.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
     )
-    plan.add_argument("--model", metavar="NAME", help="a published model instead of CONFIG")
-    plan.add_argument("--cluster", metavar="NAME|FILE", help="a cluster that comes with Penstock, or a file")
+    plan.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help="a model by its name, or the config.json of one of transformers or its folder",
+    )
+    plan.add_argument(
+        "--cluster",
+        metavar="LINE|NAME|FILE",
+        help=f"a cluster in a line, such as {IN_LINE}; one that comes with Penstock; or a file",
+    )
     plan.add_argument("--out", type=user_path, metavar="FILE", help="save the plan to FILE")
     plan.add_argument("--show", type=user_path, metavar="FILE", help="only print a saved plan")
     plan.add_argument(
@@ -293,6 +319,8 @@ def _subject(options: argparse.Namespace, file: ClusterFile) -> tuple[Subject, P
 
 def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
     """Return the step of the model or of the configuration, in the given or the best layout."""
+    if options.model is not None and (config := _of_transformers(options.model)) is not None:
+        return _configured(config, options, file, title=options.model)
     if options.model is not None:
         if options.overrides:
             why = "is a setting of a configuration, and --model has none"
@@ -312,7 +340,22 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))
         return _shared(subject, options)
-    return _configured(options, file)
+    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
+        if getattr(options, name) is not None:
+            why = "is an option for --model; a configuration has settings"
+            raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
+    return _configured(options.config, options, file)
+
+
+def _of_transformers(model: str) -> Path | None:
+    """Return the configuration of an open model, or that at a path; None for a model of a study."""
+    if (found := open_models().get(model)) is not None or model in MODELS:
+        return found
+    path = user_path(model)
+    if is_folder(path) or path.suffix == ".json":
+        return path
+    check_name("--model", model, (*open_models(), *MODELS), "model")
+    return None
 
 
 def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
@@ -362,16 +405,32 @@ def _observing(subject: Subject, routed: Problem) -> Subject:
     )
 
 
-def _configured(options: argparse.Namespace, file: ClusterFile) -> Subject:
-    """Return the problem of a training run on this cluster's ranks."""
-    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
-        if getattr(options, name) is not None:
-            why = "is an option for --model; a configuration has settings"
-            raise ConfigError(_option(name), getattr(options, name), why, "Write it as section.key=value.")
+def _configured(
+    config: Path, options: argparse.Namespace, file: ClusterFile, title: str | None = None
+) -> Subject:
+    """Return the problem of a training run on this cluster's ranks.
+
+    title: of a model of transformers, for which options stand in place of settings.
+    """
     from penstock.autopilot.run_subject import run_subject
 
+    settings = [] if title is None else _settings(options)
     memory = _memory(options.memory_gib, file.memory_bytes)
-    return run_subject(options.config, options.overrides, file, layout=options.layout, memory=memory)
+    given = [*settings, *options.overrides]
+    subject = run_subject(config, given, file, layout=options.layout, memory=memory)
+    return subject if title is None else replace(subject, title=title)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """Return what options say of a model of transformers as settings of a run."""
+    for name in SIZES.keys() - OF_CONFIGURATIONS.keys():
+        if getattr(options, name) is not None:
+            where = "--cluster" if name in ("nodes", "ranks_per_node") else "the model's config.json"
+            why = "is a size of this model, or of its cluster, that no option replaces"
+            raise ConfigError(_option(name), getattr(options, name), why, f"Say it in {where}.")
+    given = ((key, getattr(options, name), name) for name, key in OF_CONFIGURATIONS.items())
+    chosen = ((key, USUAL.get(name) if value is None else value) for key, value, name in given)
+    return [f"{key}={str(value).lower()}" for key, value in chosen if value is not None]
 
 
 def _memory(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:

@@ -1,4 +1,4 @@
-"""Devices by name: whether they multiply in bfloat16, and how fast in either precision. No torch."""
+"""Devices by name, as their data sheets have them. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,31 @@ from typing import Literal
 Computing = Literal["float32", "bfloat16"]
 """The precision of matrix products, and of activations in memory and on the wire."""
 
+Link = Literal["NVLink", "Infinity Fabric", "PCIe", "PCIe through the host"]
+"""What joins the devices of a node. Through the host: devices do not reach each other's memory."""
+
 
 @dataclass(frozen=True)
 class Device:
-    """Published rates of dense products in 1e12 operations per second, with sums in float32.
+    """A device by its data sheet; operations are dense, with sums in float32.
 
-    bfloat16_tflops: None where the device has no such units; PyTorch then emulates them slowly.
+    Attributes:
+        name: As its maker gives it.
+        float32_tflops: 1e12 operations per second.
+        bfloat16_tflops: None where the device has no such units; PyTorch then emulates them slowly.
+        memory_gb: 1e9 bytes, for each size that is sold; the largest is taken where a name says none.
+        memory_gb_per_s: Read or written, in 1e9 bytes per second.
+        link: To others of its node.
+        link_gb_per_s: Of that link, in one direction.
     """
 
     name: str
     float32_tflops: float
     bfloat16_tflops: float | None = None
+    memory_gb: tuple[int, ...] = ()
+    memory_gb_per_s: float = 0.0
+    link: Link = "PCIe"
+    link_gb_per_s: float = 0.0
 
     @property
     def usual(self) -> Computing:
@@ -34,36 +48,44 @@ class Device:
 CPU = "cpu"
 
 DEVICES = (
-    Device("P100", 10.6),
-    Device("V100", 15.7),
-    Device("T4", 8.1),
-    Device("RTX 2080 Ti", 13.4),
-    Device("TITAN RTX", 16.3),
-    Device("Quadro RTX 8000", 16.3),
-    Device("A100", 19.5, 312.0),
-    Device("A800", 19.5, 312.0),
-    Device("A10", 31.2, 125.0),
-    Device("A10G", 31.2, 70.0),
-    Device("A30", 10.3, 165.0),
-    Device("A40", 37.4, 149.7),
-    Device("RTX A6000", 38.7, 154.8),
-    Device("RTX 3090", 35.6, 71.0),
-    Device("RTX 4090", 82.6, 165.2),
-    Device("L4", 30.3, 121.0),
-    Device("L40S", 91.6, 362.0),
-    Device("H20", 44.0, 148.0),
-    Device("H100 PCIe", 51.0, 756.0),
-    Device("H100", 67.0, 989.0),
-    Device("H800", 67.0, 989.0),
-    Device("H200", 67.0, 989.0),
-    Device("GH200", 67.0, 989.0),
-    Device("B200", 80.0, 2250.0),
+    Device("P100", 10.6, None, (16,), 732, "NVLink", 80),
+    Device("V100", 15.7, None, (16, 32), 900, "NVLink", 150),
+    Device("T4", 8.1, None, (16,), 320, "PCIe", 16),
+    Device("RTX 2080 Ti", 13.4, None, (11,), 616, "PCIe through the host", 16),
+    Device("TITAN RTX", 16.3, None, (24,), 672, "PCIe through the host", 16),
+    Device("Quadro RTX 8000", 16.3, None, (48,), 672, "PCIe", 16),
+    Device("A100", 19.5, 312.0, (40, 80), 2039, "NVLink", 300),
+    Device("A800", 19.5, 312.0, (40, 80), 2039, "NVLink", 200),
+    Device("A10", 31.2, 125.0, (24,), 600, "PCIe", 32),
+    Device("A10G", 31.2, 70.0, (24,), 600, "PCIe", 32),
+    Device("A30", 10.3, 165.0, (24,), 933, "PCIe", 32),
+    Device("A40", 37.4, 149.7, (48,), 696, "PCIe", 32),
+    Device("RTX A6000", 38.7, 154.8, (48,), 768, "PCIe", 32),
+    Device("RTX 3090", 35.6, 71.0, (24,), 936, "PCIe through the host", 32),
+    Device("RTX 4090", 82.6, 165.2, (24,), 1008, "PCIe through the host", 32),
+    Device("RTX 5090", 104.8, 209.5, (32,), 1792, "PCIe through the host", 64),
+    Device("L4", 30.3, 121.0, (24,), 300, "PCIe", 32),
+    Device("L40S", 91.6, 362.0, (48,), 864, "PCIe", 32),
+    Device("H20", 44.0, 148.0, (96, 141), 4000, "NVLink", 450),
+    Device("H100 PCIe", 51.0, 756.0, (80,), 2000, "PCIe", 64),
+    Device("H100", 67.0, 989.0, (80,), 3350, "NVLink", 450),
+    Device("H800", 67.0, 989.0, (80,), 3350, "NVLink", 200),
+    Device("H200", 67.0, 989.0, (141,), 4800, "NVLink", 450),
+    Device("GH200", 67.0, 989.0, (96, 144), 4000, "NVLink", 450),
+    Device("B200", 80.0, 2250.0, (180,), 8000, "NVLink", 900),
+    Device("GB200", 80.0, 2500.0, (186,), 8000, "NVLink", 900),
+    Device("B300", 77.0, 2250.0, (288,), 8000, "NVLink", 900),
+    Device("GB300", 83.0, 2500.0, (288,), 8000, "NVLink", 900),
+    Device("DGX Spark", 31.0, 125.0, (128,), 273, "PCIe", 64),
+    Device("MI300X", 163.4, 1307.4, (192,), 5300, "Infinity Fabric", 448),
+    Device("MI325X", 163.4, 1307.4, (256,), 6000, "Infinity Fabric", 448),
+    Device("MI355X", 157.3, 2516.6, (288,), 8000, "Infinity Fabric", 537),
 )
-"""GPUs by the names that their makers give them."""
+"""Devices by the names that their makers give them, with their makers' data sheets' numbers."""
 
 
 def find_device(name: str) -> Device | None:
-    """Return the GPU of which a name speaks, such as `NVIDIA H100 80GB HBM3` or `RTX3090`; None = unknown."""
+    """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3` or `RTX3090`; None = unknown."""
     found = [each for each in DEVICES if _is_in(name, each.name)]
     return max(found, key=lambda each: len(each.name), default=None)
 

@@ -88,6 +88,25 @@ class Graph:
                     left.append(need)
         return found
 
+    def leads(self, first: int, last: int) -> bool:
+        """Return whether edges lead from the task at `first` to the one at `last`.
+
+        Most that are asked about are near each other, so the search ends as soon as it has met the first.
+        """
+        if first >= last:
+            return False
+        found: set[int] = set()
+        left = [last]
+        while left:
+            needs = self.links[left.pop()]
+            if first in needs:
+                return True
+            for need in needs:
+                if need > first and need not in found:
+                    found.add(need)
+                    left.append(need)
+        return False
+
     def check(self) -> Graph:
         """Return self. Raises ScheduleError for a missing task, a cycle, or unordered access to state."""
         for place, needs in enumerate(self.links):

@@ -145,7 +145,7 @@ class _Check:
         return self.graph.tasks[place]
 
     def _before(self, first: int, last: int) -> bool:
-        return first < last and first in self.graph.behind(last, first)
+        return self.graph.leads(first, last)
 
 
 def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:

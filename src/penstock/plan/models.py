@@ -1,9 +1,10 @@
-"""Models of published studies, with the sizes that the studies give. Pure data: no torch."""
+"""Models by name: open ones, and those of published studies with the sizes that these give. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -117,3 +118,11 @@ MODELS: dict[str, PublishedModel] = {
     "MoE-GPT-DM": _pro_prophet(24, 1024),
 }
 """Published models by the names in the studies; MoE-GPT-* are Pro-Prophet's."""
+
+OPEN = Path(__file__).parent / "open_models"
+"""Configurations of open models, in the form of transformers, without what plans do not need."""
+
+
+def open_models() -> dict[str, Path]:
+    """Return the configurations of open models that come with Penstock, by name."""
+    return {path.stem: path for path in sorted(OPEN.glob("*.json"))}

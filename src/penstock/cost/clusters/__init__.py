@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.config import UNSET, ConfigError, expanded, is_missing
 from penstock.cost.cluster_file import ClusterFile
+from penstock.cost.clusters.line import EXAMPLE, in_line
 
 FOLDER = Path(__file__).parent
 WRITTEN_BY = (
@@ -27,7 +28,7 @@ def names() -> tuple[str, ...]:
 
 
 def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
-    """Return a shipped cluster by its name, or the file at a path.
+    """Return a shipped cluster by its name, one that a line describes, or the file at a path.
 
     key: the setting that names it, for errors; "" = the name itself is shown. Raises ConfigError for an
     unknown name, naming one that is near, and for a file that cannot be used.
@@ -35,6 +36,8 @@ def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
     if name_or_path in names():
         return ClusterFile.read(FOLDER / f"{name_or_path}.json")
+    if (described := in_line(name_or_path)) is not None:
+        return described
     path = expanded(name_or_path, "cluster")
     if path.suffix == ".json" and is_missing(path):
         raise ConfigError(*subject, "there is no such file", WRITTEN_BY)
@@ -43,5 +46,5 @@ def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     near = get_close_matches(name_or_path, names(), n=1, cutoff=NEAR)
     why = "is neither the path of a cluster file nor the name of a cluster that comes with Penstock"
     nearest = f"Nearest: {near[0]}. " if near else ""
-    hint = f"{nearest}All: {', '.join(names())}. Or measure one with `penstock profile`."
+    hint = f"{nearest}All: {', '.join(names())}. Or describe one, such as {EXAMPLE}; or measure one with `penstock profile`."
     raise ConfigError(*subject, why, hint)

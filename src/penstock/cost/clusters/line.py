@@ -1,0 +1,113 @@
+"""A cluster in one line, such as `4x8xA100-80GB,net=100gbit`, by the data sheets of its devices."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, NoReturn
+
+from penstock.config import ConfigError
+from penstock.cost.cluster import ClusterConfig
+from penstock.cost.cluster_file import ClusterFile
+from penstock.cost.devices import DEVICES, Device, find_device
+
+EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
+FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
+MEMORY: Final = re.compile(r"[\s_-](\d+)\s*(?:gb|gib)$", re.IGNORECASE)
+RATE: Final = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(gbit|gbps|gb/s|gb)(?:/s)?", re.IGNORECASE)
+BITS: Final = {"gbit": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "gb": 1e9}
+
+PRODUCTS: Final = 0.6
+"""Share of its peak that a device is assumed to reach in products; see docs/planning.md."""
+COPIES: Final = 0.8
+"""Share of the memory's rate in copies."""
+LINKS: Final = {"NVLink": 0.8, "Infinity Fabric": 0.7, "PCIe": 0.8, "PCIe through the host": 0.4}
+"""Share of a link's rate in one direction; every byte through the host crosses its memory."""
+NETWORK: Final = 0.85
+"""Share of the network cards' rate."""
+START_S: Final = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 1e-5, "PCIe through the host": 2e-5}
+NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 5e-6
+"""Seconds before a message leaves a node, of a task on a device, and of the thread that hands it over."""
+KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
+"""What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
+
+
+def in_line(text: str) -> ClusterFile | None:
+    """Return the cluster that a line describes; None for a text that is none.
+
+    The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,inside=RATE]`; a rate is in gbit or
+    gb/s. `net` is of a node, or of each of its cards.
+
+    Raises:
+        ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
+    """
+    found = FORM.fullmatch(text.strip())
+    if found is None:
+        return None
+    nodes, per_node = int(found[1] or 1), int(found[2])
+    device, memory_gb = _device(text, found[3])
+    given: dict[str, str] = {}
+    for part in filter(None, found[4].split(",")):
+        key, _, value = (each.strip() for each in part.partition("="))
+        if key not in ("net", "inside") or key in given:
+            _refuse(text, f"{part!r} is neither net=RATE nor inside=RATE, or stands there twice")
+        given[key] = value
+    if nodes > 1 and "net" not in given:
+        _refuse(text, f"no rate joins its {nodes} nodes")
+    cards, net = _rate(text, given["net"]) if "net" in given else (1, 1e9)
+    inside = _rate(text, given["inside"])[1] if "inside" in given else 1e9 * device.link_gb_per_s
+    of_device = cards >= per_node  # then each has a card of its own
+    peak = device.peak_tflops(device.usual)
+    assert peak is not None, "its usual precision is one that it has"
+    bytes_of_all = memory_gb * 1e9
+    return ClusterFile(
+        name=text.strip(),
+        nodes=nodes,
+        ranks_per_node=per_node,
+        rates=ClusterConfig(
+            flops_per_s=PRODUCTS * peak * 1e12,
+            memory_bytes_per_s=COPIES * device.memory_gb_per_s * 1e9 / 2,  # each byte is read and written
+            link_latency_s=NETWORK_START_S,
+            link_bytes_per_s=NETWORK * net * (cards / per_node if of_device else cards),
+            link_rate_of="device" if of_device else "node",
+            intra_latency_s=START_S[device.link],
+            intra_bytes_per_s=LINKS[device.link] * inside,
+            task_overhead_s=TASK_S,
+            issue_kernel_s=ISSUE_S,
+        ),
+        memory_bytes=int(bytes_of_all * (1 - KEPT_SHARE) - KEPT_BYTES),
+        device=device.name,
+        precision=device.usual,
+        source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
+        f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s per direction. Assumed: "
+        f"{PRODUCTS:.0%} of the peak in products, {COPIES:.0%} of the memory's rate, {LINKS[device.link]:.0%} "
+        f"of the link inside a node, {NETWORK:.0%} of the network; {KEPT_SHARE:.0%} and "
+        f"{KEPT_BYTES / 1e9:g} GB of the memory are left to contexts and communicators. Nothing is measured.",
+    )
+
+
+def _device(text: str, name: str) -> tuple[Device, int]:
+    """Return a device and its memory in 1e9 bytes."""
+    size, name = MEMORY.search(name), MEMORY.sub("", name)
+    device = find_device(name)
+    if device is None:
+        known = ", ".join(each.name for each in DEVICES)
+        _refuse(text, f"{name!r} is no device with a data sheet here; there are {known}")
+    if size is None:
+        return device, max(device.memory_gb)
+    memory_gb = int(size[1])
+    if memory_gb not in device.memory_gb:
+        sold = " and ".join(f"{each}GB" for each in device.memory_gb)
+        _refuse(text, f"{device.name} has {sold}, and not {memory_gb}GB")
+    return device, memory_gb
+
+
+def _rate(text: str, value: str) -> tuple[int, float]:
+    """Return a number of cards, and the bytes per second of each."""
+    found = RATE.fullmatch(value)
+    if found is None:
+        _refuse(text, f"{value!r} is no rate such as 100gbit, 8x400gbit or 25gb/s")
+    return int(found[1] or 1), float(found[2]) * BITS[found[3].lower()]
+
+
+def _refuse(text: str, why: str) -> NoReturn:
+    raise ConfigError("--cluster", text, why, f"Write it like {EXAMPLE}, or give a cluster file.")
