@@ -8,7 +8,8 @@ import pytest
 
 from penstock.cli import main
 from penstock.cost.clusters import names
-from penstock.plan.models import MODELS
+from penstock.cost.devices import DEVICES
+from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.workloads import RoutingConfig
 from penstock.workloads.config import READ_BY
@@ -20,6 +21,8 @@ def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         kind: [row["name"] for row in rows] for kind, rows in json.loads(capsys.readouterr().out).items()
     }
     assert found == {
+        "open": list(open_models()),
+        "devices": [each.name for each in DEVICES],
         "models": list(MODELS),
         "clusters": list(names()),
         "schedules": list(SCHEDULES),
@@ -28,7 +31,7 @@ def test_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert RoutingConfig().routing in found["workloads"]
 
 
-@pytest.mark.parametrize("what", ["models", "clusters", "schedules", "workloads"])
+@pytest.mark.parametrize("what", ["open", "devices", "models", "clusters", "schedules", "workloads"])
 def test_one_kind_fits_the_terminal(
     what: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from penstock.autopilot import layouts
 from penstock.autopilot.run_problem import open_runs, run_problem
 from penstock.config import ConfigError, is_folder, load
 from penstock.cost import ClusterFile
+from penstock.mesh import group_sizes, holders
 from penstock.plan import MemoryBudget, Subject
 from penstock.plan.plan_config import AUTO
 from penstock.plan.space import forced
@@ -53,6 +55,8 @@ def run_subject(
     config = load(RunConfig, given, [*model, *overrides, f"plan.source={AUTO}"])
     check_overrides(config, keys, file)
     config = config.resolved(file.ranks)
+    if of_model and config.parallel.ep_size is None:
+        config = replace(config, parallel=replace(config.parallel, ep_size=_widest(config, file)))
     wanted = config.train.precision
     precision, why = precision_of(file, None if wanted == "auto" else wanted)
     config = config.computing_in(precision)
@@ -71,10 +75,17 @@ def run_subject(
         why_precision=why,
         sharded=sharded[0] if sharded else None,
         memory_bytes=file.memory_bytes,
+        device=file.device_name,
         notes=notes,
         movable=config.placement.weighed,
         budget=config.plan.budget,
     )
+
+
+def _widest(config: RunConfig, file: ClusterFile) -> int:
+    """Return over how many ranks a model's experts can be spread at most."""
+    spread = holders(file.ranks, config.parallel.esp_size)
+    return max(size for size in group_sizes(spread) if config.moe.num_experts % size == 0)
 
 
 def given_decisions(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +15,8 @@ from rich.table import Table
 
 from penstock.cost.clusters import find_cluster
 from penstock.cost.clusters import names as cluster_names
-from penstock.plan.models import MODELS
+from penstock.cost.devices import DEVICES, Device
+from penstock.plan.models import MODELS, open_models
 from penstock.schedule import SCHEDULES
 from penstock.schedule.system import System
 from penstock.words import terminal_width
@@ -26,6 +28,8 @@ SIDES, GAP = 2, 3
 """Columns that a table takes on both sides together, and between two cells."""
 
 TAKEN_BY: Final[Mapping[str, str]] = {
+    "open": "penstock plan --model NAME",
+    "devices": "penstock plan --cluster NODESxDEVICESxNAME,net=RATE",
     "models": "penstock plan --model NAME",
     "clusters": "penstock plan --cluster NAME",
     "schedules": "penstock schedule NAME, schedule.name=NAME, penstock bench --schedules NAME,NAME",
@@ -33,11 +37,15 @@ TAKEN_BY: Final[Mapping[str, str]] = {
 }
 
 
+COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of the number of experts in configurations."""
+
+
 def add_list(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to `penstock`."""
     listing = commands.add_parser(
         "list",
-        help="list models, clusters, schedules and workloads",
+        help="list models, devices, clusters, schedules and workloads",
         description="Lists the names that other commands take.",
         epilog="Example: penstock list clusters",
     )
@@ -61,6 +69,8 @@ def print_list(what: str | None, *, json_wanted: bool) -> int:
 
 def _listed() -> dict[str, Rows]:
     return {
+        "open": [_open_model(name, path) for name, path in open_models().items()],
+        "devices": [_device(device) for device in DEVICES],
         "models": [_model(name) for name in MODELS],
         "clusters": [_cluster(name) for name in cluster_names()],
         "schedules": [{"name": name, "what it does": _about(system)} for name, system in SCHEDULES.items()],
@@ -68,6 +78,29 @@ def _listed() -> dict[str, Rows]:
             {"name": name, "what it does": ABOUT[name], "settings": ", ".join(read)}
             for name, read in READ_BY.items()
         ],
+    }
+
+
+def _open_model(name: str, path: Path) -> dict[str, str]:
+    table = json.loads(path.read_text())
+    experts = next(each for key, each in table.items() if key in COUNTS)
+    top_k = table.get("num_experts_per_tok", table.get("moe_k"))
+    return {
+        "name": name,
+        "family": table["model_type"],
+        "layers": str(table["num_hidden_layers"]),
+        "hidden": str(table["hidden_size"]),
+        "experts": f"{experts}, top-{top_k}",
+    }
+
+
+def _device(device: Device) -> dict[str, str]:
+    peak = device.peak_tflops(device.usual)
+    return {
+        "name": device.name,
+        "TFLOP/s": f"{peak:g} {device.usual}",
+        "memory": f"{' or '.join(map(str, device.memory_gb))} GB, {device.memory_gb_per_s:g} GB/s",
+        "inside a node": f"{device.link}, {device.link_gb_per_s:g} GB/s",
     }
 
 

@@ -25,6 +25,7 @@ from penstock.config import UNSET, ConfigError, check_name, is_folder
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE
+from penstock.cost.clusters.line import in_line
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
@@ -82,6 +83,7 @@ SEARCHED = (
     "imbalance",
     "routing",
     "budget",
+    "price",
     "recompute",
     "precision",
     *SIZES,
@@ -182,6 +184,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "such as zipf or zipf,zipf_exponent=1.5, or like a recorded run",
     )
     plan.add_argument(
+        "--price",
+        type=float,
+        metavar="X",
+        help="of a device for an hour: also print that of a billion tokens",
+    )
+    plan.add_argument(
         "--budget",
         type=float,
         metavar="X",
@@ -201,6 +209,10 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     memory = _memory(options.memory_gib, subject.memory_bytes)
     budget = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
+    if options.price is not None and not 0 <= options.price < math.inf:
+        raise ConfigError(
+            "--price", options.price, "must be a price, finite and not negative", "Such as 2.5."
+        )
     if options.out is not None:
         check_out(options.out, EXAMPLE)
     weighed: Weighed | None = None
@@ -240,6 +252,7 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
         explanation=explanation,
         updates=updates,
         weighed=weighed,
+        price=options.price,
         seconds=seconds,
         saved=saved,
     )
@@ -311,6 +324,8 @@ def _cluster(options: argparse.Namespace) -> ClusterFile:
 def _subject(options: argparse.Namespace, file: ClusterFile) -> tuple[Subject, Problem | None]:
     """Return what a plan is sought for on this cluster, and the problem with a given routing, if any."""
     subject = _loaded(_stepping(options, file), options.imbalance)
+    if in_line(options.cluster) is not None:
+        subject = replace(subject, notes=(*subject.notes, file.source))
     if options.routing is None:
         return subject, None
     routed = _routed(subject, options)

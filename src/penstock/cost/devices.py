@@ -85,7 +85,7 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3` or `RTX3090`; None = unknown."""
+    """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3`; None = unknown."""
     found = [each for each in DEVICES if _is_in(name, each.name)]
     return max(found, key=lambda each: len(each.name), default=None)
 

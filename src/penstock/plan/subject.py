@@ -79,7 +79,7 @@ class Subject:
     """A problem with its description. notes: remarks on the numbers for users.
 
     precision: in which products are computed and rows travel; why_precision: the reason, as text.
-    budget: of the search, if nothing else is said.
+    device: the name of one device; "" = not known. budget: of the search, if nothing else is said.
     sharded: the problem with a sharded optimiser, where the faster of the two is sought. movable: what may
     be weighed against a known routing.
     """
@@ -91,6 +91,7 @@ class Subject:
     why_precision: str = ""
     sharded: Problem | None = None
     memory_bytes: int | None = None
+    device: str = ""
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
     budget: float = 1.0
@@ -160,6 +161,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
         precision=precision,
         why_precision=why,
         memory_bytes=file.memory_bytes,
+        device=file.device_name,
         notes=tuple(notes),
         movable=NOTHING_MOVES if model.capacity_factor is not None else PlacementConfig().weighed,
     )

@@ -14,6 +14,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
 from penstock.plan.plan_file import PlanSizes
 from penstock.plan.predict import closing_s, interval_s
+from penstock.plan.throughput import Throughput
 from penstock.words import change, counted, folded, gib, milliseconds, printable
 
 LEGEND = {
@@ -26,7 +27,8 @@ LEGEND = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A finished search. seconds: its duration; saved: the file of the plan.
+    """A finished search. seconds: its duration; saved: the file of the plan. price: of a
+    device for an hour.
 
     updates: which optimiser was chosen, where that was open. weighed: the best plan with and without moving,
     where a routing was given.
@@ -37,8 +39,14 @@ class PlanReport:
     explanation: Explanation
     seconds: float
     saved: str | None = None
+    price: float | None = None
     updates: tuple[str, ...] = ()
     weighed: Weighed | None = None
+
+    @property
+    def throughput(self) -> Throughput:
+        """The throughput of the plan that was found."""
+        return Throughput.of(self.subject, self.found.best, self.price)
 
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""
@@ -46,7 +54,7 @@ class PlanReport:
         dispatches = len(self.subject.problem.dispatches) > 1
         parts = [
             heading(self.subject, width),
-            "\n".join(folded(line, width) for line in (*self.explanation.lines, *self.updates)),
+            "\n".join(folded(line, width) for line in self._why()),
             _table(candidates, width, dispatches=dispatches),
             *([] if self.weighed is None else [self._moving(self.weighed, width)]),
             "\n".join(folded(line, width) for line in self._search()),
@@ -66,6 +74,7 @@ class PlanReport:
         del file["schedule"]
         return {
             **file,
+            "throughput": self.throughput.to_dict(),
             "why": self.explanation.to_dict(),
             "updates": list(self.updates),
             "moving": None if self.weighed is None else _weighed(subject.problem, self.weighed),
@@ -82,6 +91,10 @@ class PlanReport:
         """Return what moving would bring with the given routing, and the plan that follows from it."""
         lines = weighed.lines or ("Moving   nothing may move: rows have slots of a fixed number",)
         return "\n".join(folded(line, width) for line in (*lines, weighed.verdict))
+
+    def _why(self) -> Iterator[str]:
+        plan, time, *others = self.explanation.lines
+        yield from (plan, time, *self.throughput.lines(), *others, *self.updates)
 
     def _search(self) -> Iterator[str]:
         yield f"Search   {self.seconds:.1f} s: {self.found.searched.words}"

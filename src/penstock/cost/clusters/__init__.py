@@ -46,5 +46,6 @@ def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     near = get_close_matches(name_or_path, names(), n=1, cutoff=NEAR)
     why = "is neither the path of a cluster file nor the name of a cluster that comes with Penstock"
     nearest = f"Nearest: {near[0]}. " if near else ""
-    hint = f"{nearest}All: {', '.join(names())}. Or describe one, such as {EXAMPLE}; or measure one with `penstock profile`."
+    others = f"Or describe one, such as {EXAMPLE}, or measure one with `penstock profile`."
+    hint = f"{nearest}All: {', '.join(names())}. {others}"
     raise ConfigError(*subject, why, hint)

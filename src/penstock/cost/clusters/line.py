@@ -79,9 +79,10 @@ def in_line(text: str) -> ClusterFile | None:
         precision=device.usual,
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s per direction. Assumed: "
-        f"{PRODUCTS:.0%} of the peak in products, {COPIES:.0%} of the memory's rate, {LINKS[device.link]:.0%} "
-        f"of the link inside a node, {NETWORK:.0%} of the network; {KEPT_SHARE:.0%} and "
-        f"{KEPT_BYTES / 1e9:g} GB of the memory are left to contexts and communicators. Nothing is measured.",
+        f"{100 * PRODUCTS:.0f} % of the peak in products, {100 * COPIES:.0f} % of the memory's rate, "
+        f"{100 * LINKS[device.link]:.0f} % of the link inside a node, {100 * NETWORK:.0f} % of the network; "
+        f"{100 * KEPT_SHARE:.0f} % and {KEPT_BYTES / 1e9:g} GB of the memory are left to contexts and "
+        "communicators. Nothing is measured.",
     )
 
 

@@ -1,0 +1,70 @@
+"""A cluster in one line has the rates of its devices' data sheets, or the part that is wrong is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import ConfigError
+from penstock.cost.clusters import find_cluster
+from penstock.cost.clusters.line import LINKS, NETWORK, PRODUCTS, in_line
+from penstock.cost.devices import DEVICES
+
+
+def test_a_node_shares_its_card_and_devices_have_their_own() -> None:
+    shared = find_cluster("4x8xA100-80GB,net=100gbit")
+    assert (shared.nodes, shared.ranks_per_node, shared.device) == (4, 8, "A100")
+    assert shared.rates.link_rate_of == "node"
+    assert shared.rates.link_bytes_per_s == pytest.approx(NETWORK * 12.5e9)
+    assert shared.rates.flops_per_s == pytest.approx(PRODUCTS * 312e12)
+    assert shared.rates.intra_bytes_per_s == pytest.approx(LINKS["NVLink"] * 300e9)
+    own = find_cluster("2x8xH100,net=8x400gbit")
+    assert own.rates.link_rate_of == "device"
+    assert own.rates.link_bytes_per_s == pytest.approx(NETWORK * 50e9)
+    double = find_cluster("2x4xH100,net=2x25GB/s")
+    assert double.rates.link_rate_of == "node"
+    assert double.rates.link_bytes_per_s == pytest.approx(NETWORK * 50e9)
+
+
+@pytest.mark.parametrize(
+    ("line", "memory_gb", "precision"),
+    [
+        ("8xrtx4090", 24, "bfloat16"),
+        ("8xA100-40GB", 40, "bfloat16"),
+        ("8xA100", 80, "bfloat16"),
+        ("1x4xNVIDIA H100 PCIe", 80, "bfloat16"),
+        ("4xRTX 2080 Ti,inside=10gb/s", 11, "float32"),
+        ("8xMI300X", 192, "bfloat16"),
+    ],
+)
+def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precision: str) -> None:
+    file = find_cluster(line)
+    assert file.memory_bytes is not None
+    assert 0.7 * memory_gb * 1e9 < file.memory_bytes < 0.95 * memory_gb * 1e9
+    assert file.precision == precision and file.nodes == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "4x8xA100",
+        "2x8xA200,net=100gbit",
+        "8xA100-60GB",
+        "2x8xA100,net=fast",
+        "2x8xA100,net=100gbit,net=25gbit",
+        "2x8xA100,speed=100gbit",
+        "0x8xA100,net=1gbit",
+        "2x8xA100,net=0gbit",
+        "999999x8xA100,net=1gbit",
+    ],
+)
+def test_what_a_line_lacks_is_named(line: str) -> None:
+    with pytest.raises(ConfigError):
+        find_cluster(line)
+
+
+def test_a_name_is_no_line() -> None:
+    assert in_line("fsmoe-testbed-b") is None and in_line("runs/tiny/cluster.json") is None
+
+
+def test_every_device_has_a_whole_data_sheet() -> None:
+    assert all(each.memory_gb and each.memory_gb_per_s > 0 and each.link_gb_per_s > 0 for each in DEVICES)
