@@ -82,7 +82,7 @@ def _listed() -> dict[str, Rows]:
 
 
 def _open_model(name: str, path: Path) -> dict[str, str]:
-    table = json.loads(path.read_text())
+    table = json.loads(path.read_text(encoding="utf-8"))
     experts = next(each for key, each in table.items() if key in COUNTS)
     top_k = table.get("num_experts_per_tok", table.get("moe_k"))
     return {
