@@ -70,6 +70,7 @@ def schedule(model: nn.Module, engine: Engine) -> Engine:
             "gradient_checkpointing_disable": _keep,
             "_ddp_params_and_buffers_to_ignore": property(_refuse_data_parallel),
             "is_distributed_loading_by_transformers": property(_asked_by_trainer),
+            "_apply": _applied(plain),
         },
     )
     _tell_libraries()
@@ -91,6 +92,17 @@ def _asked_by_trainer(self: Any) -> bool:
     del self
     _tell_libraries()
     return False
+
+
+def _applied(plain: Any) -> Callable[..., Any]:
+    """Return what moves and converts a model, as Lightning does before it wraps one; it is loaded by now."""
+
+    @wraps(plain._apply)
+    def apply(self: Any, *given: Any, **named: Any) -> Any:
+        _tell_libraries()
+        return plain._apply(self, *given, **named)
+
+    return apply
 
 
 def _change(module: nn.Module, own: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ deal with scheduled models, and pass on all others unchanged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -31,7 +31,7 @@ def follow_libraries() -> None:
     A scheduled model calls it when it is made, and when Trainer asks it whether it is distributed.
     """
     if (accelerate := sys.modules.get("accelerate.accelerator")) is not None:
-        _replace(
+        replace_functions(
             accelerate.Accelerator,
             {
                 "prepare_model": _prepare_model,
@@ -39,9 +39,10 @@ def follow_libraries() -> None:
                 "load_state": _load_state,
                 "save_model": _save_alone,
             },
+            _engine_of,
         )
     if (trainer := sys.modules.get("transformers.trainer")) is not None:
-        _replace(
+        replace_functions(
             trainer.Trainer,
             {
                 "_wrap_model": _unwrapped,
@@ -51,11 +52,18 @@ def follow_libraries() -> None:
                 "_load_from_checkpoint": _load_model,
                 "_load_best_model": _load_best,
             },
+            _engine_of,
         )
 
 
-def _replace(kind: type, functions: dict[str, Callable[..., Any]]) -> None:
-    """Replace functions of a class, once. Each gets the engine of the model, and what it was called with."""
+def replace_functions(
+    kind: type, functions: Mapping[str, Callable[..., Any]], find: Callable[..., Any]
+) -> None:
+    """Replace functions of a class, once.
+
+    Each gets what `find` makes of what it was called with, the function in whose place it is, and what it was
+    called with. Where `find` returns None, nothing is scheduled, and the class's own function runs.
+    """
     for name, own in functions.items():
         plain = getattr(kind, name)
         if getattr(plain, "_penstock", False):
@@ -63,16 +71,21 @@ def _replace(kind: type, functions: dict[str, Callable[..., Any]]) -> None:
 
         @wraps(plain)
         def function(self: Any, *given: Any, plain: Any = plain, own: Any = own, **named: Any) -> Any:
-            asked = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
-            held = getattr(self, "_models", None) or [getattr(self, "model", None)]
-            engines = (engine_if_any(each) for each in (held if asked is None else [asked]))
-            engine = next((each for each in engines if each is not None), None)
-            if engine is None:
+            found = find(self, *given, **named)
+            if found is None:
                 return plain(self, *given, **named)
-            return own(engine, plain, self, *given, **named)
+            return own(found, plain, self, *given, **named)
 
         function._penstock = True  # type: ignore[attr-defined]
         setattr(kind, name, function)
+
+
+def _engine_of(loop: Any, *given: Any, **named: Any) -> Engine | None:
+    """Return the engine of the model that a function was given, or of those that an object has."""
+    asked = given[0] if given and isinstance(given[0], torch.nn.Module) else named.get("model")
+    held = getattr(loop, "_models", None) or [getattr(loop, "model", None)]
+    engines = (engine_if_any(each) for each in (held if asked is None else [asked]))
+    return next((each for each in engines if each is not None), None)
 
 
 def _prepare_model(
@@ -117,7 +130,7 @@ def _save_state(
     with _without_models(accelerator) as pairs:
         folder: str = plain(accelerator, output_dir, *given, **named)
     for place, (model, optimizer) in enumerate(pairs):
-        save_checkpoint(model, optimizer, _place(folder, place))
+        save_checkpoint(model, optimizer, place_of(folder, place))
     return folder
 
 
@@ -139,8 +152,8 @@ def _load_state(
     finally:
         hook.remove()
     for place, (model, optimizer) in enumerate(pairs):
-        _load_weights(model, _place(found[0], place))
-        load_optimizer(model, optimizer, _place(found[0], place))
+        load_weights(model, place_of(found[0], place))
+        load_optimizer(model, optimizer, place_of(found[0], place))
 
 
 def _save_alone(
@@ -160,7 +173,7 @@ def _save_alone(
     model.save_pretrained(save_directory, is_main_process=accelerator.is_main_process, **shards)
 
 
-def _load_weights(model: Any, folder: Path) -> None:
+def load_weights(model: Any, folder: Path) -> None:
     """Give a model the weights in a folder, or its adapters, which every rank reads whole."""
     if is_wrapped_by_peft(model):
         model.load_adapter(str(folder), model.active_adapter, is_trainable=True)
@@ -185,7 +198,7 @@ def _without_models(accelerator: Any) -> Iterator[list[tuple[Any, torch.optim.Op
         accelerator._models, accelerator._optimizers = models, optimizers
 
 
-def _place(folder: str, number: int) -> Path:
+def place_of(folder: str, number: int) -> Path:
     """Return where a model is in a folder of accelerate: the first one in the folder itself."""
     return Path(folder) / f"model_{number}" if number else Path(folder)
 

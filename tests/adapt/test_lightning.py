@@ -1,0 +1,227 @@
+"""Scheduled models in a `LightningModule`: Lightning's Trainer trains, evaluates, saves and goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import penstock
+from tests.support.adapted import Batch, as_torchrun_starts_it, small, with_adapters
+from tests.support.ranks import Pools
+
+RANKS, STEPS, SAVED_AT, SAMPLES = 2, 4, 2, 32
+
+
+class Module(lightning.LightningModule):
+    """A module as users write them. losses: of every training step, then of every evaluation."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.losses: list[float] = []
+
+    def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+        del number
+        loss: Tensor = self.loss_of(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], number: int) -> None:
+        del number
+        self.losses.append(loss := self.model(**batch).loss.item())
+        self.log("val_loss", loss, sync_dist=True)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class WithCritic(Module):
+    """With a head of its own beside the model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        torch.manual_seed(3)
+        self.critic = nn.Linear(32, 1)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden_BLM = self.model.model(batch["input_ids"]).last_hidden_state
+        loss: Tensor = (self.critic(hidden_BLM) - 1).square().mean()
+        return loss
+
+
+class Late(Module):
+    """Spreads the model when the ranks have joined, as Lightning wants it of large ones."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(None)
+        self.whole = [model]
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = penstock.parallelize(self.whole.pop(), plan="flowmoe")
+
+
+def loader(world: int) -> Any:
+    given = Batch(samples=SAMPLES).inputs()
+    given["labels"] = given["input_ids"].clone()
+    samples = [{name: each[at] for name, each in given.items()} for at in range(SAMPLES)]
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    own: Any = torch.utils.data.DistributedSampler(samples, world, rank, shuffle=False)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(samples, batch_size=4 // world, sampler=own)  # type: ignore[arg-type]
+
+
+def fit(module: Module, folder: Path, world: int, resume: Path | None = None, **more: Any) -> list[float]:
+    """Losses by step, every second of which is an update, and those of two evaluations."""
+    given: dict[str, Any] = {
+        "devices": world,
+        "max_steps": STEPS,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+        "limit_val_batches": 2,
+        "val_check_interval": 4,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,  # Lightning's own shuffles
+        "callbacks": [ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=-1)],
+    }
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{**given, **more},
+    )
+    trainer.fit(module, loader(world), loader(world), ckpt_path=resume)
+    return module.losses
+
+
+def model_of(kind: type[Module]) -> Any:
+    model = small("mixtral", initializer_range=0.1)
+    return model if kind is Late else penstock.parallelize(model, plan="flowmoe")
+
+
+def fit_on_ranks(
+    rank: int, kind: type[Module], folder: Path, resume: Path | None, more: dict[str, Any]
+) -> list[float]:
+    with as_torchrun_starts_it(rank, RANKS):
+        return fit(kind(model_of(kind)), folder, RANKS, resume, **more)
+
+
+def on_ranks(
+    ranks: Pools, kind: type[Module], folder: Path, resume: Path | None = None, **more: Any
+) -> list[float]:
+    """Means of all ranks' losses."""
+    found = ranks(RANKS).run(fit_on_ranks, kind, folder, resume, more)
+    return [sum(each) / RANKS for each in zip(*found, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Module, Late])
+def test_lightning_trains_saves_and_goes_on(ranks: Pools, tmp_path: Path, kind: type[Module]) -> None:
+    wanted = fit(Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain", 1)
+    assert len(wanted) == 2 * STEPS + 4
+    saved = tmp_path / "ranks"
+    assert on_ranks(ranks, kind, saved) == pytest.approx(wanted, rel=1e-4)
+    half = f"step={SAVED_AT}.ckpt"
+    wanted = fit(
+        Module(small("mixtral", initializer_range=0.1)), tmp_path / "plain on", 1, tmp_path / "plain" / half
+    )
+    assert on_ranks(ranks, kind, tmp_path / "on", saved / half) == pytest.approx(wanted, rel=1e-4)
+    alone = fit(Module(model_of(Module)), tmp_path / "alone", 1, saved / half)
+    assert alone == pytest.approx(wanted, rel=1e-4)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "on" / f"step={STEPS}.ckpt")
+    with torch.no_grad():  # the checkpoint of the last step, after which comes an evaluation
+        losses = [read(**batch).loss.item() for _, batch in zip(range(2), loader(1), strict=False)]
+    assert losses == pytest.approx(wanted[-2:], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_a_module_trains_beside_a_model_is_averaged(ranks: Pools, tmp_path: Path) -> None:
+    off: dict[str, Any] = {"callbacks": [], "enable_checkpointing": False}
+    wanted = fit(WithCritic(small("mixtral", initializer_range=0.1)), tmp_path, 1, **off)
+    assert on_ranks(ranks, WithCritic, tmp_path, **off) == pytest.approx(wanted, rel=1e-4)
+
+
+def evaluate(rank: int) -> tuple[list[float], list[Tensor]]:
+    """No rank gets the experts of another one; the losses of its samples, and what it holds."""
+    model = model_of(Module)
+    before = [p.detach().clone() for p in model.parameters()]
+    with as_torchrun_starts_it(rank, RANKS):
+        trainer = lightning.Trainer(accelerator="cpu", devices=RANKS, logger=False, enable_progress_bar=False)
+        trainer.validate(module := Module(model), loader(RANKS), verbose=False)
+    assert all(map(torch.equal, model.parameters(), before))
+    return module.losses, [model.model.layers[0].mlp.experts.down_proj.detach()]
+
+
+@pytest.mark.slow
+def test_validation_alone(ranks: Pools) -> None:
+    module = Module(small("mixtral", initializer_range=0.1))
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer.validate(module, loader(1), verbose=False)
+    (one, (first,)), (other, (second,)) = ranks(RANKS).run(evaluate)
+    means = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
+    assert means == pytest.approx(module.losses, rel=1e-5) and not first.equal(second)
+
+
+def refuse(rank: int, folder: Path) -> list[str]:
+    said = []
+    (empty := folder / "empty.ckpt").mkdir(exist_ok=True)
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    wrong: list[tuple[type[Module], Path | None, dict[str, Any]]] = [
+        (Module, None, {"devices": 1}),
+        (Late, None, {"strategy": ModelParallelStrategy(RANKS, 1)}),
+        (Module, None, {"plugins": [scaled]}),
+        (WithCritic, None, {}),
+        (Module, empty, {}),
+    ]
+    for kind, resume, more in wrong:
+        with as_torchrun_starts_it(rank, RANKS), pytest.raises((ValueError, RuntimeError)) as caught:
+            fit(kind(model_of(kind)), folder, RANKS, resume, **more)
+        said.append(str(caught.value))
+        torch.distributed.barrier()
+    return said
+
+
+@pytest.mark.slow
+def test_what_lightning_cannot_do_with_them_is_refused(ranks: Pools, tmp_path: Path) -> None:
+    wanted = (
+        "Lightning has 1 processes, and the model is spread over 2",
+        "ModelParallelStrategy would spread the parameters of a model that is spread already",
+        "16-mixed.* scales losses",
+        "has parameters of the scheduled model 'model' and others",
+        r"empty.ckpt has no lightning.ckpt",
+    )
+    for said in ranks(RANKS).run(refuse, tmp_path):
+        for words, text in zip(wanted, said, strict=True):
+            assert re.search(words, text), text
+
+
+def adapt(rank: int, folder: Path, resume: Path | None) -> list[float]:
+    model = penstock.parallelize(with_adapters(small("mixtral", initializer_range=0.1)), plan="flowmoe")
+    with as_torchrun_starts_it(rank, RANKS):
+        return fit(Module(model), folder, RANKS, resume)
+
+
+@pytest.mark.slow
+def test_adapters(ranks: Pools, tmp_path: Path) -> None:
+    wanted = fit(Module(with_adapters(small("mixtral", initializer_range=0.1))), tmp_path / "plain", 1)
+    half = f"step={SAVED_AT}.ckpt"
+    plain = Module(with_adapters(small("mixtral", initializer_range=0.1)))
+    went_on = fit(plain, tmp_path / "plain on", 1, tmp_path / "plain" / half)
+    for folder, resume, losses in (("ranks", None, wanted), ("on", tmp_path / "ranks" / half, went_on)):
+        found = ranks(RANKS).run(adapt, tmp_path / folder, resume)
+        assert [sum(each) / RANKS for each in zip(*found, strict=True)] == pytest.approx(losses, rel=1e-4)
