@@ -349,8 +349,9 @@ class Decoder:
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
-        with self.inside.step(), _instead(base, self.normed(h_BLM)):
-            out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
+        positions_1L = torch.arange(h_BLM.shape[1], device=h_BLM.device).unsqueeze(0)  # else some models ask
+        with self.inside.step(), _instead(base, self.normed(h_BLM)):  # for those of the batch before
+            out = self.plain(self.model, inputs_embeds=h_BLM, position_ids=positions_1L, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
 
