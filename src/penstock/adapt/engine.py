@@ -121,8 +121,12 @@ class Engine:
             self._prepare(given, weight, given.valid, TokenLoss)
         loss = self._run(given)
         self._first += len(given.tokens_BL)
-        assert self.stack.statistics is not None
-        return loss, self.stack.statistics.aux if balances else None
+        statistics = self.stack.statistics
+        assert statistics is not None
+        if given.valid is None:  # the mean of no losses is no number, as in transformers; gradients are zero
+            labels = (given.targets != NO_LABEL).sum() if self.averages else statistics.labels
+            loss = loss + torch.where(labels.to(loss.device) > 0, 0.0, torch.nan)
+        return loss, statistics.aux if balances else None
 
     def hidden_states(self, given: StepInputs) -> StepStates:
         """Return hidden states after the last layer, and what was asked of routers, for any loss.
