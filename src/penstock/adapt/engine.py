@@ -6,10 +6,11 @@ Shapes: B samples, L tokens per sample.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ class StepInputs:
     """Arguments of a call of the model, as a step needs them.
 
     labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
-    tokens; neither where the caller makes a loss. valid: divisor of the sum of token losses, over all
-    ranks; None: the number of these tokens.
+    tokens; neither where the caller makes a loss. packed: further arguments of a batch of one row. valid:
+    divisor of the sum of token losses, over all ranks; None: the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -46,6 +47,7 @@ class StepInputs:
     shift_labels_BL: Tensor | None
     mask_BL: Tensor | None
     positions_BL: Tensor | None
+    packed: Mapping[str, Any]
     valid: float | None
     routers: RouterUse
 
@@ -157,7 +159,9 @@ class Engine:
         return loss
 
     def _begin(self, given: StepInputs) -> None:
-        self.decoder.begin(Inputs(self._first, given.mask_BL, given.positions_BL, given.routers))
+        self.decoder.begin(
+            Inputs(self._first, given.mask_BL, given.positions_BL, given.routers, given.packed)
+        )
 
     def _ids(self, given: StepInputs) -> Tensor:
         return torch.arange(self._first, self._first + len(given.tokens_BL))
