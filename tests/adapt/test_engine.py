@@ -81,17 +81,23 @@ def test_a_rank_may_have_no_samples(ranks: Pools) -> None:
     ranks(2).run(unequal_step, 2)
 
 
-def test_a_batch_without_labels_to_predict() -> None:
-    """In evaluation as in transformers, where the mean of nothing is no number; a step changes nothing."""
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_batch_without_labels_to_predict(balanced: bool) -> None:
+    """The mean of nothing is no number, as in transformers; gradients are those of the router loss alone."""
     wanted, model = (small("mixtral") for _ in range(2))
-    penstock.parallelize(model)
-    given = Batch().inputs()
+    penstock.parallelize(model, plan="flowmoe")
+    given: dict[str, Any] = {**Batch().inputs(), "output_router_logits": balanced}
     given["labels"].fill_(-100)
     for each in (wanted, model):
         assert math.isnan(each.eval()(**given).loss.item())
-    loss = model.train()(**given).loss
-    loss.backward()
-    assert loss.item() == 0 and not any(grad.any() for grad in grads_of(model).values())
+        loss = each.train()(**given).loss
+        loss.backward()
+        assert math.isnan(loss.item())
+    assert balanced == any(grad.any() for grad in grads_of(wanted).values())
+    check_grads(model, wanted)
+    assert wanted(**given, num_items_in_batch=5).loss.item() == pytest.approx(
+        model(**given, num_items_in_batch=5).loss.item()
+    )
 
 
 def resized(model: Any) -> Any:

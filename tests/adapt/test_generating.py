@@ -19,6 +19,7 @@ LONG = 6
 
 CASES: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
+    "stopping": {"cache_implementation": "static", "eos_token_id": [7, 8, 9, 10], "max_new_tokens": 20},
     "no cache": {"use_cache": False},
     "chunks of the prompt": {"prefill_chunk_size": 3},
     "beams": {"num_beams": 3, "cache_implementation": "static"},
@@ -56,6 +57,7 @@ def test_ranks_with_different_prompts_and_lengths_write_what_one_process_does(ra
     for rank, found in enumerate(ranks(2).run(all_written, 2, CASES)):
         for name, settings in CASES.items():
             assert found[name].equal(written(whole, rank, **settings)), name
+        assert found["stopping"].shape[1] - prompts(rank).shape[1] == (13, 2)[rank]
 
 
 def written_by_one(rank: int, world: int) -> tuple[Tensor, Any, Tensor]:

@@ -229,6 +229,9 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert said(capsys, *asked, tmp_path / "tokenizer.json", "--max-new-tokens", "3").startswith("b")
     assert "has tokens up to 1000000, and the model knows" in refused(capsys, *asked, tmp_path / "large")
     assert "is no tokenizer.json" in refused(capsys, *asked, tmp_path / "nothing")
+    (tmp_path / "large").rename(words_file(tmp_path / "folder"))
+    judging = ("evaluate", tmp_path / "mixtral", __file__, "--tokenizer", tmp_path / "folder")
+    assert "has tokens up to 1000000, and the model knows 61: it is the" in refused(capsys, *judging)
     small("mixtral", vocab_size=256).save_pretrained(tmp_path / "bytes")
     text = tmp_path / "text"
     text.write_text("several words")

@@ -143,6 +143,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeShared",
         {**LOCAL, "residual_multiplier": 0.5, "shared_intermediate_size": 20},
     ),
+    "beam": (
+        "Beam",
+        {**EXPERTS, "num_hidden_layers": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
+    ),
     "afmoe": (
         "Afmoe",
         {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 5},

@@ -27,7 +27,7 @@ from penstock.dtensors import spread_states
 from penstock.families.adapters import core_of
 from penstock.families.experts import ModelExperts, sharding_of_experts
 from penstock.families.family import Family
-from penstock.families.known import family_of
+from penstock.families.known import family_inside, family_of
 from penstock.families.look import Found, look
 from penstock.graph import Lane
 from penstock.mesh import Group
@@ -145,12 +145,14 @@ def _found(model: Any, ep_plan: EpPlan | None) -> Found:
     if ep_plan is not None:
         check_ep_plan(ep_plan)
     family = family_of(model)
-    if family is not None:
-        found = look(model, family)
-        if ep_plan is not None:
-            check_spread(ep_plan, model, found.experts)
-        return _checked(found, changed) if (changed := found.changed_code()) else found
-    return _checked(look(model, guess(model, ep_plan or brought_by(model))))
+    described = family or family_inside(model)
+    if described is None:
+        return _checked(look(model, guess(model, ep_plan or brought_by(model))))
+    found = look(model, described)
+    if ep_plan is not None:
+        check_spread(ep_plan, model, found.experts)
+    changed = found.changed_code()
+    return _checked(found, changed) if changed or family is None else found
 
 
 def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
@@ -159,8 +161,8 @@ def _checked(found: Found, changed: Sequence[str] = ()) -> Found:
     if model.get_output_embeddings() is None:
         raise ValueError(
             f"{type(model).__name__}: its family is not known, or its code is not that of transformers, and "
-            "pieces of such a model are compared with the whole by their logits over a vocabulary, which it "
-            "does not have. Use a family in penstock.adapt.FAMILIES"
+            "pieces of such a model are compared with the whole by their logits over a vocabulary, for which "
+            "get_output_embeddings() has no weights. Use a family in penstock.adapt.FAMILIES"
         )
     cuts, calls = _cuts(found), Calls()
     layers = _layers(found, cuts, calls)

@@ -6,9 +6,9 @@ Shapes: B samples, L tokens per sample, M hidden size, V vocabulary, T = B * L t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -36,17 +36,24 @@ class Inputs:
     """Inputs of a step besides tokens and labels. first: the number of the first sample.
 
     mask_BL: the attention mask as it was given; positions_BL: of tokens, [1, L] where all samples have the
-    same, or several such tables, [_, B, L]. routers: see `RouterUse`.
+    same, or several such tables, [_, B, L]. routers: see `RouterUse`. packed: what tells documents apart in
+    the only sample.
     """
 
     first: int = 0
     mask_BL: Tensor | None = None
     positions_BL: Tensor | None = None
     routers: RouterUse = "unused"
+    packed: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, keys: SampleKeys) -> dict[str, Tensor]:
+    @property
+    def stay(self) -> bool:
+        """Whether samples have to stay where they are, as something is given for each of them."""
+        return self.mask_BL is not None or self.positions_BL is not None or bool(self.packed)
+
+    def of(self, keys: SampleKeys) -> dict[str, Any]:
         """Return the inputs of the samples of a microbatch, as the model takes them."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = dict(self.packed)
         if self.mask_BL is None and self.positions_BL is None:
             return found  # without a look at numbers of samples, for which a GPU's host would wait
         rows = slice(start := int(keys.sample_ids_B[0]) - self.first, start + len(keys.sample_ids_B))
@@ -283,8 +290,8 @@ class Decoder:
     def begin(self, inputs: Inputs) -> None:
         """Begin the forward pass of a step on these samples."""
         self._inputs = inputs
-        given = inputs.mask_BL is not None or inputs.positions_BL is not None
-        self._calls.make, self._calls.routers = None if given else self._calls_for, inputs.routers
+        self._calls.make = None if inputs.stay else self._calls_for
+        self._calls.routers = inputs.routers
         self._calls.begin()
         self.left.clear()
 
@@ -352,8 +359,9 @@ class Decoder:
         if not len(h_BLM):
             weight: Tensor = self.model.get_output_embeddings().weight
             return h_BLM.flatten(0, 1) @ weight.to(h_BLM.dtype).t()
-        with self.inside.step(), _instead(base, self.normed(h_BLM)):
-            out = self.plain(self.model, inputs_embeds=h_BLM, use_cache=False)
+        positions_1L = torch.arange(h_BLM.shape[1], device=h_BLM.device).unsqueeze(0)  # else some models ask
+        with self.inside.step(), _instead(base, self.normed(h_BLM)):  # for those of the batch before
+            out = self.plain(self.model, inputs_embeds=h_BLM, position_ids=positions_1L, use_cache=False)
         logits_TV: Tensor = out.logits.flatten(0, 1)
         return logits_TV
 

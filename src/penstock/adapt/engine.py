@@ -6,10 +6,11 @@ Shapes: B samples, L tokens per sample.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,8 @@ class StepInputs:
     """Arguments of a call of the model, as a step needs them.
 
     labels_BL: as transformers takes them, at the places of the tokens; or shift_labels_BL, of the following
-    tokens; neither where the caller makes a loss. valid: divisor of the sum of token losses, over all
-    ranks; None: the number of these tokens.
+    tokens; neither where the caller makes a loss. packed: further arguments of a batch of one row. valid:
+    divisor of the sum of token losses, over all ranks; None: the number of these tokens.
     """
 
     tokens_BL: Tensor
@@ -46,6 +47,7 @@ class StepInputs:
     shift_labels_BL: Tensor | None
     mask_BL: Tensor | None
     positions_BL: Tensor | None
+    packed: Mapping[str, Any]
     valid: float | None
     routers: RouterUse
 
@@ -121,8 +123,12 @@ class Engine:
             self._prepare(given, weight, given.valid, TokenLoss)
         loss = self._run(given)
         self._first += len(given.tokens_BL)
-        assert self.stack.statistics is not None
-        return loss, self.stack.statistics.aux if balances else None
+        statistics = self.stack.statistics
+        assert statistics is not None
+        if given.valid is None:  # the mean of no losses is no number, as in transformers; gradients are zero
+            labels = (given.targets != NO_LABEL).sum() if self.averages else statistics.labels
+            loss = loss + torch.where(labels.to(loss.device) > 0, 0.0, torch.nan)
+        return loss, statistics.aux if balances else None
 
     def hidden_states(self, given: StepInputs) -> StepStates:
         """Return hidden states after the last layer, and what was asked of routers, for any loss.
@@ -152,7 +158,9 @@ class Engine:
         return loss
 
     def _begin(self, given: StepInputs) -> None:
-        self.decoder.begin(Inputs(self._first, given.mask_BL, given.positions_BL, given.routers))
+        self.decoder.begin(
+            Inputs(self._first, given.mask_BL, given.positions_BL, given.routers, given.packed)
+        )
 
     def _ids(self, given: StepInputs) -> Tensor:
         return torch.arange(self._first, self._first + len(given.tokens_BL))

@@ -38,6 +38,9 @@ ROUTER = re.compile("Router|Gat(e|ing)$")
 COEFFICIENT = re.compile("aux.*coef")
 """Pattern in the name of the weight of a router loss."""
 
+PLACEHOLDER = re.compile("_token_(id|index)$")
+"""Pattern in the name of a setting that is a token for what is no text, or the beginning or end of one."""
+
 LIMIT = 1e-4
 """Relative difference up to which two computations of one value in float32 agree."""
 
@@ -293,10 +296,13 @@ def _logits(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
 
 
 def _tokens(model: Any) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
+    """Return random tokens, none of which stands for an image or the like."""
     size = model.get_input_embeddings().weight.shape[0]
-    tokens_BL: Tensor = torch.randint(size, (SAMPLES, LENGTH), generator=generator).to(model.device)
-    return tokens_BL
+    others = {each for name, each in vars(model.config).items() if PLACEHOLDER.search(name)}
+    words_V = torch.tensor([token for token in range(size) if token not in others])
+    generator = torch.Generator().manual_seed(0)
+    tokens_BL: Tensor = words_V[torch.randint(len(words_V), (SAMPLES, LENGTH), generator=generator)]
+    return tokens_BL.to(model.device)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from penstock.decision import Decision
 from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
 from penstock.families.family import Family
+from penstock.families.hub import folder_of
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.look import Found, look
 from penstock.families.model_folder import ModelFolder
@@ -56,12 +57,12 @@ def load_pretrained(
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
     hold and for one layer's experts; what ranks share (`tp_size`, `esp_size`) each reads whole first. All
-    ranks call this together. folder: configuration and safetensors, as save_pretrained writes them. dtype: of
-    the weights; None = as the configuration says. Other parameters: see `parallelize`. Raises ValueError for
-    a family that is not known, or if a tensor is missing, of another shape, not finite, or not the model's,
-    ConfigError for sizes that do not fit.
+    ranks call this together. folder: configuration and safetensors, as save_pretrained writes them, or the
+    name of a model on the Hugging Face hub. dtype: of the weights; None = as the configuration says. Other
+    parameters: see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is
+    missing, of another shape, not finite, or not the model's, ConfigError for sizes that do not fit.
     """
-    opened = ModelFolder.open(Path(folder))
+    opened = ModelFolder.open(folder_of(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
     sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, esp_size=esp_size)

@@ -35,7 +35,7 @@ DECODED = ("input_ids", "attention_mask", "position_ids")
 """Arguments of a step that its decoder gets, in their order."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments of packed samples that only kernels of flash attention read; others read `position_ids`."""
+"""Arguments of documents that are packed into one row, which some kernels read in place of `position_ids`."""
 
 KNOWN = (
     *DECODED,
@@ -245,8 +245,7 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
         for name, flag in given_flags.items()
     }
     others = (*wanted, "use_cache", "return_dict", "num_items_in_batch")
-    unread = () if "flash" in str(base.config._attn_implementation) else PACKED
-    _check_known(named, (*DECODED, *others, *unread), "a training step without labels")
+    _check_known(named, (*DECODED, *others, *PACKED), "a training step without labels")
     request = engine.balance_request
     routers: RouterUse = "handed_out" if wanted["output_router_logits"] and request is None else "unused"
     given = StepInputs(
@@ -255,6 +254,7 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
         shift_labels_BL=None,
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
+        packed=_packed(named),
         valid=None,
         routers="balanced" if request is not None and request.wanted else routers,
     )
@@ -304,8 +304,7 @@ def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     """Return the loss of labels, which the step computes itself."""
     from penstock.adapt.outputs import LOGITS, StepOutput
 
-    unread = () if "flash" in str(model.config.get_text_config()._attn_implementation) else PACKED
-    _check_known(named, (*KNOWN, *unread), "a training step")
+    _check_known(named, (*KNOWN, *PACKED), "a training step")
     given = _inputs_of(model, named, engine.decoder)
     if named.get("logits_to_keep") is not None:
         refuse_sharing(engine, "logits_to_keep in a training step")
@@ -340,6 +339,17 @@ def _check_known(named: dict[str, Any], known: Sequence[str], what: str) -> None
         )
 
 
+def _packed(named: dict[str, Any]) -> dict[str, Any]:
+    """Return what tells documents apart in a row. Raises ValueError where it is that of several rows."""
+    packed = {name: named[name] for name in PACKED if named.get(name) is not None}
+    if packed and len(named["input_ids"]) != 1:
+        raise ValueError(
+            f"{', '.join(packed)}: documents are packed into one row, and input_ids are "
+            f"{list(named['input_ids'].shape)}, of which a step makes microbatches: give one row"
+        )
+    return packed
+
+
 def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInputs:
     items = named.get("num_items_in_batch")
     return StepInputs(
@@ -348,6 +358,7 @@ def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInput
         shift_labels_BL=named.get("shift_labels"),
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
+        packed=_packed(named),
         valid=None if items is None else float(items),
         routers="balanced" if _balances(model, named, decoder) else "unused",
     )

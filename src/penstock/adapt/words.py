@@ -67,7 +67,10 @@ class FileWords:
         except ConfigError as error:
             raise ValueError(f"{path} is no tokenizer.json ({error.why})") from error
         if (largest := max(self._tokenizer.get_vocab().values(), default=0)) >= vocabulary:
-            raise ValueError(f"{path} has tokens up to {largest}, and the model knows {vocabulary}")
+            raise ValueError(
+                f"{path} has tokens up to {largest}, and the model knows {vocabulary}: it is the tokenizer "
+                "of another model. Name the one with which this one was trained"
+            )
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

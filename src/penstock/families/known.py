@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,12 @@ def _weighed(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     return residual_BLM + out_BLM * float(layer.mlp_beta_factor)
 
 
+def _normed_by_depth(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Add the output through a norm, by a share that becomes smaller from layer to layer (Beam)."""
+    normed_BLM: Tensor = layer.post_feedforward_layernorm(out_BLM * layer.mlp.routed_scaling_factor)
+    return residual_BLM + normed_BLM / math.sqrt(layer.mlp_residual_add_idx)
+
+
 def _dropped(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     """Add the block's output with dropout (DBRX)."""
     return residual_BLM + F.dropout(out_BLM, layer.resid_pdrop, layer.training)
@@ -117,7 +124,11 @@ FAMILIES = {
             separates_documents=False,  # with sinks transformers makes no mask of positions
         ),
         Family(name="phimoe", attention=USUAL, router="router", only=(("input_jitter_noise", 0.0, JITTER),)),
-        Family(name="granitemoe", attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled),
+        *(
+            Family(name=name, attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled)
+            for name in ("granitemoe", "granitemoeshared")
+        ),
+        Family(name="beam", finish=_normed_by_depth),
         Family(
             name="minimax",
             uncut=LINEAR,
@@ -172,3 +183,16 @@ def family_of(model: nn.Module) -> Family | None:
     """Return the family of a model of transformers; None if it is not known."""
     config: Any = getattr(model, "config", None)
     return FAMILIES.get(str(getattr(config, "model_type", "")))
+
+
+def family_inside(model: nn.Module) -> Family | None:
+    """Return the family of the text part of a model that also sees or hears; None if it is not known."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    family = FAMILIES.get(str(getattr(text, "model_type", "")))
+    if family is None or text is config:
+        return None
+    for path, module in model.named_modules():
+        if getattr(module, "config", None) is text and hasattr(module, family.layers):
+            return replace(family, base=path, attention=None, uncut="its model also sees or hears")
+    return None
