@@ -25,9 +25,9 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from benchmarks.command import parser_of, run_alone
+from benchmarks.launching import launch_quietly
 from benchmarks.progress import in_rows
 from penstock.emulate import Cluster, EmulateConfig
-from penstock.train.launcher import LaunchOutcome, launch
 
 Change = Literal["rate", "slow_rank"]
 POLL_S: Final = 0.05
@@ -38,7 +38,6 @@ TOLD: Final = ("Plan ", "step time has changed", "changing to plan", "keeping pl
 """What lines about plans and changes have in common."""
 
 SLOW_RANK: Final = 1
-GRACE_S: Final = 70.0
 
 SETTINGS: Final = (
     "model.num_layers=4",
@@ -177,36 +176,12 @@ def _train(case: DriftCase, folder: Path, *, from_start: bool) -> _Training:
     with Cluster(emulate) as cluster, _watching(case, cluster, output / "metrics.jsonl", from_start):
         settings = (*SETTINGS, f"train.steps={case.steps}", f"output.dir={output}", "parallel.processes=2")
         command = [sys.executable, "-m", "penstock", "train", str(folder / "config.toml"), *settings]
-        with (folder / "said.txt").open("wb") as said:
-            outcome = launch_quietly(command, cluster, said.fileno())
-        text = (folder / "said.txt").read_text(errors="replace", encoding="utf-8")
-        check_end(outcome, text)  # before what watches it complains that nothing was changed
+        # It fails before what watches it complains that nothing was changed.
+        text = launch_quietly(command, emulate.shape.ranks, cluster, folder / "said.txt")
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     whole = text.replace("\n    ", " ").splitlines()  # a wrapped line is one line again
     about = tuple(line.strip() for line in whole if any(word in line for word in TOLD))
     return _Training(steps=[json.loads(line) for line in lines], said=about)
-
-
-def launch_quietly(command: Sequence[str], cluster: Cluster, target: int) -> LaunchOutcome:
-    """Run the ranks with what they print going to the open file `target`."""
-    kept = [os.dup(1), os.dup(2)]
-    try:
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        return launch(command, cluster.config.shape.ranks, grace_s=GRACE_S, place=cluster)
-    finally:
-        for number, original in enumerate(kept, 1):
-            os.dup2(original, number)
-            os.close(original)
-
-
-def check_end(outcome: LaunchOutcome, said: str) -> None:
-    """Raises KeyboardInterrupt if a signal ended the run, which then saves and says that all is well;
-    RuntimeError with the end of what it said if it failed."""
-    if outcome.interrupted_by is not None:
-        raise KeyboardInterrupt
-    if outcome.exit_code:
-        raise RuntimeError(f"training ended with exit code {outcome.exit_code}:\n{said[-2000:]}")
 
 
 @contextmanager

@@ -172,6 +172,18 @@ def _title(shape: str, rate: str) -> str:
 
 
 SUITE: Final = (
+    Run(
+        name="sft",
+        title="TRL's script, beside transformers and DeepSpeed, 400 Mbit/s",
+        benchmark="sft",
+        arguments=_cluster("2x2", "400mbit"),
+        note="The script for supervised fine-tuning that TRL ships, with one line of Penstock, and unchanged "
+        "with the expert parallelism of transformers (`DistributedConfig`) and DeepSpeed's AutoEP, each with "
+        "experts over all ranks and over those of a node: "
+        "[docs/peers.md](docs/peers.md#expert-parallelism-of-transformers-and-autoep).",
+        seconds=900,
+        drawn=False,
+    ),
     _rates("300mbit", "A slow link: the bytes take longer than the computation.", 120),
     _rates("400mbit", "Bytes and computation take about the same time: there is most to hide.", 110),
     _rates("700mbit", "A faster link: computation takes longer than the bytes.", 100),
@@ -302,20 +314,6 @@ SUITE: Final = (
         "round nothing: they change the order of sums.",
         seconds=190,
         drawn=False,
-    ),
-    Run(
-        name="hugging-face",
-        title="A model of Hugging Face",
-        benchmark="hugging_face",
-        arguments=(
-            *_cluster("2x1", "400mbit"),
-            *("model.vocab_size=1024", "model.hidden_size=256", "moe.num_experts=16", "moe.top_k=8"),
-            *("moe.moe_ffn_hidden_size=192", "compare.batch_per_device=4", "compare.rounds=5"),
-        ),
-        note="The shape of Qwen3-MoE, small, with 8 of 16 experts for every token: forward and backward with "
-        "all gradients synchronised, as transformers runs it (its all-to-all, and FSDP2 for the rest), and "
-        "after `penstock.parallelize` with several plans.",
-        seconds=110,
     ),
     Run(
         name="drift",

@@ -8,7 +8,6 @@ from typing import Any, Final
 from benchmarks.collectives import CollectivesResult, render_collectives
 from benchmarks.dispatches import DispatchesResult, render_dispatches
 from benchmarks.drift import DriftsResult, render_drifts
-from benchmarks.hugging_face import HuggingFaceResult
 from benchmarks.interpreter import InterpreterResult, render_interpreter
 from benchmarks.layer import LayerBenchmark, render_layer
 from benchmarks.lossy import LossyResult, render_lossy
@@ -16,6 +15,7 @@ from benchmarks.planners import PlannersResult, render_planners
 from benchmarks.predictions import PredictionsResult, render_predictions
 from benchmarks.published import PublishedResult, render_published
 from benchmarks.restore import restore
+from benchmarks.sft.result import SftResult
 from benchmarks.solvers import SolversResult, render_solvers
 from benchmarks.trained import TrainedResult, render_trained
 from penstock.bench.table import render
@@ -24,13 +24,13 @@ RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "collectives": lambda plain: render_collectives(CollectivesResult.from_dict(plain)),
     "dispatches": lambda plain: render_dispatches(DispatchesResult.from_dict(plain)),
     "drifts": lambda plain: render_drifts(DriftsResult.from_dict(plain)),
-    "hugging_face": lambda plain: HuggingFaceResult.from_dict(plain).render(),
     "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
     "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
     "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
     "lossy": lambda plain: render_lossy(LossyResult.from_dict(plain)),
     "predictions": lambda plain: render_predictions(PredictionsResult.from_dict(plain)),
     "planners": lambda plain: render_planners(PlannersResult.from_dict(plain)),
+    "sft": lambda plain: SftResult.from_dict(plain).render(),
     "solved": lambda plain: render_solvers(SolversResult.from_dict(plain)),
     "trained": lambda plain: render_trained(TrainedResult.from_dict(plain)),
 }

@@ -18,7 +18,7 @@ from statistics import fmean, median
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
-from benchmarks.drift import check_end, launch_quietly
+from benchmarks.launching import launch_quietly
 from benchmarks.mixed_text import write_texts
 from penstock.bench.naming import Named
 from penstock.bench.result import Spread
@@ -160,10 +160,10 @@ def _train(folder: Path, output: Path, emulate: EmulateConfig, own: Sequence[str
     places = (f"data.path={folder / 'texts'}", f"output.dir={output}")
     command = (sys.executable, "-m", "penstock", "train", str(folder / "config.toml"))
     before = _count(output / "metrics.jsonl")
-    with Cluster(emulate) as cluster, (folder / "said.txt").open("wb") as said:
-        outcome = launch_quietly([*command, *SETTINGS, *places, *own], cluster, said.fileno())
+    whole = [*command, *SETTINGS, *places, *own]
+    with Cluster(emulate) as cluster:
+        launch_quietly(whole, emulate.shape.ranks, cluster, folder / "said.txt")
         sent = max(link.sent_bytes for link in cluster.bytes_sent())
-    check_end(outcome, (folder / "said.txt").read_text(errors="replace", encoding="utf-8"))
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[before:]
     return _Turn(steps=[json.loads(line) for line in lines], uplink_bytes=sent / len(lines))
 

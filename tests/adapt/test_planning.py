@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.engine import Engine
 from penstock.adapt.planning import GivenPlan, SearchedPlan, stand_in
+from penstock.adapt.scheduled import engine_of
 from penstock.cost import ClusterFile
 from penstock.decision import Decision, GradientBytes
 from penstock.families.sizes import ModelSizes
@@ -19,7 +21,8 @@ from penstock.moe import MoEConfig
 from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.step import StepShape
 from penstock.topology import Layout, ParallelConfig
-from tests.support.adapted import small
+from tests.support.adapted import distance, small
+from tests.support.ranks import Pools
 
 CLUSTER = ClusterFile(name="assumed", nodes=1, ranks_per_node=1)
 
@@ -75,6 +78,33 @@ def test_what_is_trained_when_a_plan_is_made_counts() -> None:
     after = estimated(model)
     assert after.weights_bytes == before.weights_bytes
     assert after.gradients_bytes == model.lm_head.weight.nbytes < before.gradients_bytes
+
+
+def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:
+    """What a search considers on two nodes, and the largest distance of gradients from those of the first."""
+    del world
+    model = penstock.parallelize(small("qwen3_moe"), plan="flowmoe", ranks_per_node=2)
+    engine = engine_of(model)
+    stack, given = engine.stack, engine._planner
+    assert isinstance(given, GivenPlan)
+    searched = SearchedPlan(given, ParallelConfig(), say=lambda _: None)
+    ways = searched.problem(stack, replace(CLUSTER, nodes=2, ranks_per_node=2), 2, 12).dispatches
+    tokens_BL = torch.arange(24).reshape(2, 12) + rank
+    found = []
+    for way in (*ways, ways[0]):
+        stack.send_by(way)
+        stack.adopt(replace(given, choice=Decision(dispatch=way)).of(stack, 2, 12))
+        model.zero_grad()
+        model(input_ids=tokens_BL, labels=tokens_BL).loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return ways, max(distance(*pair) for each in found for pair in zip(each, found[0], strict=True))
+
+
+@pytest.mark.slow
+def test_a_search_may_let_rows_travel_by_other_ways(ranks: Pools) -> None:
+    for ways, furthest in ranks(4).run(by_all_ways, 4):
+        assert ways[0] == "flat" and "node_once" in ways
+        assert furthest < 1e-5
 
 
 @pytest.mark.parametrize("samples", [0, 1])

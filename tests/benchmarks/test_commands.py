@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
+from benchmarks.sft.contenders import CONTENDERS
+from benchmarks.sft.result import SftResult
 from penstock.topology.join import leave
 from tests.cli.test_bench import QUICK
 from tests.support.forked import run_forked
@@ -106,10 +110,10 @@ HOST_ALONE = ("planners", "solvers")
         "collectives",
         "dispatches",
         "drift",
-        "hugging_face",
         "interpreter",
         "layer",
         "published",
+        "sft",
         "suite",
         *HOST_ALONE,
     ],
@@ -118,3 +122,31 @@ def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str)
     code, out, error = said_here(capsys, module, "--help")
     assert (code, error) == (0, "")
     assert f"usage: python -m benchmarks.{module} " in out
+
+
+def test_the_script_of_trl_has_the_losses_of_one_process() -> None:
+    """By every system; on two processes beside each other, experts of a node are those of all ranks."""
+    pytest.importorskip("deepspeed")
+    few = (
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+        "--layers",
+        "1",
+        "--hidden",
+        "64",
+        "--experts",
+        "4",
+    )
+    small = (*few, "--top-k", "2", "--expert-width", "32", "--samples", "1", "--length", "32")
+    command = [sys.executable, "-m", "benchmarks.sft", "--json", *small]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    found = SftResult.from_dict(json.loads(done.stdout))
+    assert found.runs.keys() == {contender.name for contender in CONTENDERS}
+    for name in found.runs:
+        assert found.distance(name) < 1e-3
+        assert f"| {name} |" in re.sub(" +", " ", found.render())

@@ -22,10 +22,10 @@ from benchmarks.drift import (
     _hold,
     _pid_of_rank,
     _Training,
-    check_end,
     measure_drifts,
     render_drifts,
 )
+from benchmarks.launching import check_end
 from benchmarks.progress import BOARD
 from benchmarks.text import text_of
 from penstock.train.launcher import LaunchOutcome

@@ -9,6 +9,7 @@ from typing import Protocol, get_args
 from penstock.autopilot.deciding import Beat, decided_slowly
 from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
+from penstock.autopilot.run_problem import candidates
 from penstock.autopilot.start import find
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
@@ -16,7 +17,9 @@ from penstock.data import DataConfig
 from penstock.decision import Decision, GradientBytes, PlacementConfig, ScheduleConfig
 from penstock.families.sizes import ModelSizes
 from penstock.models import ModelConfig
+from penstock.ops.transfers import FLAT
 from penstock.plan import Problem
+from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan, plan_step
@@ -51,13 +54,14 @@ def stand_in(
     """Return a decoder of Penstock's own with these sizes, to measure the cost of computation.
 
     Its own schedule cuts nothing: a batch of one sample could not be cut. Where no rank has a sample yet, it
-    has one.
+    has one. How rows travel is open.
     """
     settings = sizes.model_settings(shape.moe_layers)
     settings["vocab_size"] = max(256, sizes.vocab_size)
     return RunConfig(
         model=ModelConfig(seq_len=max(1, length), **settings),
-        moe=replace(sizes.moe, shared_ffn_hidden_size=sizes.shared_width),
+        moe=replace(sizes.moe, shared_ffn_hidden_size=sizes.shared_width, dispatch="auto"),
+        plan=PlanConfig(source=AUTO),
         schedule=ScheduleConfig(name="sequential"),
         data=DataConfig(batch_per_device=max(1, batch)),
         parallel=parallel,
@@ -129,11 +133,14 @@ class SearchedPlan:
         file = self._cluster(stack, batch, length)
         problem = self.problem(stack, file, batch, length, recompute)
 
-        def decide(beat: Beat) -> tuple[Order, tuple[str, ...]]:
+        def decide(beat: Beat) -> tuple[Order, str, tuple[str, ...]]:
             found, lines = find(problem, file, 1.0, self.say, beat, REMEDY)
-            return Order.of(found.best.plan), lines
+            return Order.of(found.best.plan), found.best.choice.dispatch, lines
 
-        order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
+        order, dispatch, lines = decided_slowly(
+            machinery.control, decide, "choosing a plan", self.parallel.timeout_s
+        )
+        stack.send_by(dispatch)
         if layout.rank == 0:
             self.say("\n".join(lines))
         return order.plan
@@ -152,17 +159,20 @@ class SearchedPlan:
             shape=stack.base_shape,
             workload=sizes.workload(layout, gradients.sizes_bytes, batch, length, gradients.held),
             cluster=ProfiledCluster.build(file),
+            dispatches=tuple(candidates(self._like(stack, batch, length), layout)),
             slowness=file.slowness,
             recompute=get_args(Recompute) if recompute is None else (recompute,),
         )
 
     def _cluster(self, stack: PipelinedStack, batch: int, length: int) -> ClusterFile:
-        sizes, shape = self.meanwhile.sizes, stack.base_shape
-        key = shape, batch, length
+        key = replace(stack.base_shape, dispatch=FLAT), batch, length
         if key not in self.measured:
-            like = stand_in(sizes, shape, self.parallel, batch, length)
+            like = self._like(stack, batch, length)
             self.measured[key] = profile_run(like, stack.machinery, budget_s=PROFILE_S)
         return self.measured[key]
+
+    def _like(self, stack: PipelinedStack, batch: int, length: int) -> RunConfig:
+        return stand_in(self.meanwhile.sizes, stack.base_shape, self.parallel, batch, length)
 
 
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:

@@ -148,6 +148,12 @@ class MoELayer(nn.Module):
         """
         self._hosted = hosted
 
+    def send_by(self, dispatch: Dispatch, order: Order) -> None:
+        """Let rows travel in another way from the next step of a stack on."""
+        assert self.exchange is None, "such a layer has compared its parts with those of other ranks"
+        check_parts(self.gate, order, self.experts, dispatch, tuple(self.hooks), self.ep_size)
+        self.dispatch, self.order = dispatch, order
+
     def by_number(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Cut a tensor of the local experts by expert: a name that ends in its number, and a view."""
         held = self.placement.held(self.ep_rank)

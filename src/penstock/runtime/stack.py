@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.decision import GradientBytes
+from penstock.dispatch import find_dispatch
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import BALANCES, Balance
+from penstock.moe.build import build_order
 from penstock.moe.config import MoEConfig
 from penstock.moe.versions import count_updates
 from penstock.partial_state import refuse_pickle
@@ -169,6 +171,20 @@ class PipelinedStack(nn.Module):
         self.host.open(self.moe_layers, plan.shape)
         self.makers, self.relocation, self.plan = makers, relocation, plan
         return plan
+
+    def send_by(self, name: str) -> None:
+        """Let rows travel by the dispatch of this name, on all ranks, in the plan that is adopted next."""
+        dispatch, layout = find_dispatch(name), self.machinery.layout
+        self.moe = replace(self.moe, dispatch=name)
+        for layer in self.moe_layers:
+            if layer is None or layer.dispatch is dispatch:
+                continue
+            order = layer.order
+            if dispatch.joins_rows or layer.dispatch.joins_rows:
+                size, rank = layout.ep_size, layout.ep_rank
+                order = build_order(self.moe, size, ep_rank=rank, node_size=layout.ep_node_size)
+            layer.send_by(dispatch, order)
+        self._shape = self._checked_shape()
 
     def host_guests(self, hostings: Sequence[Hosting | None]) -> None:
         """Host these experts from the next forward pass on; every rank must call it.
