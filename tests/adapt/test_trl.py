@@ -66,9 +66,14 @@ def sft_with_adapters(model: Any, common: dict[str, Any]) -> Any:
     return sft(model, common, peft_config=adapters)
 
 
-def dpo(model: Any, common: dict[str, Any]) -> Any:
-    arguments = DPOConfig(**common, max_length=16, router_aux_loss_coef=0.0)
+def dpo(model: Any, common: dict[str, Any], **more: Any) -> Any:
+    arguments = DPOConfig(**common, max_length=16, router_aux_loss_coef=0.0, **more)
     return DPOTrainer(model=model, args=arguments, train_dataset=preferences(), processing_class=tokenizer())
+
+
+def dpo_with_a_reference_that_follows(model: Any, common: dict[str, Any]) -> Any:
+    """After the third step: checkpoints do not have the reference, with which a later start would go on."""
+    return dpo(model, common, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=0.7)
 
 
 def reward(model: Any, common: dict[str, Any]) -> Any:
@@ -101,6 +106,7 @@ TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "sft": sft,
     "sft with adapters": sft_with_adapters,
     "dpo": dpo,
+    "dpo with a reference that follows": dpo_with_a_reference_that_follows,
     "reward": reward,
     "grpo": grpo,
 }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from inspect import getattr_static
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from penstock.adapt.checkpoint import load_optimizer, save_checkpoint, save_opti
 from penstock.adapt.engine import Engine, refuse_sharing
 from penstock.adapt.loading import reload
 from penstock.adapt.scheduled import engine_if_any, is_wrapped_by_peft
+from penstock.dtensors import part_of
 from penstock.writing import replacing
 
 SCHEDULER = "scheduler.pt"
@@ -54,6 +56,9 @@ def follow_libraries() -> None:
             },
             _engine_of,
         )
+    if (callbacks := sys.modules.get("trl.trainer.callbacks")) is not None:
+        synced = {"_sync_target_model": _sync}
+        replace_functions(callbacks.SyncRefModelCallback, synced, _engine_beside)
 
 
 def replace_functions(
@@ -77,7 +82,8 @@ def replace_functions(
             return own(found, plain, self, *given, **named)
 
         function._penstock = True  # type: ignore[attr-defined]
-        setattr(kind, name, function)
+        is_static = isinstance(getattr_static(kind, name), staticmethod)
+        setattr(kind, name, staticmethod(function) if is_static else function)
 
 
 def _engine_of(loop: Any, *given: Any, **named: Any) -> Engine | None:
@@ -86,6 +92,12 @@ def _engine_of(loop: Any, *given: Any, **named: Any) -> Engine | None:
     held = getattr(loop, "_models", None) or [getattr(loop, "model", None)]
     engines = (engine_if_any(each) for each in (held if asked is None else [asked]))
     return next((each for each in engines if each is not None), None)
+
+
+def _engine_beside(model: Any, reference: Any, alpha: float) -> Engine | None:
+    """Return the engine of a model whose reference model is not scheduled."""
+    del alpha
+    return engine_if_any(model) if engine_if_any(reference) is None else None
 
 
 def _prepare_model(
@@ -271,6 +283,24 @@ def _load_model(
 def _load_best(engine: Engine, plain: Callable[..., Any], trainer: Any) -> None:
     del engine, plain
     trainer._load_from_checkpoint(trainer.state.best_model_checkpoint)
+
+
+@torch.no_grad()
+def _sync(engine: Engine, plain: Callable[..., Any], model: Any, reference: Any, alpha: float) -> None:
+    """Move a whole reference model towards a model, of which every rank brings its parts."""
+    del plain
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, parameter), target in pairs:
+        if (part := part_of(parameter)) is not None:
+            whole = part.spread(parameter).full_tensor()
+        elif parameter.shape == target.shape:
+            whole = parameter
+        else:
+            raise ValueError(
+                f"sync_ref_model: {name} is shared by ranks (esp_size = {engine.layout.esp_size}) in parts "
+                "that are not brought together here: give the trainer a parallelized ref_model"
+            )
+        target.mul_(1.0 - alpha).add_(whole, alpha=alpha)
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
