@@ -63,6 +63,41 @@ def test_ranks_that_go_back_in_different_orders_are_told(ranks: Pools) -> None:
         assert said.startswith(f"rank {rank} begins the backward pass of step {rank + 1}")
 
 
+def go_on(rank: int, world: int) -> list[str]:
+    """Rank 1 goes on to other passes, while rank 0 goes back; both hear of it without waiting in vain."""
+    given = Batch().inputs(rank, rank + 1)
+    tokens_BL, said = given["input_ids"], []
+    model = penstock.parallelize(small("mixtral"), ep_size=world, plan="flowmoe", timeout_s=3600)
+    for another in (
+        lambda: model(tokens_BL),
+        lambda: model(**given),
+        lambda: model.eval()(tokens_BL),
+        lambda: model.generate(tokens_BL, max_new_tokens=2),
+        torch.no_grad()(lambda: model(tokens_BL)),
+    ):
+        loss = model.train()(tokens_BL).logits.logsumexp(-1).mean()
+        with pytest.raises(ScheduleMismatchError) as caught:
+            (another if rank else loss.backward)()
+        said.append(str(caught.value))
+    model(**given).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return said
+
+
+@pytest.mark.slow
+def test_a_rank_that_goes_on_while_others_go_back_is_told_at_once(ranks: Pools) -> None:
+    others = (
+        "the forward pass of step 2 of those without labels",
+        "a step with labels",
+        *["a pass without gradients"] * 3,
+    )
+    for rank, said in enumerate(ranks(2).run(go_on, 2)):
+        for number, (other, text) in enumerate(zip(others, said, strict=True), 1):
+            back = f"the backward pass of step {number} of those without labels"
+            first, second = (other, back) if rank else (back, other)
+            assert text.startswith(f"rank {rank} begins {first}, and rank {1 - rank} {second}: call"), text
+
+
 def add_heads(rank: int, world: int) -> list[bool]:
     """Heads that peft has copied, in a copied model, and that replace others, are trained alike."""
     given = Batch().inputs(rank, rank + 1)

@@ -233,7 +233,7 @@ def _engine(
             tensor.ranks.open(machinery)
     stack.mark_experts()
     spread_parts(pieces, machinery)
-    passes = Passes(machinery.control)
+    passes = Passes(machinery.control, stack.turns)
     for layer, cut in pieces.cuts.items():
         moe = decoder.parts[layer].moe
         assert moe is not None, "it is cut where it has experts"

@@ -115,6 +115,7 @@ class Engine:
 
     def step(self, given: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Return the loss of the labels, and the balance loss, which is part of it."""
+        self.stack.turns.labelled()
         balances = given.routers == "balanced"
         weight = self.decoder.coefficient if balances else 0.0
         if self.averages:
@@ -135,6 +136,7 @@ class Engine:
 
         Padding goes to experts, too, as in transformers: the loss may use any token.
         """
+        self.stack.turns.forward()
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
         self._begin(given)
         found = self.stack.hidden_states(given.tokens_BL, self._ids(given), averaged=self.averages_own)

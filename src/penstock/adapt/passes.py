@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, Self, TypeVar
 
+from penstock.runtime.checks.turns import Turns
 from penstock.topology import Control
 
 T = TypeVar("T")
@@ -34,15 +35,15 @@ class Passes:
     meetings: in the order of the layers; none where no rank needs another one.
     """
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, control: Control, turns: Turns) -> None:
+        self._control, self._turns = control, turns
         self.meetings: list[Meeting] = []
         self._next: int | None = None  # the meeting that comes next in the running pass; None: there is none
         self._generates = self._broken = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the passes of a copied model, between the same ranks."""
-        twin = memo[id(self)] = type(self)(self._control)
+        twin = memo[id(self)] = type(self)(self._control, copy.deepcopy(self._turns, memo))
         twin.meetings = copy.deepcopy(self.meetings, memo)
         return twin
 
@@ -54,6 +55,8 @@ class Passes:
             return
         if self._generates:
             self._agree(runs=True)
+        else:
+            self._turns.untrained()
         self._next = 0
         try:
             try:
@@ -86,6 +89,7 @@ class Passes:
         """
         if self._generates or not self.meetings:
             return run()
+        self._turns.untrained()
         self._generates, failure = True, None
         try:
             try:

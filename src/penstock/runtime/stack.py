@@ -59,7 +59,7 @@ from penstock.runtime.checks.misuse import (
 )
 from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
-from penstock.runtime.errors import ScheduleMismatchError
+from penstock.runtime.checks.turns import Turns
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
@@ -132,7 +132,7 @@ class PipelinedStack(nn.Module):
         self.balance = BALANCES[moe.aux_loss_group]
         self.codec = StatisticsCodec(moe, self.balance)
         self._ending: Callable[[], Ending] = TokenLoss
-        self._handed_out = 0  # steps without labels
+        self.turns = Turns(machinery.control)
         self.gradients = Gradients(model, parts, machinery.layout, machinery.device, self._shape)
         self.consistency = Consistency(self.gradients, machinery)
         self.outside = OutsideGradients(self.gradients, machinery)
@@ -280,8 +280,8 @@ class PipelinedStack(nn.Module):
         given = self._given(tokens_BL, labels_BL, sample_ids_B, None, None, training=True)
         check_sizes(tokens_BL, self.machinery.layout, self.machinery.control)
         batch = given.cut(self.plan.shape.microbatches, self.seed)
-        layout, self._handed_out = self.machinery.layout, self._handed_out + 1
-        meet = partial(self._meet, self._handed_out, self.moe.aux_loss_coeff > 0)
+        layout = self.machinery.layout
+        meet = partial(self._meet, self.turns.last, self.moe.aux_loss_coeff > 0)
         split = FORM_TOKENS[self.plan.shape.expert_form] == "split"
         tokens = SharedTokens(TensorPlace(layout.mp_rank, layout.mp_size), split, self.machinery.transports)
         averaged_over, ranks = layout.dp_size if averaged else 1, layout.dp_size
@@ -297,19 +297,13 @@ class PipelinedStack(nn.Module):
         Raises ScheduleMismatchError, on all ranks, unless all begin the backward half of the same step. With
         other transfers than its peers' a rank would end in a collective that does not match.
         """
-        machinery, purpose = self.machinery, "beginning the backward half of a step without labels"
-        most, least = machinery.control.largest((number, -number), purpose)
-        if most != -least:
-            raise ScheduleMismatchError(
-                f"rank {machinery.control.rank} begins the backward pass of step {number} of those without "
-                f"labels, and other ranks that of steps {-least:.0f} to {most:.0f}: call backward of the "
-                "same losses in the same order on all ranks"
-            )
+        machinery = self.machinery
+        self.turns.backward(number)
         if not balanced:
             return slope
         total, transports = slope.clone(), machinery.transports
         transports.open([(Lane.INTER, Group.WORLD)])
-        with machinery.control.naming(purpose):
+        with machinery.control.naming("summing the gradient of the balance loss"):
             transports.of(Lane.INTER, Group.WORLD).all_reduce(total, Group.WORLD)
         return total / machinery.layout.world_size
 
