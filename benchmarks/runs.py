@@ -38,10 +38,22 @@ SUITE: Final = (
         name="sft",
         title="TRL's script, beside transformers and DeepSpeed, 400 Mbit/s",
         benchmark="sft",
-        arguments=_cluster("2x2", "400mbit"),
+        arguments=(
+            *_cluster("2x2", "400mbit"),
+            *(
+                "--contenders",
+                "penstock;transformers;autoep",
+                "--rounds",
+                "3",
+                "--steps",
+                "6",
+                "--warmup",
+                "2",
+            ),
+        ),
         note="The script for supervised fine-tuning that TRL ships, with one line of Penstock, and unchanged "
-        "with transformers' expert parallelism (`DistributedConfig`) and AutoEP of DeepSpeed, each with "
-        "experts over all ranks and over those of a node: "
+        "with transformers' expert parallelism (`DistributedConfig`) and AutoEP of DeepSpeed, experts over "
+        "all ranks. Other programs ran on the machine, at loads of 5 to 15: "
         "[docs/peers.md](docs/peers.md#expert-parallelism-of-transformers-and-autoep).",
         seconds=900,
         drawn=False,
