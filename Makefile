@@ -35,7 +35,7 @@ lint: $(INSTALLED)  ## style and strict types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, two and a half hours
+bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, one and a half hours
 	$(BIN)/python -m benchmarks.suite .
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from benchmarks.machine import Machine
@@ -20,14 +21,12 @@ confidence."""
 READING: Final = """\
 ## How to read the tables
 
-- **iteration**: forward, backward and gradient synchronisation; the slowest rank of each round, median of
-  the rounds.
+- **iteration**: forward, backward, sums of gradients, clipping and AdamW's update, where the section does
+  not say otherwise; the slowest rank of each round, median of the rounds.
 - **speed-up**: against the first row, round by round. **[low, high]** is its interval: if it holds 1,
   neither of the two is shown to be faster.
 - **efficiency**: physical limit / iteration. The limit is the larger of computation alone (all ranks at
   once, nothing sent) and the bytes of the busiest uplink over its rate. At 1.00 no schedule can be faster.
-- **iteration**: forward, backward, sums of gradients, clipping and AdamW's update. In sections that were
-  measured before the first table it ends with the sums.
 - **exposed**: time in which something was sent and nothing was computed, and its part of the iteration.
   **beyond compute**: the part of the iteration by which it is longer than the computation alone; known of
   other systems, too. **overhead**: time in which the next computation was ready and did not start. **peak**:
@@ -39,23 +38,21 @@ LAST: Final = "What these tables do not show"
 LIMITS: Final = f"""\
 ## {LAST}
 
-- **No real cluster.** Nodes are network namespaces of one machine, links are rate limits of its kernel.
-  There is no switch, no other traffic and hardly any latency. Traffic is real, and it costs processor time
-  that a network card would not take.
-- **Shared cores.** All ranks compute on the cores above. With more ranks than cores, computation is slower
-  than on devices of their own, so communication hides more easily than it would there. Believe ratios, not
-  times.
+- **No real cluster.** Nodes are network namespaces of one machine, links are rate limits of its kernel. There
+  is no switch and hardly any latency. Traffic is real, and costs processor time that a card would not take.
+- **Shared cores.** With more ranks than cores, computation is slower than on devices of their own, so
+  communication hides more easily than it would there. Believe ratios, not times.
 - **Virtual devices** sleep for as long as a cost model says instead of computing. They show order and
   traffic for more ranks than there are cores, not that a processor keeps up.
 - **No GPU.** NCCL, streams and copies between host and device behave differently.
-- **Fixed routing.** Every expert gets the same number of tokens (capacity factor), from random data. Real
-  routing is uneven and changes while a model learns.
-- **One shape.** One small model for all tables; the number of experts grows with the ranks. With another
-  ratio of computation to traffic every number changes, and the less of either there is, the less can be
-  hidden.
+- **Even routing** where a capacity factor stands, from random data; real routing changes in training.
+- **Small models.** With another ratio of computation to traffic every number changes.
 - **Few rounds.** Intervals cover the noise of this run, not that of another day or machine.
-- **Other systems** run inside this comparison by adapters, at this size and on CPUs. That is not what
-  they were made for: their rows show their order of communication, not their quality."""
+- **Other systems** run at this size and on CPUs, which is not what they were made for: their rows show their
+  order of communication, not their quality."""
+
+ANSWERED: Final = (Path(__file__).parent / "answered.md").read_text(encoding="utf-8").rstrip()
+"""Questions that were answered once, without their tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +84,7 @@ def write_document(
     """
     parts = [INTRODUCTION, *_failures(sections), _machine(machine), *_overview(overview, page), READING]
     parts += [_section(section) for section in sections]
-    return "\n\n".join([*parts, LIMITS]) + "\n"
+    return "\n\n".join([*parts, ANSWERED, LIMITS]) + "\n"
 
 
 def put_section(document: str, section: Section, later: Sequence[str]) -> str:
@@ -101,7 +98,8 @@ def put_section(document: str, section: Section, later: Sequence[str]) -> str:
     if section.title in found:
         parts[found[section.title]] = text
     else:
-        parts.insert(min(found[title] for title in (*later, LAST) if title in found), text)
+        ends = (ANSWERED.partition("\n")[0].removeprefix("## "), LAST)
+        parts.insert(min(found[title] for title in (*later, *ends) if title in found), text)
     return "".join(parts)
 
 

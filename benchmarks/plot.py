@@ -147,7 +147,7 @@ def _subtitle(run: RunView) -> str:
 def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
     """Overlap efficiency against the rate between nodes, a line for each case. runs: by rising rate."""
     figure = _figure(5.0)
-    axes = figure.add_axes((0.085, 0.125, 0.715, 0.705))
+    axes = figure.add_axes((0.085, 0.125, 0.635, 0.705))
     found = lines(runs)
     ends: list[tuple[float, str, str]] = []
     for number, line in enumerate(found.values()):

@@ -34,7 +34,7 @@ PATIENCE: Final = 5
 
 SPARE_S: Final = 60.0
 
-LATER: Final = "Measured later than most of this page: {}."
+LATER: Final = "Measured by itself: {}."
 
 GRACE_S: Final = 30.0
 """How long a run that was told to end may take to end its ranks and remove its cluster."""
@@ -254,7 +254,7 @@ def main() -> int:
     """Exit code. Refused where no cluster can be emulated: most of the runs would fail."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.suite",
-        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, two "
+        description="Runs all that BENCHMARKS.md shows and writes it. Linux, root, an idle machine, one "
         "and a half hours.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="where BENCHMARKS.md and docs/bench go")

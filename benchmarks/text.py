@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from benchmarks.collectives import CollectivesResult, render_collectives
-from benchmarks.dispatches import DispatchesResult, render_dispatches
 from benchmarks.drift import DriftsResult, render_drifts
 from benchmarks.interpreter import InterpreterResult, render_interpreter
-from benchmarks.layer import LayerBenchmark, render_layer
+from benchmarks.layer import LayerResult, render_layers
 from benchmarks.lossy import LossyResult, render_lossy
 from benchmarks.planners import PlannersResult, render_planners
 from benchmarks.predictions import PredictionsResult, render_predictions
-from benchmarks.published import PublishedResult, render_published
 from benchmarks.restore import restore
 from benchmarks.sft.result import SftResult
 from benchmarks.solvers import SolversResult, render_solvers
@@ -22,11 +20,9 @@ from penstock.bench.table import render
 
 RENDERERS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "collectives": lambda plain: render_collectives(CollectivesResult.from_dict(plain)),
-    "dispatches": lambda plain: render_dispatches(DispatchesResult.from_dict(plain)),
     "drifts": lambda plain: render_drifts(DriftsResult.from_dict(plain)),
-    "grids": lambda plain: render_published(PublishedResult.from_dict(plain)),
     "interpreter": lambda plain: render_interpreter(InterpreterResult.from_dict(plain)),
-    "layers": lambda plain: render_layer(LayerBenchmark.from_dict(plain)),
+    "layers": lambda plain: render_layers(LayerResult.from_dict(plain)),
     "lossy": lambda plain: render_lossy(LossyResult.from_dict(plain)),
     "predictions": lambda plain: render_predictions(PredictionsResult.from_dict(plain)),
     "planners": lambda plain: render_planners(PlannersResult.from_dict(plain)),

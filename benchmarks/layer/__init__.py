@@ -1,6 +1,6 @@
-"""The MoE layer in one process: beside other implementations, and its orders beside the machine's copy."""
+"""The MoE layer in one process, beside other implementations."""
 
-from benchmarks.layer.benchmark import LayerBenchmark, measure_layer
-from benchmarks.layer.render import render_layer
+from benchmarks.layer.layers import LayerResult, measure_layers
+from benchmarks.layer.render import render_layers
 
-__all__ = ["LayerBenchmark", "measure_layer", "render_layer"]
+__all__ = ["LayerResult", "measure_layers", "render_layers"]

@@ -24,6 +24,7 @@ from benchmarks.layer.contenders import (
     require_transformers,
 )
 from benchmarks.layer.measure import THREADS, WARMUP, Band, in_turns, quiet_process
+from benchmarks.progress import in_rows
 
 SHAPES: Final = ((512, 512, 1024), (2048, 256, 512), (2048, 512, 1024), (4096, 256, 512))
 """Tokens, hidden size, expert hidden size."""
@@ -95,12 +96,14 @@ class LayerResult:
     cases: tuple[LayerCase, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"cases": [case.to_dict() for case in self.cases]}
+        """Plain values; the key `layers` tells it from other results."""
+        return {"layers": asdict(self) | {"cases": [case.to_dict() for case in self.cases]}}
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> LayerResult:
         """The inverse of `to_dict`. Raises `KeyError` if a key is missing."""
-        return LayerResult(**dict(plain) | {"cases": tuple(map(LayerCase.from_dict, plain["cases"]))})
+        found = dict(plain["layers"])
+        return LayerResult(**found | {"cases": tuple(map(LayerCase.from_dict, found["cases"]))})
 
 
 def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) -> LayerResult:
@@ -109,9 +112,13 @@ def measure_layers(*, sizes: Sequence[LayerSize] = SIZES, rounds: int = ROUNDS) 
     Raises `ConfigError` if transformers is missing, `RuntimeError` if contenders do not agree.
     """
     version = require_transformers()
+
+    def result(cases: tuple[LayerCase, ...]) -> LayerResult:
+        return LayerResult(threads=THREADS, rounds=rounds, transformers=version, cases=cases)
+
+    named = [(f"{each.experts} experts, {each.tokens} tokens of {each.hidden_size}", each) for each in sizes]
     with quiet_process():
-        cases = tuple(_measure(size, rounds) for size in sizes)
-    return LayerResult(threads=THREADS, rounds=rounds, transformers=version, cases=cases)
+        return result(in_rows([(name, partial(_measure, each, rounds)) for name, each in named], result))
 
 
 def _measure(size: LayerSize, rounds: int) -> LayerCase:

@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 THREADS: Final = 1
 WARMUP: Final = 2
-FLOAT_BYTES: Final = 4
-COPY: Final = "copy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +81,3 @@ def timed(call: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s
-
-
-class Laps:
-    """Seconds between calls of `lap`, by name."""
-
-    def __init__(self) -> None:
-        self.times_s: dict[str, float] = {}
-        self._last_s = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        now_s = time.perf_counter()
-        self.times_s[name] = now_s - self._last_s
-        self._last_s = now_s
-
-
-class Copy:
-    """The machine's copy of a buffer into another, both touched before. Bytes are read plus written."""
-
-    def __init__(self, moved_bytes: int) -> None:
-        self.source = torch.ones(max(1, moved_bytes // (2 * FLOAT_BYTES)))
-        self.target = torch.zeros_like(self.source)
-        self.moved_bytes = 2 * FLOAT_BYTES * self.source.numel()
-
-    def seconds(self) -> float:
-        """Of one copy."""
-        return timed(lambda: self.target.copy_(self.source))

@@ -50,14 +50,6 @@ def test_updates_as_json() -> None:
     assert all(way["predicted_s"] > 0 and way["step_s"]["median"] > 0 for way in (plain, shared))
 
 
-def test_dispatches_as_json() -> None:
-    once = ("compare.rounds=1", "moe.num_experts=4", "compare.profile_s=0.1")
-    result = run_forked(2, "--json", *once, program="benchmarks.dispatches")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    assert found["ranks"] == 2 and found["models"].keys() == {"flat"}
-
-
 def said_here(
     capsys: pytest.CaptureFixture[str], *arguments: str, environ: dict[str, str] | None = None
 ) -> tuple[int, str, str]:
@@ -108,7 +100,6 @@ HOST_ALONE = ("planners", "solvers")
     "module",
     [
         "collectives",
-        "dispatches",
         "drift",
         "interpreter",
         "layer",

@@ -248,7 +248,6 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         (["--plan", "--plot", "figures"], ["--plan", "Leave --plot out"]),
         (["--plan", "--peers", "deepspeed"], ["--plan", "Leave --peers out"]),
         (["--collectives", "moe.num_experts=4"], ["--collectives", "python -m benchmarks.collectives"]),
-        (["--dispatch", "--emulate", "2x2"], ["--dispatch", "python -m benchmarks.dispatches"]),
         (["--layer"], ["--layer", "python -m benchmarks.layer"]),
         (["--drift", "--json"], ["--drift", "python -m benchmarks.drift"]),
         (["--published"], ["--published", "python -m benchmarks.published"]),

@@ -30,7 +30,6 @@ MOST_PIECES = 64
 
 MOVED = {
     "collectives": "collectives",
-    "dispatch": "dispatches",
     "layer": "layer",
     "drift": "drift",
     "published": "published",

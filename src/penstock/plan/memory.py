@@ -124,7 +124,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     counted here: what may be taken (`MemoryBudget`) is measured beside them. On a stand-in for a GPU, which
     counts the bytes of its tensors, the sum is from 5 % too little to 18 % too much.
 
-    Against BENCHMARKS.md (default model, memory of a step above what is held before it, MiB): activations and
+    Against measurements (default model, memory of a step above what is held before it, MiB): activations and
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """

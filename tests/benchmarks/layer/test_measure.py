@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.layer.measure import Band, Copy, Laps, in_turns, quiet_process
+from benchmarks.layer.measure import Band, in_turns, quiet_process
 
 
 def test_contenders_take_turns_and_nobody_always_comes_first() -> None:
@@ -22,20 +22,6 @@ def test_a_band_holds_eight_of_ten_rounds() -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     assert Band.of_ratios([2.0, 20.0, 200.0], [1.0, 10.0, 100.0]) == Band(median=2.0, low=2.0, high=2.0)
-
-
-def test_a_copy_reads_and_writes_what_was_asked_for() -> None:
-    copy = Copy(8000)
-    assert copy.moved_bytes == 8000 == copy.source.nbytes + copy.target.nbytes
-    assert copy.seconds() > 0
-    assert torch.equal(copy.source, copy.target)
-
-
-def test_laps_are_named() -> None:
-    clock = Laps()
-    for name in ("first", "second"):
-        clock.lap(name)
-    assert list(clock.times_s) == ["first", "second"] and min(clock.times_s.values()) >= 0
 
 
 def test_one_thread_and_then_as_many_as_before() -> None:
