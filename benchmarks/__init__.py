@@ -4,6 +4,7 @@
 
 - `collectives`: the transport alone, how near it comes to the wire.
 - `sft`: TRL's script for fine-tuning, beside the expert parallelism of other systems.
+- `overlap`: the picture of the README.
 - `layer`: the MoE layer in one process, beside other implementations.
 - `drift`: training while the network or a rank gets slower.
 - `published`: the layers of two studies, by simulation; `published.refit` fits rates to what papers measured.

@@ -106,13 +106,13 @@ def _fsmoe(cluster: str, model: str, milliseconds: Sequence[float], odd: str = "
 
 
 ROWS: Final = (
-    *_flowmoe("GPT2-Tiny-MoE", 23.5, 32.6, 169.5),
-    *_flowmoe("BERT-Large-MoE", 61.9, 98.3, 537.8),
-    *_flowmoe("LLaMA2-MoE", 308.4, 368.8, 1987.7),
-    *_flowmoe("DeepSeek-V2-S", 870.2, 1247.8, 5843.3, TOKENS),
-    *_fsmoe("fsmoe-testbed-a", "GPT2-XL-MoE", (6.9, 4.6, 5.4, 3.1, 5.26, 6.1)),
-    *_fsmoe("fsmoe-testbed-b", "GPT2-XL-MoE", (11.2, 15.5, 15.7, 6.7, 7.3, 13)),
-    *_fsmoe("fsmoe-testbed-b", "Mixtral-7B", (28.3, 39.6, 40.8, 58.5, 32.1, 119.7), GROUPED),
+    *_flowmoe("flowmoe/gpt2-tiny", 23.5, 32.6, 169.5),
+    *_flowmoe("flowmoe/bert-large", 61.9, 98.3, 537.8),
+    *_flowmoe("flowmoe/llama2-layers", 308.4, 368.8, 1987.7),
+    *_flowmoe("flowmoe/deepseek-v2-layers-s", 870.2, 1247.8, 5843.3, TOKENS),
+    *_fsmoe("fsmoe-testbed-a", "fsmoe/gpt2-xl", (6.9, 4.6, 5.4, 3.1, 5.26, 6.1)),
+    *_fsmoe("fsmoe-testbed-b", "fsmoe/gpt2-xl", (11.2, 15.5, 15.7, 6.7, 7.3, 13)),
+    *_fsmoe("fsmoe-testbed-b", "fsmoe/mixtral-7b-layers", (28.3, 39.6, 40.8, 58.5, 32.1, 119.7), GROUPED),
 )
 
 FREE: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {

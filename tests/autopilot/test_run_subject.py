@@ -17,7 +17,7 @@ from penstock.train.config import RunConfig
 FILE = ClusterFile(name="by hand", nodes=2, ranks_per_node=2, device="H100")
 
 COUNTS: dict[str, str] = {
-    "model.preset": "GPT2-Tiny-MoE",
+    "model.preset": "flowmoe/gpt2-tiny",
     "model.num_layers": "8",
     "model.hidden_size": "256",
     "model.num_heads": "8",

@@ -86,13 +86,13 @@ def test_train_refuses_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtu
     ids=lambda words: words[0],
 )
 def test_plan_refuses_in_a_sentence(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    said = refused(capsys, "plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-1", *words)
+    said = refused(capsys, "plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-1", *words)
     assert said.count("\n") == 1 and len(said) < 1000 and words[0] in said
 
 
 COMMANDS: dict[str, Callable[[str], list[str]]] = {
     "train CONFIG": lambda path: ["train", path],
-    "plan --cluster": lambda path: ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", path],
+    "plan --cluster": lambda path: ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", path],
     "plan --show": lambda path: ["plan", "--show", path],
     "plan CONFIG": lambda path: ["plan", path, "--cluster", "flowmoe-cluster-1"],
     "bench --config": lambda path: ["bench", "--config", path],

@@ -13,7 +13,17 @@ from penstock.plan.plan_config import PlanConfig
 from penstock.train.output import OutputFolder
 from tests.support.runs import refused
 
-PLAN = ("plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "1", "--batch", "2")
+PLAN = (
+    "plan",
+    "--model",
+    "flowmoe/gpt2-tiny",
+    "--cluster",
+    "flowmoe-cluster-2",
+    "--layers",
+    "1",
+    "--batch",
+    "2",
+)
 PROFILE = ("profile",)
 
 BAD = [
@@ -128,8 +138,8 @@ TOO_LONG = "x" * 300
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        (("plan", "--model", "MoE-GPT-S", "--cluster", TOO_LONG), "File name too long"),
-        (("plan", "--model", "MoE-GPT-S", "--cluster", f"{TOO_LONG}.json"), "File name too long"),
+        (("plan", "--model", "pro-prophet/moe-gpt-s", "--cluster", TOO_LONG), "File name too long"),
+        (("plan", "--model", "pro-prophet/moe-gpt-s", "--cluster", f"{TOO_LONG}.json"), "File name too long"),
         ((*PLAN, "--routing", TOO_LONG), "--routing"),
         (("plan", TOO_LONG, "--cluster", "flowmoe-cluster-2"), "File name too long"),
         (("train", TOO_LONG), "File name too long"),

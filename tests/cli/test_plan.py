@@ -29,7 +29,7 @@ from tests.support.runs import write_config
 SMALL = [
     "plan",
     "--model",
-    "GPT2-Tiny-MoE",
+    "flowmoe/gpt2-tiny",
     "--cluster",
     "flowmoe-cluster-2",
     "--layers",
@@ -82,13 +82,20 @@ def test_mixtral_is_planned_without_torch() -> None:
     """As on a laptop: no GPU, no network, and torch is never imported."""
     program = (
         "import sys; from penstock.cli import main\n"
-        "code = main(['plan', '--model', 'Mixtral-7B', '--cluster', 'fsmoe-testbed-b', '--layers', '1', "
-        "'--budget', '0.05'])\n"
+        "code = main(['plan', '--model', 'fsmoe/mixtral-7b-layers', '--cluster', 'fsmoe-testbed-b', "
+        "'--layers', '1', '--budget', '0.05'])\n"
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for words in ("Mixtral-7B (FSMoE) on fsmoe-testbed-b", "Plan ", "Time ", "Limit ", "Next ", "What if "):
+    for words in (
+        "fsmoe/mixtral-7b-layers on fsmoe-testbed-b",
+        "Plan ",
+        "Time ",
+        "Limit ",
+        "Next ",
+        "What if ",
+    ):
         assert words in done.stdout
     for words in ("sequential", "fsmoe", "2x inter-node bandwidth -", "4 ranks of a node share"):
         assert words in done.stdout
@@ -148,12 +155,12 @@ def test_a_plan_is_saved_shown_and_can_be_replayed(
     path, text = saved
     assert f"\nSaved    {path}\n" in text
     shown = run(["plan", "--show", str(path)], capsys)
-    assert "GPT2-Tiny-MoE" in shown and "Plan " in shown and "the task order in the file" in shown
+    assert "flowmoe/gpt2-tiny" in shown and "Plan " in shown and "the task order in the file" in shown
     assert json.loads(run(["plan", "--show", str(path), "--json"], capsys))["model"].startswith(
-        "GPT2-Tiny-MoE"
+        "flowmoe/gpt2-tiny"
     )
     cluster = find_cluster("flowmoe-cluster-2")
-    problem = published_problem("GPT2-Tiny-MoE", cluster, Overrides(layers=1, batch=2)).problem
+    problem = published_problem("flowmoe/gpt2-tiny", cluster, Overrides(layers=1, batch=2)).problem
     PlanFile.read(path).step_plan(problem)
 
 
@@ -222,7 +229,7 @@ def test_no_number_that_json_lacks_is_planned_with(
     path = tmp_path / "cluster.json"
     rates = f'{{"link_latency_s": {number}}}'
     path.write_text(f'{{"name": "mine", "nodes": 2, "ranks_per_node": 1, "rates": {rates}}}')
-    words = ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path), "--json"]
+    words = ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", str(path), "--json"]
     assert "rates.link_latency_s = " in refused(words, capsys)
 
 
@@ -245,7 +252,7 @@ def test_a_rate_of_no_machine_is_refused_by_name(
     assert refused(["train", str(tiny), f"cluster.{name}={value}"], capsys).startswith(f"penstock: {key}")
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": {name: value}}))
-    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    said = refused(["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", str(path)], capsys)
     assert said.startswith(f"penstock: {path}.rates.{name} = ")
 
 
@@ -261,7 +268,7 @@ def test_a_line_of_no_machine_is_refused_by_name(
     entry = {**({**link, "beta_s_per_byte": 1e-9} if list_ == "links" else task), name: value}
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps({"name": "mine", "nodes": 1, "ranks_per_node": 2, list_: [entry]}))
-    said = refused(["plan", "--model", "GPT2-Tiny-MoE", "--cluster", str(path)], capsys)
+    said = refused(["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", str(path)], capsys)
     assert said.startswith(f"penstock: {path}.{list_}[0].{name} = ")
 
 
@@ -335,9 +342,9 @@ def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_set
     ("words", "answer"),
     [
         (["plan"], "either a configuration or --model"),
-        (["plan", "--model", "Mixtral-7B"], "--cluster: is needed"),
-        (["plan", "--model", "Mixtral", "--cluster", "fsmoe-testbed-b"], "Nearest: Mixtral-"),
-        (["plan", "--model", "Mixtral-7B", "--cluster", "fsmoe"], "Nearest: fsmoe-testbed-"),
+        (["plan", "--model", "fsmoe/mixtral-7b-layers"], "--cluster: is needed"),
+        (["plan", "--model", "Mixtral", "--cluster", "fsmoe-testbed-b"], "Nearest: fsmoe/mixtral-"),
+        (["plan", "--model", "fsmoe/mixtral-7b-layers", "--cluster", "fsmoe"], "Nearest: fsmoe-testbed-"),
         ([*SMALL, "--batch", "0"], "--batch = 0"),
         ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
         ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),
@@ -351,7 +358,10 @@ def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_set
         (["plan", "--show", "p.json", "--budget", "2"], "--budget = 2.0: --show only prints"),
         (["plan", "--show", "nowhere.json"], "nowhere.json: there is no such file"),
         (["plan", "configs/tiny.toml", "--batch", "2", "--cluster", "fsmoe-testbed-b"], "section.key=value"),
-        (["plan", "--show", "p.json", "--model", "Mixtral-7B"], '--model = "Mixtral-7B": --show only prints'),
+        (
+            ["plan", "--show", "p.json", "--model", "fsmoe/mixtral-7b-layers"],
+            '--model = "fsmoe/mixtral-7b-layers": --show only prints',
+        ),
         (["plan", "--show", "p.json", "--cluster", "fsmoe-testbed-b"], '--cluster = "fsmoe-testbed-b"'),
         (["plan", "--show", "p.json", "--out", "q.json"], '--out = "q.json"'),
         (["plan", "--show", "p.json", "--memory-gib", "2"], "--memory-gib = 2.0"),
@@ -384,7 +394,7 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    routed = ["plan", "--model", "MoE-GPT-S", "--layers", "1", "--cluster", "fsmoe-testbed-b"]
+    routed = ["plan", "--model", "pro-prophet/moe-gpt-s", "--layers", "1", "--cluster", "fsmoe-testbed-b"]
     routed += ["--budget", "0.01", "--recompute", "none", "--routing", "hot_expert,hot_share=0.5"]
     routed += ["--json", "--out", str(path)]
     free = json.loads(run(routed, capsys))["moving"]

@@ -20,7 +20,7 @@ from tests.report.test_summary import SUMMARY
 from tests.support.metrics import step
 
 WIDTH = 80
-PLAN = ["plan", "--model", "GPT2-Tiny-MoE", "--cluster", "flowmoe-cluster-2", "--layers", "2"]
+PLAN = ["plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "flowmoe-cluster-2", "--layers", "2"]
 HELP = ("train", "plan", "profile", "schedule", "bench", "emulate", "list", "report", "doctor")
 LONG = " ".join(["many words in a message"] * 20)
 

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import Fit, KernelModel
+from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
 from tests.plan.problems import problem
 
@@ -55,4 +56,16 @@ def test_the_peak_is_the_fastest_product_of_all_ranks() -> None:
     flops = ModelFlops.of(WORK, (True,), measured((1e6, 1e-3), (4e6, 2e-3), (0.0, 0.0)))
     assert flops.peak_per_s == 2e9 * WORK.world_size
     assert flops.utilisation(1000.0) == pytest.approx(1000 * flops.per_token / (2e9 * WORK.world_size))
+    assert flops.peak_words == "0.002 TFLOP/s per rank (fastest product measured)"
     assert ClusterFile(name="by hand", nodes=1, ranks_per_node=2).peak_flops_per_s is None
+
+
+@pytest.mark.parametrize(("precision", "tflops"), [("bfloat16", 989), ("float32", 67)])
+def test_the_peak_of_a_known_device_is_that_of_its_data_sheet(precision: Computing, tflops: int) -> None:
+    """With or without a measurement; a device without such units is held against what was measured."""
+    for file in (None, measured((1e6, 1e-3))):
+        flops = ModelFlops.of(WORK, (True,), file, "NVIDIA H100 80GB HBM3", precision)
+        assert flops.peak_per_s == tflops * 1e12 * WORK.world_size
+        assert flops.peak_words == f"{tflops} TFLOP/s per rank (data sheet of NVIDIA H100 80GB HBM3)"
+    old = ModelFlops.of(WORK, (True,), measured((1e6, 1e-3)), "Tesla V100", "bfloat16")
+    assert old.peak_per_s == 1e9 * WORK.world_size

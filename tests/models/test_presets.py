@@ -11,12 +11,12 @@ from penstock.train.config import RunConfig
 
 RANKS = 16
 PUBLISHED = {  # millions of parameters: dense (attention and gate), expert
-    "GPT2-Tiny-MoE": (3.2, 50.4),
-    "BERT-Large-MoE": (25.2, 806.5),
-    "LLaMA2-MoE": (134.2, 4297.6),
-    "LLaMA2-MoE-L": (268.4, 8595.2),
-    "DeepSeek-V2-S": (419.6, 2014.1),
-    "DeepSeek-V2-M": (734.3, 3524.7),
+    "flowmoe/gpt2-tiny": (3.2, 50.4),
+    "flowmoe/bert-large": (25.2, 806.5),
+    "flowmoe/llama2-layers": (134.2, 4297.6),
+    "flowmoe/llama2-layers-l": (268.4, 8595.2),
+    "flowmoe/deepseek-v2-layers-s": (419.6, 2014.1),
+    "flowmoe/deepseek-v2-layers-m": (734.3, 3524.7),
 }
 
 

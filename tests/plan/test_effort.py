@@ -25,7 +25,9 @@ LARGE = (0.3, 1.0)
 
 def tiny() -> Problem:
     """FlowMoE's small model, whose search a clock used to end."""
-    return published_problem("GPT2-Tiny-MoE", find_cluster("flowmoe-cluster-1"), Overrides(layers=4)).problem
+    return published_problem(
+        "flowmoe/gpt2-tiny", find_cluster("flowmoe-cluster-1"), Overrides(layers=4)
+    ).problem
 
 
 @pytest.mark.slow

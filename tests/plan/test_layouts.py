@@ -19,7 +19,7 @@ SIZES = Overrides(layers=1, batch=4, seq_len=64, nodes=2)
 
 @pytest.mark.slow
 def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
-    found = find_layouts("Mixtral-7B", TESTBED, SIZES)
+    found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES)
     works = [each.problem.workload for each in found.ranked]
     assert {(work.mp_size, work.esp_size) for work in works} == {(m, e) for m in (1, 2, 4) for e in (1, 2, 4)}
     assert {work.ep_size for work in works if work.esp_size == 4} == {2, 1}, "everywhere, or nowhere"
@@ -37,28 +37,28 @@ def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_counted() -> None:
-    found = find_layouts("Mixtral-7B", TESTBED, SIZES)
+    found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES)
     sizes = sorted(each.best.memory_bytes for each in found.ranked)
-    fewer = find_layouts("Mixtral-7B", TESTBED, SIZES, MemoryBudget(bytes=sizes[3]))
+    fewer = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, MemoryBudget(bytes=sizes[3]))
     assert fewer.too_large and len(fewer.ranked) + fewer.too_large == len(sizes)
     with pytest.raises(ConfigError, match="no layout fits"):
-        find_layouts("Mixtral-7B", TESTBED, SIZES, MemoryBudget(bytes=1))
+        find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, MemoryBudget(bytes=1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compared", [1, 3])
 def test_the_comparison_of_layouts_ends_by_the_clock_with_what_it_has(compared: int) -> None:
     looks = count(1)
-    some = find_layouts("Mixtral-7B", TESTBED, SIZES, ends=lambda: next(looks) >= compared)
+    some = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES, ends=lambda: next(looks) >= compared)
     assert len(some.ranked) == compared and some.late == (2 + 2 + 2) * (1 + 2 * 2) - compared
     assert f"{some.late} were not looked at" in some.lines[-1]
 
 
 def test_what_does_not_divide_is_left_out_and_named() -> None:
     one = Overrides(layers=1, nodes=2, seq_len=64)
-    found = find_layouts("Mixtral-7B", TESTBED, one)
+    found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, one)
     assert found.undivided and {each.sizes.mp_size for each in found.ranked} == {4}
     with pytest.raises(ConfigError, match="samples of a step"):
-        published_problem("Mixtral-7B", TESTBED, Overrides(mp_size=2))
+        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(mp_size=2))
     with pytest.raises(ConfigError, match="ranks of a node"):
-        published_problem("Mixtral-7B", TESTBED, Overrides(esp_size=3))
+        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(esp_size=3))

@@ -35,7 +35,7 @@ def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> Non
 
 
 def test_mixtral_on_testbed_b() -> None:
-    subject = published_problem("Mixtral-7B", TESTBED_B)
+    subject = published_problem("fsmoe/mixtral-7b-layers", TESTBED_B)
     work = subject.problem.workload
     assert (work.world_size, work.ep_size, work.num_experts) == (32, 8, 8)
     assert (work.mp_size, work.esp_size, work.nodes) == (4, 4, 8)
@@ -67,7 +67,7 @@ def test_bytes_and_operations_are_of_the_precision_that_is_told(
 ) -> None:
     rates = ClusterConfig(flops_per_s=1e13)
     file = ClusterFile(name="x", nodes=2, ranks_per_node=2, rates=rates, device=device, precision=own)
-    subject = published_problem("GPT2-Tiny-MoE", file, Overrides(layers=1, precision=wanted))
+    subject = published_problem("flowmoe/gpt2-tiny", file, Overrides(layers=1, precision=wanted))
     work, cluster = subject.problem.workload, subject.problem.cluster
     assert subject.precision == precision and subject.why_precision
     assert work.element_bytes == {"float32": 4, "bfloat16": 2}[precision]
@@ -78,12 +78,12 @@ def test_bytes_and_operations_are_of_the_precision_that_is_told(
 
 
 def test_elsewhere_mixtral_has_its_published_sizes() -> None:
-    work = published_problem("Mixtral-7B", TESTBED_A).problem.workload
+    work = published_problem("fsmoe/mixtral-7b-layers", TESTBED_A).problem.workload
     assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.esp_size) == (32, 1024, 6, 8)
 
 
 def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:
-    each = published_problem("BERT-Large-MoE", CLUSTER_1).problem
+    each = published_problem("flowmoe/bert-large", CLUSTER_1).problem
     work = each.workload
     assert (work.world_size, work.ep_size, work.num_experts, work.ranks_per_node) == (16, 16, 32, 8)
     assert each.dispatches == ("flat", "hierarchical_1d", "hierarchical_2d", "node_once")
@@ -93,7 +93,7 @@ def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:
 
 def test_overrides_win() -> None:
     given = Overrides(layers=3, batch=8, seq_len=64, top_k=1, nodes=4, ranks_per_node=2, ep_size=4)
-    subject = published_problem("GPT2-Tiny-MoE", CLUSTER_1, given)
+    subject = published_problem("flowmoe/gpt2-tiny", CLUSTER_1, given)
     work = subject.problem.workload
     assert (subject.problem.shape.num_layers, work.batch, work.seq_len, work.top_k) == (3, 8, 64, 1)
     assert (work.world_size, work.ep_size, work.ranks_per_node, work.num_experts) == (8, 4, 2, 8)
@@ -114,28 +114,29 @@ def one_rank() -> ClusterFile:
 
 
 def test_one_of_a_kind_is_told_in_the_singular() -> None:
-    subject = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1, layers=1))
+    subject = published_problem("flowmoe/gpt2-tiny", one_rank(), Overrides(top_k=1, layers=1))
     assert subject.step.startswith("1 layer (1 MoE), hidden 256, 1 expert of 512, top-1, ")
     assert subject.ranks == "1 rank, 1 per node; experts spread over 1 rank"
     shards = published_problem(
-        "Mixtral-7B", replace(TESTBED_B, nodes=1), Overrides(top_k=1, num_experts=4, ep_size=1)
+        "fsmoe/mixtral-7b-layers", replace(TESTBED_B, nodes=1), Overrides(top_k=1, num_experts=4, ep_size=1)
     )
     assert shards.ranks.endswith("experts spread over 1 group of ranks")
     with pytest.raises(ConfigError, match="--top-k = 2: there is 1 expert"):
-        published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=2))
+        published_problem("flowmoe/gpt2-tiny", one_rank(), Overrides(top_k=2))
 
 
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
-        ("Mixtral-7", {}, ("--model", "Mixtral-7", "Nearest: Mixtral-7B")),
-        ("Mixtral-7B", {"ep_size": 3}, ("--ep-size = 3", "8 groups", "Nearest valid: 2")),
-        ("GPT2-Tiny-MoE", {"top_k": 99}, ("--top-k = 99", "8 or fewer")),
-        ("GPT2-Tiny-MoE", {"num_experts": 7}, ("--ep-size", "7 experts")),
+        ("Mixtral-7B", {}, ("--model", "Mixtral-7B", "Nearest: fsmoe/mixtral-7b-layers")),
+        ("MoE-GPT-S", {}, ("--model", "Nearest: pro-prophet/moe-gpt-s")),
+        ("fsmoe/mixtral-7b-layers", {"ep_size": 3}, ("--ep-size = 3", "8 groups", "Nearest valid: 2")),
+        ("flowmoe/gpt2-tiny", {"top_k": 99}, ("--top-k = 99", "8 or fewer")),
+        ("flowmoe/gpt2-tiny", {"num_experts": 7}, ("--ep-size", "7 experts")),
     ],
 )
 def test_what_does_not_fit_is_named(name: str, given: dict[str, Any], words: tuple[str, ...]) -> None:
-    file = replace(CLUSTER_1, nodes=4, ranks_per_node=2) if name == "GPT2-Tiny-MoE" else TESTBED_B
+    file = replace(CLUSTER_1, nodes=4, ranks_per_node=2) if name == "flowmoe/gpt2-tiny" else TESTBED_B
     with pytest.raises(ConfigError) as caught:
         published_problem(name, file, Overrides(**given))
     for word in words:
@@ -148,7 +149,7 @@ def test_sizes_are_positive() -> None:
 
 
 def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
-    alone = published_problem("GPT2-Tiny-MoE", one_rank(), Overrides(top_k=1)).problem
+    alone = published_problem("flowmoe/gpt2-tiny", one_rank(), Overrides(top_k=1)).problem
     assert alone.workload.world_size == 1
     choice = Decision()
     plan = alone.plan(choice)
@@ -165,10 +166,12 @@ def test_one_group_reduces_in_no_time_and_still_holds_its_weights() -> None:
 def test_ranks_that_share_experts_wait_for_the_slowest() -> None:
     """Eight nodes of four: the ranks of a node share attention and experts."""
     slow = tuple(3.0 if rank == 9 else 1.0 for rank in range(32))
-    each = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow))
+    each = published_problem("fsmoe/mixtral-7b-layers", replace(TESTBED_B, slowness=slow))
     assert each.problem.slowness == slow
-    usual = evaluate(published_problem("Mixtral-7B", TESTBED_B).problem, Decision())
+    usual = evaluate(published_problem("fsmoe/mixtral-7b-layers", TESTBED_B).problem, Decision())
     assert evaluate(each.problem, Decision()).predicted_s > 1.3 * usual.predicted_s
-    elsewhere = published_problem("Mixtral-7B", replace(TESTBED_B, slowness=slow), Overrides(nodes=4))
+    elsewhere = published_problem(
+        "fsmoe/mixtral-7b-layers", replace(TESTBED_B, slowness=slow), Overrides(nodes=4)
+    )
     assert elsewhere.problem.slowness == ()
     assert any("slower ranks" in note for note in elsewhere.notes)

@@ -45,7 +45,7 @@ def test_a_preset_sets_the_published_sizes(name: str) -> None:
 
 def test_what_the_user_set_wins() -> None:
     config = RunConfig(
-        model=ModelConfig(preset="BERT-Large-MoE", num_layers=3, dropout=0.25),
+        model=ModelConfig(preset="flowmoe/bert-large", num_layers=3, dropout=0.25),
         moe=MoEConfig(num_experts=4, capacity_factor=2.0),
         data=DataConfig(batch_per_device=6),
     )
@@ -56,7 +56,9 @@ def test_what_the_user_set_wins() -> None:
 
 
 def test_other_sections_are_left_alone() -> None:
-    config = with_preset("LLaMA2-MoE", train=TrainConfig(steps=7), schedule=ScheduleConfig(name="sequential"))
+    config = with_preset(
+        "flowmoe/llama2-layers", train=TrainConfig(steps=7), schedule=ScheduleConfig(name="sequential")
+    )
     found = config.resolved(2)
     assert (found.train, found.schedule, found.cluster) == (config.train, config.schedule, config.cluster)
 
@@ -79,14 +81,14 @@ def test_too_few_ranks_for_a_preset(name: str) -> None:
 
 def test_a_mistake_beside_a_preset_is_not_blamed_on_the_ranks() -> None:
     """More processes would not help: the preset's batch of 4 cannot be cut into 8 microbatches."""
-    config = with_preset("LLaMA2-MoE", schedule=ScheduleConfig(microbatches=8))
+    config = with_preset("flowmoe/llama2-layers", schedule=ScheduleConfig(microbatches=8))
     with pytest.raises(ConfigError, match=r"microbatches") as caught:
         config.resolved(8)
     assert "processes or more" not in str(caught.value)
 
 
 def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.preset.*Nearest: GPT2-Tiny-MoE"):
+    with pytest.raises(ConfigError, match=r"model\.preset.*Nearest: flowmoe/gpt2-tiny"):
         RunConfig(model=ModelConfig(preset="GPT2-Tiny"))
 
 
@@ -125,7 +127,7 @@ def test_numbers_out_of_range(section: type, key: str, value: int) -> None:
 # ---- saving ------------------------------------------------------------------------------------------------
 
 OTHER = RunConfig(
-    model=ModelConfig(preset="GPT2-Tiny-MoE", num_layers=3, moe_layers=(0, 2), dropout=0.1),
+    model=ModelConfig(preset="flowmoe/gpt2-tiny", num_layers=3, moe_layers=(0, 2), dropout=0.1),
     moe=MoEConfig(num_experts=6, expert="gelu", capacity_factor=1.5, norm_topk_prob=False),
     schedule=ScheduleConfig(name="penstock", microbatches=3, refine_after=0),
     placement=PlacementConfig(samples="netmoe", experts="planned", guest_slots=2, prediction="none"),
@@ -140,7 +142,7 @@ OTHER = RunConfig(
 )
 
 
-@pytest.mark.parametrize("config", [RunConfig(), OTHER, with_preset("BERT-Large-MoE").resolved(4)])
+@pytest.mark.parametrize("config", [RunConfig(), OTHER, with_preset("flowmoe/bert-large").resolved(4)])
 def test_what_is_saved_is_read_back(tmp_path: Path, config: RunConfig) -> None:
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))

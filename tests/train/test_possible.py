@@ -51,10 +51,10 @@ def test_what_is_not_there_is_not_cut() -> None:
 
 
 def test_a_presets_sizes_count_and_not_the_defaults() -> None:
-    config = RunConfig(model=ModelConfig(preset="BERT-Large-MoE"), parallel=ParallelConfig(mp_size=8))
+    config = RunConfig(model=ModelConfig(preset="flowmoe/bert-large"), parallel=ParallelConfig(mp_size=8))
     assert config.resolved(8).model.num_heads % 8 == 0
     with pytest.raises(ConfigError, match=r"model\.num_heads"):
-        replace(config, model=ModelConfig(preset="BERT-Large-MoE", num_heads=2)).resolved(8)
+        replace(config, model=ModelConfig(preset="flowmoe/bert-large", num_heads=2)).resolved(8)
 
 
 @given(

@@ -21,7 +21,7 @@ BEFORE = RunConfig(moe=MoEConfig(num_experts=8, num_groups=4, group_top_k=2, cap
 """With other values than None wherever a field may have one, so that there is something to change."""
 
 OTHER: dict[str, Any] = {
-    "model.preset": "GPT2-Tiny-MoE",
+    "model.preset": "flowmoe/gpt2-tiny",
     "model.config": Path("config.json"),
     "model.model_type": "mixtral",
     "model.config_sha256": "4a44dc15",

@@ -33,8 +33,10 @@ from penstock.autopilot.trials import Records, Trials, worth_while
 from penstock.autopilot.tried_moves import TriedMoves, worth_trying
 from penstock.autopilot.watch import Drift, Watch
 from penstock.autopilot.weighing import Weighing, is_open
+from penstock.cost.devices import Computing
 from penstock.cost.measured import Kind
 from penstock.cost.model_flops import ModelFlops
+from penstock.device import device_of
 from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
@@ -67,6 +69,8 @@ class Autopilot:
         self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say
     ) -> None:
         self._say = say
+        self._device = device_of(machinery.device).name(machinery.device)
+        self._precision: Computing = "float32" if config.train.precision != "bfloat16" else "bfloat16"
         continued = continued_plan(config, machinery, resumption, say) if resumption is not None else None
         settled = continued is not None  # an earlier start has tried, ordered and tuned it already
         self.planned = continued or start(config, machinery, say)
@@ -114,8 +118,8 @@ class Autopilot:
 
     @property
     def flops(self) -> ModelFlops:
-        """Floating-point operations that the model requires, and the measured rates of the devices."""
-        return self.planned.flops
+        """Floating-point operations that the model requires, and the peak of the devices."""
+        return self.planned.flops(self._device, self._precision)
 
     def forecast(self) -> Forecast:
         """Return what is expected of a step under the plan in use."""

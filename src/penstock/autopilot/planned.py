@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.cost import ClusterFile, ProfiledCluster, StepCost
 from penstock.cost.cluster_file import MoveModel
+from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
@@ -93,10 +94,10 @@ class Planned:
         seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
         return f": {seconds} per step predicted"
 
-    @property
-    def flops(self) -> ModelFlops:
-        """Floating-point operations that the model requires, and the measured rates of the devices."""
-        return ModelFlops.of(self.problem.workload, self.problem.shape.moe_layers, self.file)
+    def flops(self, device: str, precision: Computing) -> ModelFlops:
+        """Return the operations that the model requires, and the peak of these devices in this precision."""
+        problem = self.problem
+        return ModelFlops.of(problem.workload, problem.shape.moe_layers, self.file, device, precision)
 
     def forecast(self) -> Forecast:
         """Simulate a step and return what is expected of it."""

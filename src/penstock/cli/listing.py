@@ -113,7 +113,6 @@ def _model(name: str) -> dict[str, str]:
     )
     return {
         "name": name,
-        "study": model.study,
         "layers": str(model.num_layers),
         "tokens per rank": f"{model.batch} x {model.seq_len}",
         "hidden / expert hidden": f"{model.hidden_size} / {model.ffn_hidden_size}",

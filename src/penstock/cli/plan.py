@@ -100,8 +100,8 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="find the fastest plan",
         description="Finds the fastest way to run a step, by simulation: schedule, microbatches, chunks, "
         "all-reduce chunks, dispatch and order. Needs neither a GPU nor the cluster.",
-        epilog="Example: penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b. `penstock list` shows "
-        "all models and clusters that come with Penstock.",
+        epilog="Example: penstock plan --model fsmoe/mixtral-7b-layers --cluster fsmoe-testbed-b. "
+        "`penstock list` shows all models and clusters that come with Penstock.",
     )
     plan.add_argument(
         "config",
@@ -310,7 +310,10 @@ def _cluster(options: argparse.Namespace) -> ClusterFile:
     if (options.config is None) == (options.model is None):
         why = "needs either a configuration or --model"
         raise ConfigError(
-            "plan", UNSET, why, "For example, penstock plan --model Mixtral-7B --cluster fsmoe-testbed-b."
+            "plan",
+            UNSET,
+            why,
+            "For example, penstock plan --model fsmoe/mixtral-7b-layers --cluster fsmoe-testbed-b.",
         )
     if options.cluster is None:
         why = "is needed: the cluster on which the plan will run"

@@ -49,7 +49,7 @@ def check_name(key: str, value: str, known: Iterable[object], what: str = "") ->
     """Raise ConfigError about `key` unless `value` is among `known`. what: their kind; "" = the key name."""
     names = list(map(str, known))
     if value not in names:
-        any_case = {name.lower(): name for name in names}
+        any_case = {part.lower(): name for name in names for part in (name, name.rpartition("/")[2])}
         near = get_close_matches(shorten(value).lower(), any_case, n=1, cutoff=0.0)
         hint = f"Nearest: {any_case[near[0]]}. All: {', '.join(names)}." if near else "There are none."
         raise ConfigError(key, value, f"no such {what or key.rpartition('.')[2]}", hint)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cluster_file import ClusterFile
+from penstock.cost.devices import Computing, find_device
 from penstock.cost.workload import Workload
 
 PASSES = 3
@@ -17,25 +18,40 @@ class ModelFlops:
     """Operations of a model, and the peak of its devices.
 
     per_token: floating-point operations of the matrix products of a forward and a backward pass, of the whole
-    model. peak_per_s: operations per second of all ranks together; None = not measured.
+    model. peak_per_s: operations per second of all ranks together; None = not known. peak_words: the peak of
+    one rank, and whether the data sheet says so or a profile measured it.
     """
 
     per_token: float
     peak_per_s: float | None
+    peak_words: str | None = None
 
     @staticmethod
-    def of(work: Workload, moe_layers: Sequence[bool], file: ClusterFile | None) -> ModelFlops:
+    def of(
+        work: Workload,
+        moe_layers: Sequence[bool],
+        file: ClusterFile | None,
+        device: str = "",
+        precision: Computing = "float32",
+    ) -> ModelFlops:
         """Count the operations of a model.
 
         moe_layers: for every layer, whether it is an MoE layer. file: of the cluster, if it was measured.
-        Every token counts as many experts as it may choose, also those that have no room for it. Attention
-        counts what a causal mask leaves.
+        device, precision: of the ranks; where the device is known, the peak is that of its data sheet, as
+        others count it, and otherwise the fastest product that was measured. Every token counts as many
+        experts as it may choose, also those that have no room for it. Attention counts what a causal mask
+        leaves.
         """
-        measured_s = None if file is None else file.peak_flops_per_s
-        return ModelFlops(
-            per_token=PASSES * _forward(work, moe_layers),
-            peak_per_s=None if measured_s is None else work.world_size * measured_s,
-        )
+        known, source = find_device(device), f"data sheet of {device}"
+        tflops = None if known is None else known.peak_tflops(precision)
+        peak_per_s = None if tflops is None else 1e12 * tflops
+        if peak_per_s is None and file is not None:
+            peak_per_s, source = file.peak_flops_per_s, "fastest product measured"
+        per_token = PASSES * _forward(work, moe_layers)
+        if peak_per_s is None:
+            return ModelFlops(per_token=per_token, peak_per_s=None)
+        words = f"{peak_per_s / 1e12:.3g} TFLOP/s per rank ({source})"
+        return ModelFlops(per_token=per_token, peak_per_s=work.world_size * peak_per_s, peak_words=words)
 
     def utilisation(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that the model's own products use; None where no peak is known."""

@@ -9,7 +9,7 @@ from penstock.plan.models import MODELS, PublishedModel
 HEAD_SIZE = 64
 """Width of an attention head; the study does not give it."""
 
-STUDY = "FlowMoE"
+STUDY = "flowmoe/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,4 +58,6 @@ def _preset(model: PublishedModel) -> Preset:
     )
 
 
-PRESETS: dict[str, Preset] = {name: _preset(model) for name, model in MODELS.items() if model.study == STUDY}
+PRESETS: dict[str, Preset] = {
+    name: _preset(model) for name, model in MODELS.items() if name.startswith(STUDY)
+}

@@ -18,7 +18,6 @@ class PublishedModel:
     cluster, by the cluster's name. note: a remark on the numbers for users.
     """
 
-    study: str
     num_layers: int
     batch: int
     seq_len: int
@@ -37,7 +36,6 @@ class PublishedModel:
 
 def _flowmoe(layers: int, seq_len: int, hidden: int, ffn: int, experts: int, top_k: int) -> PublishedModel:
     return PublishedModel(
-        study="FlowMoE",
         num_layers=layers,
         batch=4,
         seq_len=seq_len,
@@ -58,7 +56,6 @@ def _fsmoe(
     on: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> PublishedModel:
     return PublishedModel(
-        study="FSMoE",
         num_layers=layers,
         batch=1,
         seq_len=1024,
@@ -77,7 +74,6 @@ def _fsmoe(
 
 def _pro_prophet(layers: int, hidden: int) -> PublishedModel:
     return PublishedModel(
-        study="Pro-Prophet",
         num_layers=layers,
         batch=4,
         seq_len=256,
@@ -94,13 +90,13 @@ def _pro_prophet(layers: int, hidden: int) -> PublishedModel:
 TESTBED_B = "fsmoe-testbed-b"
 
 MODELS: dict[str, PublishedModel] = {
-    "GPT2-Tiny-MoE": _flowmoe(12, 256, 256, 512, 1, 2),
-    "BERT-Large-MoE": _flowmoe(24, 512, 512, 1024, 2, 1),
-    "LLaMA2-MoE": _flowmoe(32, 512, 1024, 4096, 1, 1),
-    "LLaMA2-MoE-L": _flowmoe(64, 512, 1024, 4096, 1, 1),
-    "DeepSeek-V2-S": _flowmoe(4, 256, 5120, 1536, 2, 8),
-    "DeepSeek-V2-M": _flowmoe(7, 256, 5120, 1536, 2, 1),
-    "GPT2-XL-MoE": _fsmoe(
+    "flowmoe/gpt2-tiny": _flowmoe(12, 256, 256, 512, 1, 2),
+    "flowmoe/bert-large": _flowmoe(24, 512, 512, 1024, 2, 1),
+    "flowmoe/llama2-layers": _flowmoe(32, 512, 1024, 4096, 1, 1),
+    "flowmoe/llama2-layers-l": _flowmoe(64, 512, 1024, 4096, 1, 1),
+    "flowmoe/deepseek-v2-layers-s": _flowmoe(4, 256, 5120, 1536, 2, 8),
+    "flowmoe/deepseek-v2-layers-m": _flowmoe(7, 256, 5120, 1536, 2, 1),
+    "fsmoe/gpt2-xl": _fsmoe(
         24,
         1600,
         6400,
@@ -109,15 +105,19 @@ MODELS: dict[str, PublishedModel] = {
         note="24 layers taken, the study does not say whether 24 or 48",
         on={TESTBED_B: {"seq_len": 256}},
     ),
-    "Mixtral-7B": _fsmoe(32, 4096, 14336, 32, "swiglu", on={TESTBED_B: {"num_layers": 7, "seq_len": 256}}),
-    "Mixtral-22B": _fsmoe(33, 6144, 16384, 48, "swiglu", note="the study trains it on fsmoe-testbed-a only"),
-    "MoE-GPT-S": _pro_prophet(12, 512),
-    "MoE-GPT-M": _pro_prophet(12, 1024),
-    "MoE-GPT-L": _pro_prophet(12, 2048),
-    "MoE-GPT-DS": _pro_prophet(24, 512),
-    "MoE-GPT-DM": _pro_prophet(24, 1024),
+    "fsmoe/mixtral-7b-layers": _fsmoe(
+        32, 4096, 14336, 32, "swiglu", on={TESTBED_B: {"num_layers": 7, "seq_len": 256}}
+    ),
+    "fsmoe/mixtral-22b-layers": _fsmoe(
+        33, 6144, 16384, 48, "swiglu", note="the study trains it on fsmoe-testbed-a only"
+    ),
+    "pro-prophet/moe-gpt-s": _pro_prophet(12, 512),
+    "pro-prophet/moe-gpt-m": _pro_prophet(12, 1024),
+    "pro-prophet/moe-gpt-l": _pro_prophet(12, 2048),
+    "pro-prophet/moe-gpt-ds": _pro_prophet(24, 512),
+    "pro-prophet/moe-gpt-dm": _pro_prophet(24, 1024),
 }
-"""Published models by the names in the studies; MoE-GPT-* are Pro-Prophet's."""
+"""Published sizes as study/name; `layers` in a name: layers as wide as that model's, not the model."""
 
 OPEN = Path(__file__).parent / "open_models"
 """Configurations of open models, in the form of transformers, without what plans do not need."""

@@ -155,7 +155,7 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
     notes += rate_notes(file, precision)
     changes = replace(changes, precision=precision)
     return Subject(
-        title=f"{name} ({model.study})",
+        title=name,
         cluster_name=file.name,
         problem=_problem(model, changes, nodes, per_node, ProfiledCluster.build(there)),
         precision=precision,

@@ -61,6 +61,7 @@ class ScheduleDescription:
     bound: LowerBound
     communication_s: float
     exposed_communication_s: float
+    records: tuple[TaskRecord, ...]
     width: int
 
     @property
@@ -261,6 +262,7 @@ def _described(
         bound=run.bound,
         communication_s=run.occupation.communication_s,
         exposed_communication_s=run.occupation.exposed_s,
+        records=tuple(run.records),
         width=width,
     )
 

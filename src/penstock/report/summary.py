@@ -35,8 +35,10 @@ class RunSummary:
     processes that share attention, and that share every expert. rank_load_max_over_mean: rows that the
     busiest process computes over the mean, in a typical step. rows_crossing_nodes: the share of rows that
     another node computes. loads_in_common: the share of rows that a step has in common with the one before.
-    None = not known. stragglers: processes that computed slowly in the last steps. Outputs are paths; None =
-    not written. loads: the picture of loads.
+    None = not known. tokens_per_s: of steps. whole_tokens_per_s: over all time from the first step to the
+    last checkpoint, reading, evaluating and saving included. model_flops_utilisation: a share of peak_flops,
+    which says whose figure that is. stragglers: processes that computed slowly in the last steps. Outputs are
+    paths; None = not written. loads: the picture of loads.
     """
 
     schedule: str
@@ -73,6 +75,9 @@ class RunSummary:
     loads: str | None = None
     eval_noise: float | None = None
     unit: str = "byte"
+    whole_tokens_per_s: float | None = None
+    model_flops_utilisation: float | None = None
+    peak_flops: str | None = None
     stragglers: Annotated[tuple[Straggler, ...], Items(MOST_RANKS, "they are some of the ranks")] = ()
 
     @property
@@ -103,6 +108,9 @@ class RunSummary:
             "eval_noise": self.eval_noise,
             "corpus_unigram_entropy": self.unigram_entropy,
             "tokens_per_s": self.tokens_per_s,
+            "whole_tokens_per_s": self.whole_tokens_per_s,
+            "model_flops_utilisation": self.model_flops_utilisation,
+            "peak_flops": self.peak_flops,
             "iteration_s_median": self.iteration_s_median,
             "simulated_iteration_s": self.simulated_iteration_s,
             "interrupted": self.interrupted,
@@ -151,8 +159,7 @@ class RunSummary:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
-        step_time = duration_text(self.iteration_s_median)
-        yield "speed", f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
+        yield "speed", self._speed()
         if self.communication_s > 0:
             yield "network", self._network()
         if self.stragglers:
@@ -196,6 +203,15 @@ class RunSummary:
             why = "one batch" if self.eval_noise is None else "the difference"
             return f"{loss}. {guess}; {why} is too little to tell whether the model has learned from context."
         return f"{loss}. {guess}; the model reaches {self.eval_loss:.3f}, so it has learned from context."
+
+    def _speed(self) -> str:
+        step_time = duration_text(self.iteration_s_median)
+        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
+        if self.whole_tokens_per_s is not None:
+            words += f". {self.whole_tokens_per_s:,.0f} tokens/s with reading, evaluation and saving"
+        if self.model_flops_utilisation is not None:
+            words += f". Model FLOPs: {100 * self.model_flops_utilisation:.0f} % of {self.peak_flops}"
+        return words
 
     def _network(self) -> str:
         total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)

@@ -35,6 +35,7 @@ WARM_UP_STEPS: Final = 2
 
 TYPICAL: Final = (
     "tokens_per_s",
+    "model_flops_utilisation",
     "iteration_s",
     "exposed_communication_s",
     "communication_s",
@@ -56,12 +57,13 @@ class History:
         self.first: StepMetrics | None = None
         self.last_applied: StepMetrics | None = None
         self.last: StepMetrics | None = None
-        self.skipped = 0
+        self.skipped, self.tokens = 0, 0.0
         self._columns = {name: array("d") for name in TYPICAL}
 
     def add(self, metrics: StepMetrics) -> None:
         """Add one more step."""
         self.last = metrics
+        self.tokens += metrics.tokens_per_s * metrics.iteration_s
         if metrics.skipped:
             self.skipped += 1
         else:
@@ -126,8 +128,12 @@ def summarise(
     checkpoint: Path | None,
     analysis: StepAnalysis,
     loads: Path | None,
+    whole_s: float,
+    peak: str | None,
 ) -> RunSummary:
     """Return the summary of one start: medians over its steps, first and last losses.
+
+    whole_s: from the first step to the last checkpoint. peak: what utilisation is held against, as text.
 
     At least one step must not have been skipped.
     """
@@ -146,6 +152,9 @@ def summarise(
         unit=source.corpora[0].text.unit.removesuffix("s"),
         unigram_entropy=source.unigram_entropy_nats,
         tokens_per_s=typical["tokens_per_s"],
+        whole_tokens_per_s=history.tokens / whole_s,
+        model_flops_utilisation=typical.get("model_flops_utilisation"),
+        peak_flops=peak,
         iteration_s_median=typical["iteration_s"],
         overlap_efficiency=analysis.overlap_efficiency,
         exposed_communication_s=typical["exposed_communication_s"],

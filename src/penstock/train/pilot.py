@@ -72,7 +72,7 @@ class Pilot(Protocol):
 
     @property
     def flops(self) -> ModelFlops:
-        """Floating-point operations that the model requires, and the measured rates of the devices."""
+        """Floating-point operations that the model requires, and the peak of the devices."""
 
     def forecast(self) -> Forecast:
         """Return what is expected of a step under the plan in use."""

@@ -161,7 +161,7 @@ class Trainer:
             if self.config.moe.warning is not None:
                 self.progress.say(self.config.moe.warning)
             self._open_records(closing, done)
-            last = False
+            last, started_s = False, time.perf_counter()
             while not last:
                 metrics = self._step(done)
                 done += 1
@@ -175,6 +175,7 @@ class Trainer:
                 self._after_step(metrics, last=last, saves=vote.lost)
                 if not last:
                     self._steer(vote.slowest_s)
+            self.trained_s = time.perf_counter() - started_s
 
     def _summarise(self) -> RunSummary:
         """Say what has become of the run, and save that on rank 0."""
@@ -191,6 +192,8 @@ class Trainer:
             checkpoint=self.saved,
             analysis=self.analysis,
             loads=picture,
+            whole_s=self.trained_s,
+            peak=self.pilot.flops.peak_words,
         )
         if self.leader:
             with written(folder / SUMMARY_FILE):

@@ -64,11 +64,14 @@ def _cards(run: FinishedRun) -> Iterator[str]:
         traced = f"{_last_steps(step, step.traced_steps)} (traced)"
         yield _card(reached, f"overlap efficiency of {traced}: 1.00 = no order of the same tasks is faster")
     if (tokens_per_s := _typical(course.tokens_per_s)) is not None:
-        yield _card(f"{tokens_per_s:,.0f}", "tokens per second (median)")
+        yield _card(f"{tokens_per_s:,.0f}", "tokens per second of steps (median)")
+    if run.summary is not None and (whole := run.summary.whole_tokens_per_s) is not None:
+        yield _card(f"{whole:,.0f}", "tokens per second, with reading, evaluation and saving")
     if (hidden := _hidden(course)) is not None:
         yield _card(percent(hidden), "of the communication hidden under computation")
     if (used := _typical(course.utilisation)) is not None:
-        told = "model FLOPs utilisation: of the fastest matrix product that the profile measured"
+        peak = run.summary and run.summary.peak_flops
+        told = f"model FLOPs utilisation: of {peak or 'the peak of the devices'}"
         yield _card(f"{100 * used:.1f} %", told)
     if (memory := _largest(course.peak_memory_bytes)) is not None:
         yield _card(gib(memory), "held by rank 0 at most")
