@@ -123,7 +123,7 @@ class RunConfig:
             self._check_microbatches(self.data.batch_per_device)
 
     def _check_microbatches(self, samples: int) -> None:
-        """Use fewer microbatches than usual for fewer samples. Raises ConfigError for a number that was set."""
+        """Use fewer than the usual microbatches for fewer samples. Raises ConfigError for a set number."""
         schedule, key = self.schedule, "schedule.microbatches"
         if schedule.microbatches <= samples:
             return
