@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.codes import FAILED
+from penstock.cli.fitting import Changes, Fitting
 from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
@@ -36,6 +37,7 @@ from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
+from penstock.plan.room import NothingFitsError
 from penstock.plan.search import FoundPlan
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.report.plan import PlanReport, saved_plan
@@ -206,6 +208,39 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     if options.show is not None:
         return _show(options, width)
     cluster = _cluster(options)
+    try:
+        return _planned(options, cluster, width)
+    except NothingFitsError as error:
+        raise ConfigError(error.key, error.value, error.why, _what_fits(options, cluster)) from error
+
+
+def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
+    """Return which options would make a plan fit."""
+
+    as_options = options.model is not None
+
+    def subject_of(changes: Changes) -> Subject:
+        more = changes if as_options else {"overrides": [*options.overrides, *_as_settings(changes)]}
+        return _subject(argparse.Namespace(**{**vars(options), **more, "layout": "given"}), file)
+
+    def words(changes: Changes) -> str:
+        if not as_options:
+            return " ".join(_as_settings(changes))
+        of = (_option(name) + ("" if value is True else f" {value}") for name, value in changes.items())
+        return " ".join(of)
+
+    memory = _memory(options.memory_gib, file.memory_bytes)
+    assert memory is not None, "something did not fit"
+    of_study = as_options and _of_transformers(options.model) is None
+    return Fitting(subject_of, memory, words, of_study, time_limit(time.monotonic, 1.0)).advice()
+
+
+def _as_settings(changes: Changes) -> list[str]:
+    return [f"{OF_CONFIGURATIONS[name]}={str(value).lower()}" for name, value in changes.items()]
+
+
+def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> int:
+    """Search, print and save a plan; return the exit code."""
     subject = _subject(options, cluster)
     memory = _memory(options.memory_gib, subject.memory_bytes)
     budget = subject.budget if options.budget is None else options.budget
