@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
+from penstock.cli.plan import _found
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import PlanFile, published_problem
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.search import FoundPlan, find_plan
-from penstock.plan.subject import Overrides
+from penstock.plan.subject import Overrides, Subject
+from tests.plan.problems import problem
 from tests.support.runs import write_config
 
 SMALL = [
@@ -133,19 +135,35 @@ def test_json_is_one_object_with_every_number(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
-def test_what_if_is_what_the_command_says_of_the_changed_cluster(
+def test_what_if_plans_the_step_that_is_shown_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With another layout and optimiser, too, where these are open: whole iterations are compared then."""
+    """In its layout and with its optimiser, also where these are open."""
     path = tmp_path / "cluster.json"
     words = [*SMALL, "--batch", "1", "--budget", "0.0001", "--json", "--ep-size", "2"]
-    words += ["--layout", "auto", "--sharded-optimizer", "auto"]
-    now = json.loads(run(words, capsys))
+    now = json.loads(run([*words, "--layout", "auto", "--sharded-optimizer", "auto"], capsys))
+    sizes = now["sizes"]
     find_cluster("flowmoe-cluster-2").faster(compute=2.0).save(path)
-    then = json.loads(run([str(path) if word == "flowmoe-cluster-2" else word for word in words], capsys))
-    alike = now["sizes"]["sharded_optimizer"] == then["sizes"]["sharded_optimizer"]
-    before_s, after_s = (each["why"]["predicted_s"] if alike else each["predicted_s"] for each in (now, then))
-    assert now["why"]["faster"]["faster devices"] == pytest.approx(after_s / before_s)
+    shown = [f"--mp-size={sizes['mp_size']}", f"--esp-size={sizes['esp_size']}"]
+    shown += [f"--sharded-optimizer={str(sizes['sharded_optimizer']).lower()}"]
+    on_it = [str(path) if word == "flowmoe-cluster-2" else word for word in [*words, *shown]]
+    then = json.loads(run(on_it, capsys))
+    gain = then["why"]["predicted_s"] / now["why"]["predicted_s"]
+    assert now["why"]["faster"]["faster devices"] == pytest.approx(gain, rel=0.02)
+
+
+def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
+    def subject(each: Problem, given: Subject | None = None) -> Subject:
+        return Subject(title="", cluster_name="", problem=each, given=given)
+
+    def find(each: Problem) -> FoundPlan:
+        return find_plan(each, effort="low", budget=0.1)
+
+    slow, fast = problem(batch=2), problem(batch=1)
+    for best, given in ((slow, fast), (fast, slow)):
+        found, plan, lines = _found(subject(best, subject(given)), find)
+        assert found.problem is fast and plan.best.predicted_s < find(slow).best.predicted_s
+        assert lines[0].startswith("Layout") and ("given" in lines[0]) is (given is slow)
 
 
 @pytest.mark.slow
@@ -373,6 +391,27 @@ def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_set
 )
 def test_what_is_wrong_is_answered(words: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer in refused(words, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["study", "configuration"])
+@pytest.mark.parametrize("part", [0.9, 0.5])
+def test_what_would_fit_is_said_and_fits(
+    kind: str, part: float, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*SMALL, "--recompute", "none"]
+    if kind == "configuration":
+        cluster = tmp_path / "cluster.json"
+        ClusterFile(name="by hand", nodes=1, ranks_per_node=2).save(cluster)
+        words = ["plan", str(write_config(tmp_path)), "--cluster", str(cluster), "plan.recompute=none"]
+    words += ["--budget", "0.0001"]
+    needs = json.loads(run([*words, "--json"], capsys))["why"]["memory_bytes"]
+    words += ["--memory-gib", str(part * needs / 2**30)]
+    said = " ".join(refused(words, capsys).split())
+    options, told = re.findall(r"fit with ([^()]+) \((.+?) per rank\)", said)[0]
+    assert ("--" in options) is (kind == "study")
+    found = json.loads(run([*words, *options.split(), "--json"], capsys))["why"]["memory_bytes"]
+    assert found <= part * needs and f"fit with {options} ({told} per rank)" in said
 
 
 @pytest.mark.slow

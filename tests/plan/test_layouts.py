@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from penstock.config import ConfigError
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
+from penstock.dispatch import DISPATCHES
 from penstock.plan import MemoryBudget, evaluate, published_problem
-from penstock.plan.layouts import find_layouts
+from penstock.plan.layouts import LayoutSizes, find_layouts, rank_layouts
 from penstock.plan.subject import Overrides
+from tests.plan.problems import problem
 
 TESTBED = find_cluster("fsmoe-testbed-b")
 SIZES = Overrides(layers=1, batch=4, seq_len=64, nodes=2)
@@ -62,3 +65,13 @@ def test_what_does_not_divide_is_left_out_and_named() -> None:
         published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(mp_size=2))
     with pytest.raises(ConfigError, match="ranks of a node"):
         published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(esp_size=3))
+
+
+def test_quick_plans_have_the_dispatch_that_suits_the_layout() -> None:
+    """Between nodes with one slow card each, a row travels once for all experts of a node."""
+    each = problem(dispatches=tuple(DISPATCHES), all_reduce_bytes=0)
+    each = replace(each, cluster=replace(each.cluster, link_bytes_per_s=1e7, intra_bytes_per_s=1e11))
+    ranked = rank_layouts([LayoutSizes(mp_size=1, ep_size=4, esp_size=1)], lambda _: each)
+    best = ranked.best.best
+    assert best.choice.dispatch != "flat"
+    assert best.predicted_s < evaluate(each, best.choice.deciding("dispatch", "flat")).predicted_s

@@ -107,6 +107,12 @@ def test_more_microbatches_than_samples(name: str) -> None:
     RunConfig(schedule=replace(schedule, microbatches=4), data=data)
 
 
+def test_one_sample_is_one_microbatch() -> None:
+    for name in CUTTING:
+        config = RunConfig(schedule=ScheduleConfig(name=name), data=DataConfig(batch_per_device=1))
+        assert config.schedule == ScheduleConfig(name=name, microbatches=1)
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_which_schedules_cut_the_batch(name: str) -> None:
     assert ScheduleConfig(name=name, microbatches=3).reads("microbatches") is (name in CUTTING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +11,7 @@ from penstock.autopilot import layouts
 from penstock.autopilot.run_problem import open_runs, run_problem
 from penstock.config import ConfigError, is_folder, load
 from penstock.cost import ClusterFile
+from penstock.cost.devices import Computing
 from penstock.mesh import group_sizes, holders
 from penstock.plan import MemoryBudget, Subject
 from penstock.plan.plan_config import AUTO
@@ -55,24 +56,40 @@ def run_subject(
     config = load(RunConfig, given, [*model, *overrides, f"plan.source={AUTO}"])
     check_overrides(config, keys, file)
     config = config.resolved(file.ranks)
-    if of_model and config.parallel.ep_size is None:
-        config = replace(config, parallel=replace(config.parallel, ep_size=_widest(config, file)))
     wanted = config.train.precision
     precision, why = precision_of(file, None if wanted == "auto" else wanted)
     config = config.computing_in(precision)
     notes, decided = tuple(rate_notes(file, precision)), given_decisions(config, keys)
-    if (layout or config.plan.layout) == AUTO:
-        found = layouts.run_layouts(config, file, memory, decided)
-        config, notes = layouts.with_layout(config, found.best.sizes), (*notes, *found.lines)
+
+    def subject(config: RunConfig, *more: str) -> Subject:
+        return _subject(str(path), config, file, decided, (*notes, *more), (precision, why))
+
+    of_user = _spread(config, file) if of_model else config
+    if (layout or config.plan.layout) != AUTO:
+        return subject(of_user)
+    found = layouts.run_layouts(config, file, memory, decided)
+    best = layouts.with_layout(config, found.best.sizes)
+    return subject(best, *found.lines).beside(lambda: subject(of_user))
+
+
+def _subject(
+    title: str,
+    config: RunConfig,
+    file: ClusterFile,
+    decided: Mapping[str, Any],
+    notes: tuple[str, ...],
+    precision: tuple[Computing, str],
+) -> Subject:
+    """Return the step of a resolved configuration in its layout. precision: and the reason for it."""
     experts = config.moe.num_experts
     ranks = Layout.build(config.parallel, file.ranks, 0, experts, node_size=file.ranks_per_node)
     plain, *sharded = [forced(run_problem(run, ranks, file), decided) for run in open_runs(config)]
     return Subject(
-        title=str(path),
+        title=title,
         cluster_name=file.name,
         problem=plain,
-        precision=precision,
-        why_precision=why,
+        precision=precision[0],
+        why_precision=precision[1],
         sharded=sharded[0] if sharded else None,
         memory_bytes=file.memory_bytes,
         device=file.device_name,
@@ -82,10 +99,13 @@ def run_subject(
     )
 
 
-def _widest(config: RunConfig, file: ClusterFile) -> int:
-    """Return over how many ranks a model's experts can be spread at most."""
-    spread = holders(file.ranks, config.parallel.esp_size)
-    return max(size for size in group_sizes(spread) if config.moe.num_experts % size == 0)
+def _spread(config: RunConfig, file: ClusterFile) -> RunConfig:
+    """Return the run of a model with its experts over as many ranks as divide them, if nothing is set."""
+    if config.parallel.ep_size is not None:
+        return config
+    valid = group_sizes(holders(file.ranks, config.parallel.esp_size))
+    widest = max(size for size in valid if config.moe.num_experts % size == 0)
+    return replace(config, parallel=replace(config.parallel, ep_size=widest))
 
 
 def given_decisions(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:

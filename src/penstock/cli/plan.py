@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.codes import FAILED
+from penstock.cli.fitting import Changes, Fitting
 from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
@@ -29,12 +30,14 @@ from penstock.cost.clusters.line import in_line
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain, find_plan, published_problem
 from penstock.plan import Progress as Step
+from penstock.plan.candidate import whole_s
 from penstock.plan.effort import PLACEMENTS, SEARCH_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
 from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import Weighed, in_full, weigh, with_routing
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.plan_config import AUTO
+from penstock.plan.room import NothingFitsError
 from penstock.plan.search import FoundPlan
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.report.plan import PlanReport, saved_plan
@@ -205,7 +208,40 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     if options.show is not None:
         return _show(options, width)
     cluster = _cluster(options)
-    subject, routed = _subject(options, cluster)
+    try:
+        return _planned(options, cluster, width)
+    except NothingFitsError as error:
+        raise ConfigError(error.key, error.value, error.why, _what_fits(options, cluster)) from error
+
+
+def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
+    """Return which options would make a plan fit."""
+
+    as_options = options.model is not None
+
+    def subject_of(changes: Changes) -> Subject:
+        more = changes if as_options else {"overrides": [*options.overrides, *_as_settings(changes)]}
+        return _subject(argparse.Namespace(**{**vars(options), **more, "layout": "given"}), file)
+
+    def words(changes: Changes) -> str:
+        if not as_options:
+            return " ".join(_as_settings(changes))
+        of = (_option(name) + ("" if value is True else f" {value}") for name, value in changes.items())
+        return " ".join(of)
+
+    memory = _memory(options.memory_gib, file.memory_bytes)
+    assert memory is not None, "something did not fit"
+    of_study = as_options and _of_transformers(options.model) is None
+    return Fitting(subject_of, memory, words, of_study, time_limit(time.monotonic, 1.0)).advice()
+
+
+def _as_settings(changes: Changes) -> list[str]:
+    return [f"{OF_CONFIGURATIONS[name]}={str(value).lower()}" for name, value in changes.items()]
+
+
+def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> int:
+    """Search, print and save a plan; return the exit code."""
+    subject = _subject(options, cluster)
     memory = _memory(options.memory_gib, subject.memory_bytes)
     budget = subject.budget if options.budget is None else options.budget
     check_budget("--budget", budget)
@@ -223,15 +259,11 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
             ends = time_limit(time.monotonic, budget)
             return find_plan(problem, memory=memory, progress=progress, budget=budget, ends=ends)
 
-        def replan(how: Mapping[str, float]) -> tuple[Problem, FoundPlan]:
-            changed, found, _ = _found(_subject(options, cluster.faster(**how))[0], find)
-            return changed.problem, found
-
         subject, found, updates = _found(subject, find)
-        explanation = explain(subject.problem, found, memory, replan)
-        if routed is not None:
-            asked = _updating(routed, subject), found.best.choice, memory
-            weighed = _weighed(*asked, f"routing {options.routing}")
+        explanation = explain(subject.problem, found, memory, find)
+        if options.routing is not None:
+            routed = replace(subject.problem, evidence=subject.problem.observed, movable=subject.movable)
+            weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}")
     moves = weighed is not None and weighed.moves
     best = weighed.best if weighed is not None and moves else found.best
     moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
@@ -260,7 +292,35 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     return FAILED if options.out is not None and saved is None else 0
 
 
-def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str, ...]]:
+Planned = tuple[Subject, FoundPlan, tuple[str, ...]]
+"""A subject with what was chosen for it, its plan, and lines on the choice."""
+
+
+def _found(subject: Subject, find: Find) -> Planned:
+    """Return the subject with the optimiser and in the layout whose plan is faster.
+
+    The given layout is taken only for a faster plan. Raises ConfigError if nothing fits.
+    """
+    if subject.given is None:
+        return _updated(subject, find)
+    both: list[Planned] = []
+    for each in (subject, subject.given):
+        try:
+            both.append(_updated(each, find))
+        except ConfigError as error:
+            refused = error
+    if not both:
+        raise refused
+    best, *others = sorted(both, key=lambda each: whole_s(each[0].problem, each[1].best))
+    lines = list(best[2])
+    for other, plan, _ in others:
+        which = "the given layout" if other.given is None else "the best layout by quick plans"
+        seconds = milliseconds(whole_s(other.problem, plan.best))
+        lines.append(f"Layout   {which} takes {seconds} for a whole iteration, by its own full search")
+    return best[0], best[1], tuple(lines)
+
+
+def _updated(subject: Subject, find: Find) -> Planned:
     """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
     if subject.sharded is None:
         return subject, find(subject.problem), ()
@@ -271,11 +331,6 @@ def _found(subject: Subject, find: Find) -> tuple[Subject, FoundPlan, tuple[str,
 def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None, routing: str) -> Weighed:
     """Return the chosen plan with and without moving, in the chosen order. routing: in words."""
     return in_full(problem, weigh(problem, [choice], memory=memory, routing=routing), choice)
-
-
-def _updating(routed: Problem, subject: Subject) -> Problem:
-    """Return the routed problem with the optimiser that was chosen."""
-    return replace(routed, shape=replace(routed.shape, updating=subject.problem.shape.updating))
 
 
 def _show(options: argparse.Namespace, width: int) -> int:
@@ -324,15 +379,12 @@ def _cluster(options: argparse.Namespace) -> ClusterFile:
     return replace(file, name=options.cluster) if file.name == UNNAMED else file
 
 
-def _subject(options: argparse.Namespace, file: ClusterFile) -> tuple[Subject, Problem | None]:
-    """Return what a plan is sought for on this cluster, and the problem with a given routing, if any."""
+def _subject(options: argparse.Namespace, file: ClusterFile) -> Subject:
+    """Return what a plan is sought for on this cluster; its plans must hold the rows of a given routing."""
     subject = _loaded(_stepping(options, file), options.imbalance)
     if in_line(options.cluster) is not None:
-        subject = replace(subject, notes=(*subject.notes, file.source))
-    if options.routing is None:
-        return subject, None
-    routed = _routed(subject, options)
-    return _observing(subject, routed), routed
+        subject = subject.changed(lambda problem: problem, file.source)
+    return subject if options.routing is None else _observing(subject, options)
 
 
 def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
@@ -357,7 +409,10 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         )
         subject = with_layout(options.model, file, sizes, found.best.sizes)
         subject = replace(subject, notes=(*subject.notes, *found.lines))
-        return _shared(subject, options)
+        model = options.model
+        return _shared(subject, options).beside(
+            lambda: _shared(published_problem(model, file, sizes), options)
+        )
     for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
@@ -396,13 +451,14 @@ def _loaded(subject: Subject, imbalance: float | None) -> Subject:
     if imbalance is None:
         return subject
     note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
-    problem = subject.problem.with_imbalance(imbalance)
-    sharded = None if subject.sharded is None else subject.sharded.with_imbalance(imbalance)
-    return replace(subject, problem=problem, sharded=sharded, notes=(*subject.notes, note))
+    return subject.changed(lambda problem: problem.with_imbalance(imbalance), note)
 
 
-def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
-    """Return the problem with the routing of --routing. Raises ConfigError where --imbalance is set, too."""
+def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
+    """Return the subject whose plans must hold the rows of --routing.
+
+    Raises ConfigError where --imbalance is set, too.
+    """
     if options.imbalance is not None:
         why, hint = "says which ranks get how many tokens, and so does --imbalance", "Remove one of the two."
         raise ConfigError("--routing", options.routing, why, hint)
@@ -410,17 +466,11 @@ def _routed(subject: Subject, options: argparse.Namespace) -> Problem:
         routing = RoutingConfig.parse(options.routing)
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
-    return with_routing(subject.problem, routing, subject.movable)
 
+    def observing(problem: Problem) -> Problem:
+        return replace(problem, observed=with_routing(problem, routing, subject.movable).evidence)
 
-def _observing(subject: Subject, routed: Problem) -> Subject:
-    """Return the subject whose plans must hold the rows of a known routing."""
-    observed, sharded = routed.evidence, subject.sharded
-    return replace(
-        subject,
-        problem=replace(subject.problem, observed=observed),
-        sharded=None if sharded is None else replace(sharded, observed=observed),
-    )
+    return subject.changed(observing)
 
 
 def _configured(

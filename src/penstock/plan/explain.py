@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.graph import Lane
-from penstock.plan.candidate import Candidate, whole_s
+from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem
@@ -25,10 +25,8 @@ INFINITELY = 1e12
 MOSTLY = 0.5
 """If start-ups take a larger share of the communication time than this, more bandwidth helps little."""
 
-Planning = tuple[Problem, FoundPlan]
-
-Replan = Callable[[Mapping[str, float]], Planning]
-"""Plans again in the same way, with factors on the speed of `inter`, `intra` or `compute`."""
+Replan = Callable[[Problem], FoundPlan]
+"""Plans again in the same way, for the same step on a changed cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +35,9 @@ class Explanation:
     what recomputation saves and takes. nodes: whether there are several; inside: whether the network between
     them mostly waits for links inside nodes.
 
-    faster: by the resource made twice as fast, the predicted step time of the plan that would be found then,
-    over that of `best`; empty where nothing was planned again. late: resources for which the clock ended the
-    search, so that there is nothing to compare.
+    faster: by the resource made twice as fast, the predicted step time then over that now, each of the better
+    of two plans: the shown one and the one that is found then; empty where nothing was planned again. late:
+    resources for which the clock ended the search, so that there is nothing to compare.
     """
 
     best: Candidate
@@ -132,20 +130,22 @@ class Explanation:
 def explain(
     problem: Problem, found: FoundPlan, memory: MemoryBudget | None = None, replan: Replan | None = None
 ) -> Explanation:
-    """Explain a plan, and plan again on clusters in which one resource is twice as fast.
+    """Explain a plan, and plan the same step again on clusters in which one resource is twice as fast.
 
     This takes up to three more searches. replan: how the plan was found; none = by a search with this memory
     and the budget and effort of `found`.
     """
 
-    def searched(how: Mapping[str, float]) -> Planning:
-        changed = replace(problem, cluster=problem.cluster.faster(**how))
-        return changed, find_plan(changed, memory=memory, budget=found.searched.budget, effort=found.effort)
+    def searched(changed: Problem) -> FoundPlan:
+        return find_plan(changed, memory=memory, budget=found.searched.budget, effort=found.effort)
 
-    now, replan = (problem, found), replan or searched
+    faster: dict[str, float] = {}
     resources = _resources(problem)
-    then = {} if found.searched.late else {what: replan(how) for what, how in resources.items()}
-    faster = {what: _ratio(now, each) for what, each in then.items() if not each[1].searched.late}
+    for what, how in resources.items() if not found.searched.late else ():
+        changed = replace(problem, cluster=problem.cluster.faster(**how))
+        then = (replan or searched)(changed)
+        if not then.searched.late:
+            faster[what] = _ratio(problem, changed, found.best, then.best)
     late = tuple(what for what in resources if what not in faster)
     return replace(reasons(problem, found, memory), faster=faster, late=late)
 
@@ -225,13 +225,11 @@ def _resources(problem: Problem) -> dict[str, dict[str, float]]:
     return parts
 
 
-def _ratio(now: Planning, then: Planning) -> float:
-    """Return the step time of the second plan over that of the first.
+def _ratio(problem: Problem, changed: Problem, shown: Candidate, then: Candidate) -> float:
+    """Return the step time on the changed cluster over that on the present one.
 
-    Whole iterations are compared where only one of them updates parameters within the step.
+    On either, the better of both plans counts: a search may find later what it missed before, and that is no
+    gain of the change.
     """
-    alike = now[0].shape.updating == then[0].shape.updating
-    now_s, then_s = (
-        found.best.predicted_s if alike else whole_s(problem, found.best) for problem, found in (now, then)
-    )
-    return then_s / now_s
+    now_s = min(shown.predicted_s, evaluate(problem, then.choice).predicted_s)
+    return min(then.predicted_s, evaluate(changed, shown.choice).predicted_s) / now_s

@@ -1,7 +1,8 @@
 """Which ranks share attention and experts: every layout of a model on a cluster, ranked.
 
-All layouts process the same samples per step. They are ranked by quick plans (the first choices of a search
-and the choice of Parm's planner); only the layout that is taken gets the full search.
+All layouts process the same samples per step. They are ranked by quick plans: the first choices of a search,
+the choice of Parm's planner, and the best of these with every dispatch. Only the layout that is taken and
+the given one get the full search.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
 from penstock.plan.published import parm_choice
-from penstock.plan.room import Room
-from penstock.plan.space import settled
+from penstock.plan.room import NothingFitsError, Room
+from penstock.plan.space import settled, valid
 from penstock.plan.starts import first_choices
 from penstock.plan.subject import Overrides, Subject, published_problem
 from penstock.step.shape import TokenLayout
@@ -169,7 +170,8 @@ def rank_layouts(
     if not ranked:
         why = f"no layout fits: {_left_out(str(undivided), too_large, refused)}"
         hint = "Use more ranks, or a smaller model or batch." if too_large or not refused else ""
-        raise ConfigError(key, "auto", why.rstrip("."), hint)
+        refusal = NothingFitsError if too_large else ConfigError
+        raise refusal(key, "auto", why.rstrip("."), hint)
     ranked.sort(key=lambda layout: layout.best.predicted_s)
     return FoundLayouts(
         ranked=tuple(ranked), undivided=undivided, too_large=too_large, refused=tuple(refused), late=late
@@ -183,11 +185,20 @@ def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
 
 
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
-    """Return the best quick plan that fits; None if none does."""
-    quick: list[Decision] = [*first_choices(problem), settled(problem, parm_choice(problem))]
-    fitting = map(Room(problem, memory).with_least_again, dict.fromkeys(quick))
-    candidates = [evaluate(problem, choice) for choice in fitting if choice is not None]
-    return min(candidates, key=lambda each: each.predicted_s, default=None)
+    """Return the best quick plan that fits, with the dispatch that suits it best; None if none does."""
+    room, found = Room(problem, memory), dict[Decision, Candidate]()
+
+    def best_of(quick: Iterable[Decision]) -> Candidate | None:
+        for choice in map(room.with_least_again, quick):
+            if choice is not None and choice not in found:
+                found[choice] = evaluate(problem, choice)
+        return min(found.values(), key=lambda each: each.predicted_s, default=None)
+
+    best = best_of([*first_choices(problem), settled(problem, parm_choice(problem))])
+    if best is None:
+        return None
+    others = (best.choice.deciding("dispatch", name) for name in problem.dispatches)
+    return best_of(valid(problem, choice) for choice in others)
 
 
 # ---- published models --------------------------------------------------------------------------------------

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.plan.candidate import Candidate, evaluate
-from penstock.plan.memory import MemoryBudget, estimate_memory
+from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.space import space
 from penstock.words import change, gib, milliseconds
+
+
+class NothingFitsError(ConfigError):
+    """Raised where no plan fits into the memory of a rank."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,13 @@ class Room:
             return self.problem
         least = replace(self.problem, recompute=self.problem.recompute[:1])
         return least if self.memory is None or all(map(self.holds, space(least))) else self.problem
+
+
+def least_memory(problem: Problem) -> MemoryEstimate:
+    """Return the memory of the plan that needs least."""
+    whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem))
+    estimates = (estimate_memory(problem, choice) for choice in whole)
+    return min(estimates, key=lambda estimate: estimate.total_bytes)
 
 
 def again_words(problem: Problem, best: Candidate) -> str:

@@ -29,11 +29,11 @@ from penstock.plan.bound import QuickBounds
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.drafts import Drafts
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
-from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget, estimate_memory
+from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.prices import check_prices
-from penstock.plan.problem import Problem, beside_pieces
+from penstock.plan.problem import Problem
 from penstock.plan.published import planners
-from penstock.plan.room import Room
+from penstock.plan.room import NothingFitsError, Room, least_memory
 from penstock.plan.space import neighbours, space
 from penstock.plan.starts import first_choices
 from penstock.words import gib
@@ -326,17 +326,13 @@ class _Search:
 
     def _too_big(self) -> ConfigError:
         assert self._memory is not None
-        problem = self._problem
-        whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem))
-        leanest = min(
-            (estimate_memory(problem, choice) for choice in whole), key=lambda estimate: estimate.total_bytes
-        )
+        leanest = least_memory(self._problem)
         name, size = next(iter(leanest.parts.items()))
         why = (
             f"no plan fits: the plan with the least memory needs an estimated {gib(leanest.total_bytes)} "
             f"per rank, most of it for {name} ({gib(size)})"
         )
-        return ConfigError("memory per rank", gib(self._memory.bytes), why, WAYS_OUT[name])
+        return NothingFitsError("memory per rank", gib(self._memory.bytes), why, WAYS_OUT[name])
 
 
 WAYS_OUT = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, get_args
 
@@ -80,8 +80,8 @@ class Subject:
 
     precision: in which products are computed and rows travel; why_precision: the reason, as text.
     device: the name of one device; "" = not known. budget: of the search, if nothing else is said.
-    sharded: the problem with a sharded optimiser, where the faster of the two is sought. movable: what may
-    be weighed against a known routing.
+    sharded: the problem with a sharded optimiser, where the faster of the two is sought. given: the step in
+    the given layout, where quick plans prefer this one. movable: what may be weighed against a known routing.
     """
 
     title: str
@@ -90,11 +90,35 @@ class Subject:
     precision: Computing = "float32"
     why_precision: str = ""
     sharded: Problem | None = None
+    given: Subject | None = None
     memory_bytes: int | None = None
     device: str = ""
     notes: tuple[str, ...] = ()
     movable: Movable = NOTHING_MOVES
     budget: float = 1.0
+
+    def changed(self, change: Callable[[Problem], Problem], *notes: str) -> Subject:
+        """Return the subject with every problem changed, and more notes."""
+        return replace(
+            self,
+            problem=change(self.problem),
+            sharded=None if self.sharded is None else change(self.sharded),
+            given=None if self.given is None else self.given.changed(change, *notes),
+            notes=(*self.notes, *notes),
+        )
+
+    def beside(self, make: Callable[[], Subject]) -> Subject:
+        """Return the subject, to be compared with the step in the given layout if that is another one.
+
+        make: makes that step, or raises ConfigError if the given layout is impossible.
+        """
+        try:
+            given = make()
+        except ConfigError:
+            return self  # what was left open is compared without it
+        mine, theirs = self.problem, given.problem
+        same = (mine.workload, mine.shape.sharing) == (theirs.workload, theirs.shape.sharing)
+        return self if same else replace(self, given=given)
 
     @property
     def step(self) -> str:

@@ -119,12 +119,18 @@ class RunConfig:
         preset = self.model.preset
         if preset is not None:
             check_name("model.preset", preset, PRESETS, "published model")
-        samples = self.data.batch_per_device
-        given = self.plan.source == GIVEN  # otherwise section [schedule] is not used
-        if given and self.schedule.reads("microbatches") and self.schedule.microbatches > samples:
+        if self.plan.source == GIVEN and self.schedule.reads("microbatches"):  # else the section is not used
+            self._check_microbatches(self.data.batch_per_device)
+
+    def _check_microbatches(self, samples: int) -> None:
+        """Use fewer than the usual microbatches for fewer samples. Raises ConfigError for a set number."""
+        schedule, key = self.schedule, "schedule.microbatches"
+        if schedule.microbatches <= samples:
+            return
+        if schedule.microbatches != ScheduleConfig.microbatches:
             why = f"data.batch_per_device = {samples} samples cannot be cut into more pieces than samples"
-            key = "schedule.microbatches"
-            raise ConfigError(key, self.schedule.microbatches, why, f"Nearest valid: {samples}.")
+            raise ConfigError(key, schedule.microbatches, why, f"Nearest valid: {samples}.")
+        object.__setattr__(self, "schedule", replace(schedule, microbatches=samples))
 
     def resolved(self, world_size: int) -> RunConfig:
         """Return the run, checked for this number of ranks, with a preset's sizes where the user set none.
