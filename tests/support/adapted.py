@@ -66,6 +66,19 @@ LINEAR: dict[str, Any] = {
 }
 LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+GROUPS = {"n_group": 2, "topk_group": 1}
+LATENT_ROPE = {**ROUTED, **LATENT, "num_key_value_heads": 4, "head_dim": 8}
+"""DeepSeek's attention where `head_dim` is the width of its positions."""
+
+INDEXED = {**LATENT_ROPE, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [0], "head_dim": 8}),
@@ -147,6 +160,72 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Beam",
         {**EXPERTS, "num_hidden_layers": 4, "n_group": 2, "topk_group": 1, "head_dim": 8},
     ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {"routed_scaling_factor": 1.5, **EXPERTS, **GROUPS, "num_shared_experts": 1, "sliding_window": 4},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT_ROPE,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granitemoe_swa": ("GraniteMoeSWA", {"residual_multiplier": 0.5, **LOCAL, "sliding_window": 4}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            "residual_multiplier": 0.5,
+            **LOCAL,
+            **MAMBA,
+            "shared_intermediate_size": 20,
+            "layer_types": ["mamba", "attention"],
+        },
+    ),
+    "hy_v3": ("HYV3", {**EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8}),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **LATENT,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {"moe_routed_scaling_factor": 1.5, **EXPERTS, "shared_expert_intermediate_size": 20, "head_dim": 8},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "routed_scaling_factor": 1.5,
+            **EXPERTS,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "full_attention"],
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 8}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "routed_scaling_factor": 1.5,
+            **ROUTED,
+            "moe_shared_expert_intermediate_size": 20,
+            "head_dim": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "solar_open": ("SolarOpen", {"routed_scaling_factor": 1.5, **ROUTED, **GROUPS, "head_dim": 8}),
     "afmoe": (
         "Afmoe",
         {**EXPERTS, "head_dim": 8, "num_dense_layers": 1, "num_shared_experts": 1, "sliding_window": 5},

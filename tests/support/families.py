@@ -14,27 +14,25 @@ from typing import Any
 import torch
 
 from penstock.families.described import EXPERTS as NAMES
-from tests.support.adapted import COMMON, EXPERTS, LATENT, LINEAR, LOCAL, MODELS
+from tests.support.adapted import (
+    COMMON,
+    EXPERTS,
+    GROUPS,
+    INDEXED,
+    LATENT,
+    LATENT_ROPE,
+    LINEAR,
+    LOCAL,
+    MODELS,
+    ROUTED,
+)
 
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
-GROUPS = {"n_group": 2, "topk_group": 1}
-LATENT_ROPE = {**ROUTED, **LATENT, "num_key_value_heads": 4, "head_dim": 8}
-"""DeepSeek's attention where `head_dim` is the width of its positions."""
-
-INDEXED = {**LATENT_ROPE, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse"]}
 ROPE_3D = {
     "rope_type": "default",
     "rope_theta": 1e4,
     "mrope_section": [1, 1, 2],
     "partial_rotary_factor": 1.0,
-}
-MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 4,
 }
 INKLING = {
     **ROUTED,
@@ -64,6 +62,7 @@ TEXT: dict[str, dict[str, Any]] = {
         "linear_num_heads": 4,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "mimo_v2_flash": {**ROUTED, **GROUPS, "head_dim": 8, "v_head_dim": 8, "sliding_window": 4},
     "deepseek_v32": {**INDEXED, **GROUPS, "mlp_layer_types": ["dense", "sparse"]},
     "dots3_note_text": {
         **INDEXED,
@@ -76,47 +75,11 @@ TEXT: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
         "per_layer_config": {"01": {"num_attention_heads": 2, "num_key_value_heads": 2}},
     },
-    "exaone_moe": {**EXPERTS, **GROUPS, "num_shared_experts": 1, "sliding_window": 4},
     "flint": {**EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0], "head_dim": 8},
-    "glm4_moe_lite": LATENT_ROPE,
-    "granitemoe_swa": {**LOCAL, "sliding_window": 4},
-    "granitemoehybrid": {
-        **LOCAL,
-        **MAMBA,
-        "shared_intermediate_size": 20,
-        "layer_types": ["mamba", "attention"],
-    },
-    "hy_v3": {**EXPERTS, "num_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8},
-    "kimi_linear": {
-        **LATENT,
-        "num_experts": 8,
-        "num_experts_per_token": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "laguna": {**EXPERTS, "shared_expert_intermediate_size": 20, "head_dim": 8},
     "lara_mini": LINEAR,
-    "lfm2_moe": {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "mellum": {**LOCAL, "moe_intermediate_size": 16, "head_dim": 8, "sliding_window": 4},
-    "mimo_v2_flash": {**ROUTED, **GROUPS, "head_dim": 8, "v_head_dim": 8, "sliding_window": 4},
-    "minimax_m2": {**LOCAL, "head_dim": 8},
-    "nemotron_h": {
-        **ROUTED,
-        "moe_shared_expert_intermediate_size": 20,
-        "head_dim": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-        "chunk_size": 4,
-        "use_mamba_kernels": False,
-    },
     "sarvam_mla": LATENT_ROPE,
     "sarvam_moe": {**ROUTED, "first_k_dense_replace": 1, "head_dim": 8},
-    "solar_open": {**ROUTED, **GROUPS, "head_dim": 8},
     "deepseek_v4": {
         **ROUTED,
         "num_key_value_heads": 1,
@@ -217,6 +180,16 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 """By `model_type` of the configuration of text: settings of families that Penstock does not describe."""
 
+SCALES = {
+    "routed_scaling_factor": 1.5,
+    "moe_routed_scaling_factor": 1.5,
+    "route_scale": 1.5,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+}
+"""Settings whose usual value, 1, would hide what a layer does."""
+
 PART: dict[str, Any] = {
     "depth": 1,
     "num_layers": 1,
@@ -307,9 +280,11 @@ def _has_experts(config: Any) -> bool:
     return any(hasattr(config, name) for name in NAMES)
 
 
-def text_settings(text_type: str) -> dict[str, Any]:
+def text_settings(text: Any) -> dict[str, Any]:
     """Settings of a family's small text part. Raises KeyError for a family that has no entry."""
-    return {**COMMON, **(MODELS[text_type][1] if text_type in MODELS else TEXT[text_type])}
+    name = text.model_type
+    scales = {key: value for key, value in SCALES.items() if hasattr(text, key)}
+    return {**COMMON, **scales, **(MODELS[name][1] if name in MODELS else TEXT[name])}
 
 
 def tiny(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -319,13 +294,13 @@ def tiny(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
     default = CONFIG_MAPPING[model_type]()
     if (text := default.get_text_config()) is default:
-        config = type(default)(**{**text_settings(model_type), **changes})
+        config = type(default)(**{**text_settings(default), **changes})
     else:
         beside, given = BESIDE.get(model_type, {}), {}
         for name in default.sub_configs:
             part = getattr(default, name)
             if part is text:
-                given[name] = {"model_type": text.model_type, **text_settings(text.model_type), **changes}
+                given[name] = {"model_type": text.model_type, **text_settings(text), **changes}
             elif part is not None:
                 given[name] = {**_shrunk(part), **beside.get(name, {})}
         tokens = [name for name in vars(default) if name.endswith(("_token_id", "_token_index"))]

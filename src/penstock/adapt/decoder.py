@@ -221,9 +221,8 @@ class CutLayer(_Apart):
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
-        return self._family.finish(
-            self.layer, residual_BLM, out_TM.view_as(residual_BLM).to(residual_BLM.dtype)
-        )
+        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
+        return self._family.finish(self.layer, residual_BLM, out_BLM)
 
     def dense(self, x_TM: Tensor) -> Tensor:
         raise AssertionError(f"layer {self.index} has experts for {list(x_TM.shape)}")

@@ -129,9 +129,8 @@ class SharedDenseLayer(WholeLayer):
 
     def add(self, residual_BLM: Tensor, out_TM: Tensor, keys: SampleKeys) -> Tensor:
         del keys
-        return self._family.finish(
-            self.layer, residual_BLM, out_TM.view_as(residual_BLM).to(residual_BLM.dtype)
-        )
+        out_BLM = out_TM.unflatten(0, residual_BLM.shape[:2]).to(residual_BLM.dtype)
+        return self._family.finish(self.layer, residual_BLM, out_BLM)
 
     def partial_parameters(self) -> list[nn.Parameter]:
         return self._heads.parameters()

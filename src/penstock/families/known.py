@@ -75,6 +75,12 @@ def _normed_by_depth(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tenso
     return residual_BLM + normed_BLM / math.sqrt(layer.mlp_residual_add_idx)
 
 
+def _from_latent(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
+    """Add the output through the projection from the width of experts, where they have one (Nemotron-H)."""
+    weight = getattr(layer.mixer.fc2_latent_proj, "weight", None)
+    return residual_BLM + (out_BLM if weight is None else F.linear(out_BLM, weight))
+
+
 def _dropped(layer: Any, residual_BLM: Tensor, out_BLM: Tensor) -> Tensor:
     """Add the block's output with dropout (DBRX)."""
     return residual_BLM + F.dropout(out_BLM, layer.resid_pdrop, layer.training)
@@ -128,6 +134,16 @@ FAMILIES = {
             Family(name=name, attention=USUAL, block="block_sparse_moe", router="router", finish=_scaled)
             for name in ("granitemoe", "granitemoeshared")
         ),
+        *(
+            Family(
+                name=name,
+                block="block_sparse_moe",
+                router="router",
+                finish=_scaled,
+                separates_documents=name == "granitemoe_swa",
+            )
+            for name in ("granitemoe_swa", "granitemoehybrid")
+        ),
         Family(name="beam", finish=_normed_by_depth),
         Family(
             name="minimax",
@@ -172,7 +188,28 @@ FAMILIES = {
         Family(name="kolibri1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_after),
         Family(name="axk1", shared_module="shared_experts", shared=_shared_experts, finish=_normed_in_block),
         Family(name="cohere2_moe", finish=_averaged),
-        Family(name="minimax_m3_vl_text", finish=_scaled_in_block),
+        *(Family(name=name, finish=_scaled_in_block) for name in ("minimax_m3_vl_text", "laguna")),
+        *(
+            Family(name=name, shared_module="shared_experts", shared=_shared_experts)
+            for name in ("exaone_moe", "glm4_moe_lite", "hy_v3", "solar_open")
+        ),
+        Family(name="minimax_m2"),
+        Family(name="kimi_linear", uncut=LINEAR, separates_documents=False),
+        Family(
+            name="lfm2_moe",
+            norm="embedding_norm",
+            block="feed_forward",
+            uncut=LINEAR,
+            separates_documents=False,
+        ),
+        Family(
+            name="nemotron_h",
+            norm="norm_f",
+            block="mixer",
+            finish=_from_latent,
+            uncut=LINEAR,
+            separates_documents=False,
+        ),
         Family(name="hunyuan_v1_moe", attention=USUAL, shared_module="shared_mlp", shared=_shared_mlp),
     )
 }
