@@ -83,7 +83,7 @@ def parallelize(
     all, after `esp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
     the same samples; of some families (docs/features.md). esp_size: how many ranks share every expert, each a
     part of its width; None = 1. mesh: says these sizes in their place: a DeviceMesh of all ranks with names
-    as ("dp", "ep"), several, or groups by name (docs/hugging-face.md); `model.device_mesh` has all dimensions
+    as ("dp", "ep"), several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions
     of the layout. plan: "auto" measures the cluster at the first step and searches;
     else the name of a schedule, or a decision. ep_plan: which modules hold experts, as transformers says;
     None = as the family or the model's configuration says. ranks_per_node, timeout_s, transport: see
