@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig
+from penstock.cost import ClusterConfig, ProfiledCluster, Span
+from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision
+from penstock.ops.names import Op
 from penstock.plan import Problem, estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
+from penstock.plan.memory import trained_bytes
 from penstock.plan.optimizers import Find, find_updated, sharing_updates
 from penstock.plan.search import FoundPlan
 from tests.plan.problems import problem
@@ -70,6 +73,33 @@ def test_the_shorter_iteration_is_taken_and_both_are_told(
     chosen, _, line = find_updated(plain, sharded, finds(ROOM))
     assert (sharded_s < plain_s) is shares and chosen is (sharded if shares else plain)
     assert line.count("MiB per rank") == 2 and "with AdamW" in line and "with a sharded AdamW (" in line
+
+
+def test_both_optimisers_count_the_same_updates() -> None:
+    """Without anything to wait for, a rank updates its share of what it replicates and all of its experts."""
+    cluster = ClusterConfig(
+        flops_per_s=1e15,
+        memory_bytes_per_s=1e8,
+        link_latency_s=1e-9,
+        link_bytes_per_s=1e13,
+        intra_latency_s=1e-9,
+        intra_bytes_per_s=1e13,
+        task_overhead_s=1e-9,
+    )
+    for ranks, shares in ((4, 1), (8, 2)):
+        plain = problem(cluster=cluster, ranks=ranks)
+        sizes = trained_bytes(plain)
+        less = sizes[Op.ALL_REDUCE] * (1 - 1 / ranks) + sizes[Op.EXPERT_ALL_REDUCE] * (1 - 1 / shares)
+        found = [whole_s(each, evaluate(each, Decision())) for each in (plain, sharing_updates(plain))]
+        assert found[0] - found[1] == pytest.approx(10 * less / 1e8, rel=1e-2)
+
+
+def test_on_gpus_sums_of_shares_and_their_gather_take_as_long_as_whole_sums() -> None:
+    file = find_cluster("netmoe-a800")
+    gpus, cpus = (ProfiledCluster.build(replace(file, device=name)) for name in ("A800", "cpu"))
+    span = Span.regular(4, 8)
+    assert 2 * gpus.parts(span).seconds(1 << 30) == pytest.approx(gpus.all_reduce(span).seconds(1 << 30))
+    assert cpus.parts(span) == cpus.all_to_all(span)
 
 
 def test_what_fits_is_taken_and_the_last_refusal_is_told_if_nothing_does() -> None:

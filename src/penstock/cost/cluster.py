@@ -151,6 +151,13 @@ class ClusterConfig:
             beta_s_per_byte=self._busier(inside / span.most, rounds / span.nodes * groups),
         )
 
+    def parts(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
+        """Return the model of a reduce-scatter, or of an all-gather, that leaves a node; argument: all bytes.
+
+        axes: along which ranks meet. Every rank sends to every other, as if parts differed.
+        """
+        return self.all_to_all(group, axes)
+
     def inside(self, collective: Inside, ranks: int) -> AlphaBeta:
         """Return the model of a collective among ranks of one node.
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
 from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
+from penstock.cost.devices import find_device
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
@@ -58,6 +59,13 @@ class ProfiledCluster(ClusterConfig):
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         found = [link for link in self.file.links if (link.collective, link.lane) == ("all_reduce", "inter")]
         return self._of_size(super().all_reduce, group, found)
+
+    def parts(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:
+        """Return the model; GPUs pass parts on in rings, so that it is half of an all-reduce."""
+        if find_device(self.file.device_name) is None:
+            return super().parts(group, axes)
+        both = self.all_reduce(group)
+        return AlphaBeta(alpha_s=both.alpha_s / 2, beta_s_per_byte=both.beta_s_per_byte / 2)
 
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
         if DISPATCHES[dispatch].hops == FLAT:

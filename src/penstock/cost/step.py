@@ -124,10 +124,8 @@ class StepCost:
                 return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case "all_reduce" if not stays_inside(task.axes):
                 return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
-            case "all_gather" | "reduce_scatter" if not stays_inside(
-                task.axes
-            ):  # it costs as much as if parts differed
-                return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
+            case "all_gather" | "reduce_scatter" if not stays_inside(task.axes):
+                return cluster.parts(sizes.span(task.axes), task.axes).seconds(sent_bytes)
             case collective:
                 return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
 

@@ -52,7 +52,11 @@ def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
     """
     replicas = problem.mesh.size(Group.EXPERT_REPLICAS) > 1
     updating = Updating(clips=True, replicas=replicas, releases=releases)
-    return replace(problem, shape=replace(problem.shape, updating=updating))
+    work = problem.workload
+    if not replicas:  # nothing of experts is summed among ranks, and all of them are updated
+        own = int(work.expert_bytes) * work.placement.slots
+        work = replace(work, expert_all_reduce_bytes=tuple(own * each for each in problem.shape.moe_layers))
+    return replace(problem, workload=work, shape=replace(problem.shape, updating=updating))
 
 
 def find_updated(plain: Problem, sharded: Problem, find: Find) -> tuple[Problem, FoundPlan, str]:
