@@ -26,7 +26,7 @@ from tests.dispatch.test_legs import exchanged, permuted, tables
 from tests.steps import PLAIN
 from tests.support.close import check_close
 from tests.support.formulas import FORMULAS, SLOTS, mixed, softmax, swiglu
-from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, README, blocks, run_block
+from tests.support.pages import CHOICES, EXPERTS, EXTENDING, HIDDEN, MOE_LAYER, OWN_LOOP, blocks, run_block
 from tests.support.parity import (
     Case,
     StepResult,
@@ -256,8 +256,8 @@ def test_the_scheduled_model_of_the_page(ranks: Pools) -> None:
     assert ranks(2).run(run_page, gate, session) == [(False, "DistanceGate")] * 2
 
 
-def test_the_layer_of_the_readme(ranks: Pools) -> None:
-    alone, session = blocks(README, "A layer of your own")
+def test_a_layer_of_ones_own_in_a_session(ranks: Pools) -> None:
+    alone, session = blocks(OWN_LOOP, "A layer of your own")
     known = run_block(alone)
     assert known["out"].shape == known["x"].shape == known["x"].grad.shape
     assert all(p.grad is not None for name, p in known["layer"].named_parameters() if "experts" not in name)

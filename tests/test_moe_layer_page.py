@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,9 +148,9 @@ def test_the_picture_is_a_real_one() -> None:
     assert plan.schedule.grid(plan.graph, width=106).partition("\n")[2].strip() in MOE_LAYER.read_text()
 
 
-def rows_of(heading: str) -> list[list[str]]:
+def rows_of(heading: str, page: Path = MOE_LAYER) -> list[list[str]]:
     """Cells of the tables of a section, without the first table's two header lines."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", MOE_LAYER.read_text(), re.M | re.S)
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip(" `") for cell in row] for row in rows]
 
@@ -174,8 +175,8 @@ def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
 
 def test_defaults_of_the_configuration() -> None:
     found: dict[str, str] = {}
-    for keys, defaults, _ in rows_of("From the configuration")[2:]:
-        found.update(zip(re.findall(r"\w+", keys), defaults.split(", "), strict=True))
+    for keys, defaults, _ in rows_of("moe", ROOT / "docs" / "settings.md")[2:]:
+        found.update(zip(re.findall(r"\w+", keys.replace("moe.", "", 1)), defaults.split(", "), strict=True))
     assert found == {field.name: as_toml(field.default) for field in fields(MoEConfig)}
 
 

@@ -45,8 +45,8 @@ data        a library of Python source, 12.4 MB
 loss        5.601 nats per byte at the start, 1.981 at the end
 held out    2.104 (± 0.042) on text the model has not seen. Predicting bytes by their frequency
             alone gives 3.241; the model reaches 2.104, so it has learned from context.
-speed       51,234 tokens/s; a step takes 78.2 ms (median). 40,000 tokens/s with reading, evaluation and
-            saving. Model FLOPs: 31 % of 0.08 TFLOP/s per rank (fastest product measured)
+speed       51,234 tokens/s; a step takes 78.2 ms (median). 40,000 tokens/s with reading, evaluation
+            and saving. Model FLOPs: 31 % of 0.08 TFLOP/s per rank (fastest product measured)
 network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed.
             Overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
 balance     the busiest process computes 1.28 times the mean number of expert rows; 50 % of rows go

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-EXTENDING, README = ROOT / "docs" / "extending.md", ROOT / "README.md"
+EXTENDING, OWN_LOOP = ROOT / "docs" / "extending.md", ROOT / "docs" / "own-loop.md"
 MOE_LAYER = ROOT / "docs" / "moe-layer.md"
 HIDDEN, EXPERTS, CHOICES = 64, 8, 2
 """64 and 8 are the sizes that the documentation writes out."""
