@@ -6,11 +6,13 @@ import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +211,7 @@ def test_it_ends_by_the_clock_and_says_so(
     for part in (
         "1 layout compared",
         "were not looked at",
-        "The search took too long",
+        "took too long, as this machine is busy",
         "not planned in the",
     ):
         assert part in said
@@ -448,3 +450,20 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     tight = json.loads(run([*routed, "--memory-gib", str(limit / 2**30)], capsys))["moving"]
     assert tight["still"]["memory_bytes"] <= limit, "another plan was found, with room for these rows"
     assert PlanFile.read(path).memory_bytes <= limit
+
+
+def test_a_search_that_is_stopped_prints_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @contextmanager
+    def stopping() -> Iterator[Callable[[object], None]]:
+        yield lambda step: signal.raise_signal(signal.SIGINT) if next(first) else None
+
+    first = chain([True], repeat(False))
+    monkeypatch.setattr("penstock.cli.plan._progress", stopping)
+    before = signal.getsignal(signal.SIGINT)
+    assert main([*SMALL, "--json", "--seq-len", "384", "--out", str(tmp_path / "plan.json")]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["predicted_s"] > 0 and not found["complete"]
+    assert PlanFile.read(tmp_path / "plan.json").choice.schedule == found["choice"]["schedule"]
+    assert signal.getsignal(signal.SIGINT) == before

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -253,11 +255,13 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         check_out(options.out, EXAMPLE)
     weighed: Weighed | None = None
     started = time.monotonic()
-    with _progress() as progress:
+    with _progress() as progress, _stopped_by_hand() as stopped:
 
         def find(problem: Problem) -> FoundPlan:
-            ends = time_limit(time.monotonic, budget)
-            return find_plan(problem, memory=memory, progress=progress, budget=budget, ends=ends)
+            over = time_limit(time.monotonic, budget)
+            return find_plan(
+                problem, memory=memory, progress=progress, budget=budget, ends=lambda: stopped() or over()
+            )
 
         subject, found, updates = _found(subject, find)
         explanation = explain(subject.problem, found, memory, find)
@@ -289,7 +293,29 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         saved=saved,
     )
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
-    return FAILED if options.out is not None and saved is None else 0
+    if options.out is not None and saved is None:
+        return FAILED
+    return 128 + signal.SIGINT if stopped() else 0
+
+
+@contextmanager
+def _stopped_by_hand() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C inside end the search alone, so that what it has found is printed.
+
+    Yields what tells whether there was one. The next Ctrl-C ends the command, as usual.
+    """
+    asked, before = list[int](), signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 Planned = tuple[Subject, FoundPlan, tuple[str, ...]]

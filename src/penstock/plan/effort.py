@@ -73,8 +73,8 @@ class Searched:
         examined = f"Not examined: {' and '.join(left_out)}. " if left_out else ""
         if self.late:
             return (
-                f"{looked}. {examined}The search took too long and was ended in stage '{self.stopped}': this "
-                "machine is busy, or the step is large"
+                f"{looked}. {examined}The search was ended in stage '{self.stopped}': it was stopped, or "
+                "took too long, as this machine is busy or the step is large"
             )
         return (
             f"{looked}. {examined}The budget of {self.budget:g} ({self.allowed:,} simulated tasks) was used "
