@@ -38,7 +38,7 @@ def problems(file: ClusterFile) -> list[Problem]:
 
 def chosen(file: ClusterFile) -> tuple[int, list[str]]:
     said: list[str] = []
-    number, found, lines = _fastest(problems(file), file, 0.02, said.append, lambda: None)
+    number, found, lines = _fastest(problems(file), file, 0.02, said.append)
     assert "with a sharded AdamW (" in lines[-1]
     wanted = "forward and backward" if number == 0 else "the step, updates included"
     assert f"predicted for {wanted}" in lines[1]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args
 
-from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.deciding import decided_slowly
 from penstock.autopilot.planned import Order
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.run_problem import candidates
@@ -133,8 +133,8 @@ class SearchedPlan:
         file = self._cluster(stack, batch, length)
         problem = self.problem(stack, file, batch, length, recompute)
 
-        def decide(beat: Beat) -> tuple[Order, str, tuple[str, ...]]:
-            found, lines = find(problem, file, 1.0, self.say, beat, REMEDY)
+        def decide() -> tuple[Order, str, tuple[str, ...]]:
+            found, lines = find(problem, file, 1.0, self.say, REMEDY)
             return Order.of(found.best.plan), found.best.choice.dispatch, lines
 
         order, dispatch, lines = decided_slowly(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Generic, TypeVar
 
 from penstock.config import ConfigError
@@ -25,35 +26,51 @@ class _Answer(Generic[T]):
     value: T | ConfigError
 
 
-Beat = Callable[[], None]
-"""A slow decision calls this regularly, so that the other ranks keep waiting."""
-
-
 def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
     """Return what rank 0 decides, on all ranks; a ConfigError that prevents it is raised on all of them."""
     return _taken(control.gather(_answer(decide) if control.rank == 0 else None, purpose)[0])
 
 
-def decided_slowly(control: Control, decide: Callable[[Beat], T], purpose: str, timeout_s: float) -> T:
+def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, timeout_s: float) -> T:
     """Return what rank 0 decides, on all ranks, also if that takes longer than `timeout_s`.
 
-    timeout_s: how long ranks wait for each other. decide: gets a function to call more often than every
-    `timeout_s`, which keeps the other ranks waiting; otherwise they would consider rank 0 dead.
+    A thread of rank 0 decides, so that the others hear of it however long a single thought takes.
+
+    Args:
+        control: Of all ranks, which call this together.
+        decide: Is called on rank 0.
+        purpose: In words, for errors.
+        timeout_s: How long ranks wait for each other.
+
+    Raises:
+        ConfigError: What prevents the decision, on all ranks.
     """
     if control.rank > 0:
         while (heard := control.gather(None, purpose)[0]) is None:
             pass
         return _taken(heard)
-    every_s = min(timeout_s / BEATS, LONGEST_BEAT_S)
-    last_s = time.monotonic()
+    found: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
 
-    def beat() -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= every_s:
-            control.gather(None, purpose)
-            last_s = time.monotonic()
+    def think() -> None:
+        try:
+            found.put(_answer(decide))
+        except BaseException as error:  # of any kind: it is raised where the caller waits
+            found.put(error)
 
-    return _taken(control.gather(_answer(lambda: decide(beat)), purpose)[0])
+    Thread(target=think, name="penstock-decision", daemon=True).start()
+    while (answer := _soon(found, min(timeout_s / BEATS, LONGEST_BEAT_S))) is None:
+        control.gather(None, purpose)
+    if isinstance(answer, BaseException):
+        raise answer
+    return _taken(control.gather(answer, purpose)[0])
+
+
+def _soon(found: SimpleQueue[T], seconds: float) -> T | None:
+    """Return what comes within some seconds, or None."""
+    try:
+        return found.get(timeout=seconds)
+    except Empty:
+        return None
 
 
 def _answer(decide: Callable[[], T]) -> _Answer[T]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from penstock.autopilot.deciding import Beat, decided, decided_slowly
+from penstock.autopilot.deciding import decided, decided_slowly
 from penstock.autopilot.profiling import profile_layout
 from penstock.autopilot.run_problem import candidates, check_shared, run_problem
 from penstock.config import ConfigError, IndivisibleError, to_dict
@@ -167,9 +167,8 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
         ) * 2
     memory = MemoryBudget.of(files[0].memory_bytes)
 
-    def decide(beat: Beat) -> tuple[LayoutSizes, tuple[str, ...]]:
+    def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
         def file_of(sizes: LayoutSizes) -> ClusterFile:
-            beat()
             return files[sizes.shares]
 
         found = _ranked(config, control.world_size, ranks.node_size, file_of, memory)

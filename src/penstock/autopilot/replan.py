@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.deciding import decided_slowly
 from penstock.autopilot.diagnose import Diagnosis
 from penstock.autopilot.planned import Order, Planned
 from penstock.autopilot.profiling import measure_links, rates_with_links
@@ -65,7 +65,7 @@ def replan(
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
         machinery.control,
-        lambda beat: _decide(config, now, file, diagnosis, say, beat),
+        lambda: _decide(config, now, file, diagnosis, say),
         "choosing another plan",
         config.parallel.timeout_s,
     )
@@ -101,9 +101,7 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
-def _decide(
-    config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say, beat: Beat
-) -> Verdict:
+def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say) -> Verdict:
     """Return, on rank 0 only, the best plan found, or the present choice in a new order if that is as good.
 
     A search moves nothing that is open, since moving is weighed afterwards: the present choice is compared
@@ -111,10 +109,9 @@ def _decide(
     """
     problem = now.seeing(None).problem
     old = evaluate(problem, staying(problem, now.choice))
-    found, lines = find(problem, file, config.plan.budget, say, beat)
+    found, lines = find(problem, file, config.plan.budget, say)
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
-    beat()
     kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
     best, other = (new, old) if changes else (kept, new)
     predicted = f"predicted {_expected(now, best)} per step"

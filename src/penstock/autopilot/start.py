@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from penstock.autopilot.deciding import Beat, decided, decided_slowly
+from penstock.autopilot.deciding import decided, decided_slowly
 from penstock.autopilot.planned import Order, Planned, Rival
 from penstock.autopilot.profiling import profile_links, profile_run
 from penstock.autopilot.profiling.machine import here
@@ -119,8 +119,8 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
     file = cluster_of(config, machinery, say)
     problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
 
-    def decide(beat: Beat) -> _Found:
-        number, found, lines = _fastest(problems, file, config.plan.budget, say, beat)
+    def decide() -> _Found:
+        number, found, lines = _fastest(problems, file, config.plan.budget, say)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         problem = problems[number]
         orders = [(each.choice, Order.of(each.plan), whole_s(problem, each)) for each in promising]
@@ -145,7 +145,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def _fastest(
-    problems: Sequence[Problem], file: ClusterFile, budget: float, say: Say, beat: Beat
+    problems: Sequence[Problem], file: ClusterFile, budget: float, say: Say
 ) -> tuple[int, FoundPlan, tuple[str, ...]]:
     """Solve all problems; return the one with the shortest iteration, its plan and explanation.
 
@@ -155,7 +155,7 @@ def _fastest(
     warnings: list[list[str]] = []
     for problem in problems:
         warnings.append([])
-        found.append(find(problem, file, budget, warnings[-1].append, beat))
+        found.append(find(problem, file, budget, warnings[-1].append))
     times_s = [whole_s(each, plan.best) for each, (plan, _) in zip(problems, found, strict=True)]
     number = min(range(len(found)), key=lambda i: (bool(warnings[i]), times_s[i]))
     for warning in warnings[number]:
@@ -233,7 +233,6 @@ def find(
     file: ClusterFile,
     budget: float,
     say: Say,
-    beat: Beat,
     remedy: str = IN_A_RUN,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -242,7 +241,7 @@ def find(
 
     One more line follows if the budget ended the search early, and one if the measurements contradict each
     other. Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still
-    taken, since the run will show whether it fits. beat: called after every simulation. remedy: of
+    taken, since the run will show whether it fits. remedy: of
     measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
     plan by then.
     """
@@ -250,13 +249,7 @@ def find(
     memory = MemoryBudget.of(file.memory_bytes)
 
     def searched() -> FoundPlan:
-        return find_plan(
-            problem,
-            memory=memory,
-            budget=budget,
-            progress=lambda _: beat(),
-            ends=ends,
-        )
+        return find_plan(problem, memory=memory, budget=budget, ends=ends)
 
     try:
         found = searched()
@@ -266,7 +259,6 @@ def find(
         say(f"warning: {error}")
         memory = None
         found = searched()
-    beat()
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
     return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts)
 

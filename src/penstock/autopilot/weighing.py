@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.deciding import decided_slowly
 from penstock.autopilot.observing import OBSERVED_STEPS, Observer
 from penstock.autopilot.planned import Order, Planned
 from penstock.decision import Decision
@@ -68,7 +68,7 @@ class Weighing:
         problem = replace(problem, evidence=evidence, movable=_movable(self._config, planned))
         verdict = decided_slowly(
             self._stack.machinery.control,
-            lambda beat: _weighed(replace(planned, problem=problem), adopts, beat),
+            lambda: _weighed(replace(planned, problem=problem), adopts),
             "weighing what moving samples and experts would bring",
             self._config.parallel.timeout_s,
         )
@@ -81,13 +81,13 @@ class Weighing:
         return another.seeing(evidence)
 
 
-def _weighed(planned: Planned, adopts: bool, beat: Beat) -> _Verdict:
+def _weighed(planned: Planned, adopts: bool) -> _Verdict:
     """Return another plan where something is to move that stays now, or to stay that moves now."""
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
     if memory is not None:  # what runs fits, whatever is estimated
         memory = MemoryBudget(bytes=max(memory.bytes, _needed_bytes(problem, planned.choice)))
-    found = weigh(problem, [planned.choice], beat, memory, OBSERVED, planned.lost)
+    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.lost)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
         return _Verdict(lines=found.lines)

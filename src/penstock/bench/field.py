@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from penstock.autopilot.deciding import Beat, decided_slowly
+from penstock.autopilot.deciding import decided_slowly
 from penstock.autopilot.profiling import profile_run, profile_schedules
 from penstock.autopilot.profiling.sample import ignore
 from penstock.autopilot.run_problem import run_problem
@@ -197,8 +197,8 @@ def chosen(problem: Problem, control: Control, timeout_s: float) -> FoundPlan:
     timeout_s: how long ranks wait for each other; a search may take longer.
     """
 
-    def search(beat: Beat) -> FoundPlan:
-        return find_plan(problem, progress=lambda _: beat(), ends=time_limit(time.monotonic))
+    def search() -> FoundPlan:
+        return find_plan(problem, ends=time_limit(time.monotonic))
 
     return decided_slowly(control, search, "choosing a plan", timeout_s)
 

@@ -8,7 +8,7 @@ residuals, weights, gradients) is part of the simulated step as tasks, so one nu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -76,14 +76,13 @@ def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> 
 def weigh(
     problem: Problem,
     choices: Sequence[Decision],
-    progress: Callable[[], None] = lambda: None,
     memory: MemoryBudget | None = None,
     routing: str = "the given routing",
     lost: Sequence[LostTrial] = (),
 ) -> Weighed:
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
-    progress: called before every simulation. memory: of a rank, into which what moves must fit; None = not
+    memory: of a rank, into which what moves must fit; None = not
     known. routing: the evidence in words. lost: trials by which the predictions of moves are corrected.
     Raises RefusalError if no choice is possible without moves.
     """
@@ -92,7 +91,6 @@ def weigh(
     def price(tried: Iterable[Decision]) -> _Priced:
         priced = _Priced()
         for choice in tried:
-            progress()
             try:
                 found = evaluate(problem, choice)
                 priced.found.append(corrected(found, miss(lost, choice, staying(problem, choice))))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from statistics import median
 
+from penstock.plan import PlanFile
 from penstock.report.page.curves import (
     layer_loads_figure,
     layers_figure,
@@ -196,7 +197,7 @@ def _plans_section(run: FinishedRun) -> str:
         return section(
             "Plans",
             paragraph(f"The run went by {plan.choice.words}."),
-            paragraph("No other plan is recorded: this one was given, or it was the only one possible."),
+            paragraph(_without_others(plan)),
         )
     best = min(plan.others, key=lambda other: other.predicted_s)
     by = f"{milliseconds(best.predicted_s)} per step, {signed_change(best.predicted_s, plan.predicted_s)}"
@@ -210,6 +211,16 @@ def _plans_section(run: FinishedRun) -> str:
     parted = (line.partition("  ") for line in others)
     more = "".join(f"<li><b>{escape(what)}:</b> {escape(said.strip())}</li>" for what, _, said in parted)
     return section("Plans", paragraph(said, "said"), plans_table(plan), f"<ul>{more}</ul>" if more else "")
+
+
+def _without_others(plan: PlanFile) -> str:
+    """Return why a plan stands beside no others."""
+    if following := next((line for line in plan.why if line.startswith("Next ")), None):
+        return (
+            "Other plans were compared before it was known how rows are routed, so their times cannot stand "
+            f"beside it. Then the next best was {following.removeprefix('Next ').strip()}."
+        )
+    return "No other plan is recorded: this one was given, or it was the only one possible."
 
 
 # ---- the course of the run ---------------------------------------------------------------------------------

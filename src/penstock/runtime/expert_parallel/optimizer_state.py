@@ -38,8 +38,10 @@ def watch_optimizer(optimizer: Optimizer) -> None:
             check_share(share_of(group[KEY]), _share(group["params"]))
             del group[KEY]
         for number, parameter in enumerate(group["params"]):
-            if state := optimizer.state.get(parameter):
-                state.update(_taken(f"of parameter {number}", parameter, state))
+            state = optimizer.state.get(parameter, {})
+            # A plain tensor of the part's shape is this rank's: a loop may have filled the state itself.
+            said = {key: each for key, each in state.items() if getattr(each, "shape", ()) != parameter.shape}
+            state.update(_taken(f"of parameter {number}", parameter, said))
     _known.add(optimizer)
     optimizer.register_state_dict_post_hook(_give)
     optimizer.register_load_state_dict_pre_hook(_take)
