@@ -178,7 +178,7 @@ def dense(folder: Path) -> None:
 
 def of_no_known_family(folder: Path) -> None:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "minimax_m2", "head_dim": 8}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "aria_text", "head_dim": 8}))
 
 
 def quantized(folder: Path) -> None:
@@ -208,7 +208,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (cut_short, "cannot be read as safetensors"),
         (quantized, "holds quantized numbers"),
         (dense, "LlamaForCausalLM has no experts"),
-        (of_no_known_family, "MiniMaxM2ForCausalLM is of no family .* load it with from_pretrained"),
+        (of_no_known_family, "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
 def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
