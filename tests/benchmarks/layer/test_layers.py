@@ -117,7 +117,7 @@ def test_everything_is_measured_and_survives_json() -> None:
             assert 0 < each.step_s.low <= each.step_s.median <= each.step_s.high
     plain = json.loads(json.dumps(found.to_dict()))
     assert LayerResult.from_dict(plain) == found
-    assert plain["cases"][0]["best_other"] == found.cases[0].best_other.name
+    assert plain["layers"]["cases"][0]["best_other"] == found.cases[0].best_other.name
     assert found.transformers == metadata.version("transformers")
 
 
