@@ -168,10 +168,9 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
     memory = MemoryBudget.of(files[0].memory_bytes)
 
     def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
-        def file_of(sizes: LayoutSizes) -> ClusterFile:
-            return files[sizes.shares]
-
-        found = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
+        found = _ranked(
+            config, control.world_size, ranks.node_size, lambda sizes: files[sizes.shares], memory
+        )
         return found.best.sizes, found.lines
 
     sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)

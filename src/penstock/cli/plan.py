@@ -218,7 +218,6 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
 
 def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     """Return which options would make a plan fit."""
-
     as_options = options.model is not None
 
     def subject_of(changes: Changes) -> Subject:

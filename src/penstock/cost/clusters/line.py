@@ -58,7 +58,6 @@ def in_line(text: str) -> ClusterFile | None:
     of_device = cards >= per_node  # then each has a card of its own
     peak = device.peak_tflops(device.usual)
     assert peak is not None, "its usual precision is one that it has"
-    bytes_of_all = memory_gb * 1e9
     return ClusterFile(
         name=text.strip(),
         nodes=nodes,
@@ -74,7 +73,7 @@ def in_line(text: str) -> ClusterFile | None:
             task_overhead_s=TASK_S,
             issue_kernel_s=ISSUE_S,
         ),
-        memory_bytes=int(bytes_of_all * (1 - KEPT_SHARE) - KEPT_BYTES),
+        memory_bytes=int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES),
         device=device.name,
         precision=device.usual,
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
