@@ -113,7 +113,7 @@ TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 
 
 def trained(name: str, folder: Path, world: int, *, scheduled: bool, resume: str | None = None) -> Any:
-    """The trainer when it has trained; every step has four samples in two parts, of all ranks."""
+    """The trainer when it has trained; every step has eight samples in two parts, of all ranks."""
     kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     named = {"num_labels": 1} if name == "reward" else {}
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def trained(name: str, folder: Path, world: int, *, scheduled: bool, resume: str
     common: dict[str, Any] = {
         "output_dir": str(folder / f"{name} {world} {scheduled} {resume is None}"),
         "max_steps": STEPS,
-        "per_device_train_batch_size": 2 // world,
+        "per_device_train_batch_size": 4 // world,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "logging_steps": 1,
