@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,23 @@ def test_a_batch_without_labels_to_predict(balanced: bool) -> None:
     assert wanted(**given, num_items_in_batch=5).loss.item() == pytest.approx(
         model(**given, num_items_in_batch=5).loss.item()
     )
+
+
+def threads_of_models(rank: int, world: int) -> list[int]:
+    """How many threads there are with each of three models, of which the earlier ones are gone."""
+    found = []
+    for _ in range(3):
+        model = penstock.parallelize(small("qwen3_moe"), plan="flowmoe")
+        model(**Batch(samples=world).inputs(rank, rank + 1)).loss.backward()
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+        del model
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted there")
+def test_models_that_are_gone_leave_no_groups(ranks: Pools) -> None:
+    for first, second, third in ranks(2).run(threads_of_models, 2):
+        assert third == second <= first + 1  # the default group may have opened its own meanwhile
 
 
 def resized(model: Any) -> Any:

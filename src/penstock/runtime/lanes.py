@@ -15,7 +15,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ClassVar, Final, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class ThreadLanes:
     def __init__(self, on_failure: Callable[[], None], *, alone: bool = False) -> None:
         self._on_failure = on_failure
         self._workers: dict[Lane, _Worker] = {}
+        finalize(self, _leave_alone, self._workers).atexit = False
         self.issued_s: dict[Task, float] = {}
         self._run: _ThreadRun | None = None
         self._lost = ""
@@ -137,6 +138,12 @@ class ThreadLanes:
 
 
 HEARERS.append(ThreadLanes.hear)
+
+
+def _leave_alone(workers: Mapping[Lane, _Worker]) -> None:
+    """Let the threads of lanes that nobody holds any more end."""
+    for worker in workers.values():
+        worker.leave_alone()
 
 
 class _Worker:

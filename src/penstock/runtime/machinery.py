@@ -37,8 +37,7 @@ class Machinery:
     @cached_property
     def meshes(self) -> RankMeshes:
         """The layout as device meshes; all ranks ask for them together, the first time."""
-        self.control.barrier("making device meshes")
-        return RankMeshes(self.layout, self.device.type)
+        return RankMeshes.of(self.layout, self.device.type, self.control)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return refuse_pickle("a model or part of one that Penstock runs")

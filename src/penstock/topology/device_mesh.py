@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final, Self
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -102,6 +103,20 @@ class RankMeshes(Mapping[str, DeviceMesh]):
         dense: dp x tp: ranks with samples of their own, and ranks that share attention.
         experts: edp x ep x esp: replicas, ranks with different experts, ranks that share every expert.
     """
+
+    _made: ClassVar[WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], Self]]] = WeakKeyDictionary()
+    """By default group: torch keeps the groups of every mesh, so models of one layout share theirs."""
+
+    @classmethod
+    def of(cls, layout: Layout, device_type: str, control: Control) -> Self:
+        """Return the meshes of a layout; all ranks ask for them together."""
+        default = dist.group.WORLD
+        assert default is not None, "ranks have joined"
+        made = cls._made.setdefault(default, {})
+        if (layout, device_type) not in made:
+            control.barrier("making device meshes")
+            made[layout, device_type] = cls(layout, device_type)
+        return made[layout, device_type]
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         views = {

@@ -5,13 +5,14 @@ Tensors of GPUs that are staged in the host's memory go over Gloo, too.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,16 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 """Collectives that PyTorch calls by other names from 2.13 on."""
 
 
+_LEFT: list[dict[Axes, dist.ProcessGroup]] = []
+"""Groups of transports that nobody holds any more: torch keeps them, over Gloo with three threads each."""
+
+
 class GroupTransport(ABC):
     """The process groups of a transport, and the bytes that this rank has sent through them."""
 
     def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
+        finalize(self, _LEFT.append, groups).atexit = False
         self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
         self.traffic: Counter[int] = Counter()
 
@@ -92,9 +98,7 @@ class GroupTransport(ABC):
 
     def close(self) -> None:
         """Destroy its groups, and with them their connections and the threads that wait for these."""
-        while self._groups:
-            with suppress(ValueError):  # it was destroyed with the default group
-                dist.destroy_process_group(self._groups.popitem()[1])
+        _destroy(self._groups)
 
     def _group(self, kind: Axes) -> dist.ProcessGroup:
         if not self._groups:
@@ -139,6 +143,22 @@ class GroupTransport(ABC):
         for member, (peer, count) in enumerate(zip(self._members[group], input_splits, strict=True)):
             if member != self._groups[group].rank():
                 self.traffic[peer] += count * row_bytes
+
+
+def _destroy(groups: dict[Axes, dist.ProcessGroup]) -> None:
+    while groups:
+        with suppress(ValueError):  # it was destroyed with the default group
+            dist.destroy_process_group(groups.popitem()[1])
+
+
+def _destroy_left() -> None:
+    """Destroy the groups of models that are gone.
+
+    Not where a model is collected, which can be at any moment, also inside of an exchange.
+    """
+    gc.collect()  # a scheduled model and its engine refer to each other
+    while _LEFT:
+        _destroy(_LEFT.pop())
 
 
 class GlooTransport(GroupTransport):
@@ -307,6 +327,7 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
+    _destroy_left()
     make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
         return Transports(make(INTER_GROUPS), make=make)
