@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.pairwise import covering
+from tests.support.pairwise import covering, each_value
 
 
 def pairs(case: dict[str, int]) -> set[tuple[tuple[str, int], ...]]:
@@ -29,6 +29,9 @@ def test_every_pair_is_met_that_fits(data: st.DataObject, sizes: list[int]) -> N
     chosen = list(covering(axes, fits))
     assert all(case in whole for case in chosen) and len(chosen) <= len(whole)
     assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, whole))
+    few = list(each_value(axes, fits))
+    assert all(case in chosen for case in few) and len(few) <= max(1, sum(sizes))
+    assert {value for case in few for value in case.items()} == {v for case in whole for v in case.items()}
 
 
 def test_there_are_few_of_them() -> None:

@@ -23,7 +23,7 @@ from tests.steps import PLAIN
 from tests.support.card import OPERATIONS, Card, CardDevice, Wait, counted, install
 from tests.support.hosted import Hosts
 from tests.support.layouts import Layout, engines, layout_case
-from tests.support.pairwise import covering, pairwise
+from tests.support.pairwise import covering, each_value, valuewise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools, RankPool
@@ -136,7 +136,7 @@ def check_waits(waits: Mapping[Wait, int], case: Case, more: int = 0) -> None:
 
 
 @pytest.mark.slow
-@pairwise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True], transport=TRANSPORTS)
+@valuewise(_fits, layout=LAYOUTS, engine=ENGINES, kernel=[False, True], transport=TRANSPORTS)
 def test_every_schedule(
     cards: Pools, layout: Layout, engine: tuple[str, Any], kernel: bool, transport: TransportName
 ) -> None:
@@ -144,7 +144,7 @@ def test_every_schedule(
 
 
 @pytest.mark.slow
-@pairwise(
+@valuewise(
     _fits, feature=FEATURES, layout=LAYOUTS, schedule=["flowmoe", "fsmoe", "penstock"], transport=TRANSPORTS
 )
 def test_every_feature(
@@ -164,8 +164,19 @@ def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any]
     check_on_card(cards, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
 
 
+@pytest.mark.parametrize("values", [*each_value(AXES, fits)], ids=named)
+def test_every_option(cards: Pools, values: Mapping[str, Any]) -> None:
+    check_loop(cards, values)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
+    """In `make test` those of `recorded/test_steps.py` are the pairs."""
+    check_loop(cards, values)
+
+
+def check_loop(cards: Pools, values: Mapping[str, Any]) -> None:
     """Whole steps of a training loop, in which parameters may be updated and experts may move."""
     case = case_of(**values)
     hosts = hosts_of(case, values["moves"])

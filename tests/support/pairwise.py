@@ -25,6 +25,17 @@ def pairwise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkD
     return pytest.mark.parametrize(tuple(axes), [tuple(case.values()) for case in covering(values, fits)])
 
 
+def valuewise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
+    """The same cases for `make soak`, of which `make test` takes so many that every value is met."""
+    values = {axis: list(each) for axis, each in axes.items()}
+    few = [*each_value(values, fits)]
+    cases = [
+        pytest.param(*case.values(), marks=() if case in few else pytest.mark.soak)
+        for case in covering(values, fits)
+    ]
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
 def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
     """Few cases that have all pairs of values for which there is a case."""
     places = {axis: [(axis, place) for place in range(len(values))] for axis, values in axes.items()}
@@ -40,6 +51,16 @@ def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Ite
             missing.pop(pair, None)
         if case is not None:
             yield {axis: axes[axis][place] for axis, place in case.items()}
+
+
+def each_value(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
+    """The fewer of these cases in which every value is met, for what another test has in pairs."""
+    met: set[tuple[str, str]] = set()
+    for case in covering(axes, fits):
+        values = {(axis, repr(value)) for axis, value in case.items()}
+        if not met.issuperset(values):
+            met |= values
+            yield case
 
 
 def _completed(
