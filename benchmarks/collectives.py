@@ -23,12 +23,12 @@ from benchmarks.command import run_on_ranks
 from benchmarks.peers.shipped import ShippedTransport
 from benchmarks.progress import in_rows
 from benchmarks.uplinks import Uplinks, cluster_text, size_text
-from penstock.bench import BenchConfig
-from penstock.bench.result import Spread
-from penstock.bench.summarise import busiest_uplink_bytes
-from penstock.bench.table import markdown_table
 from penstock.config import ConfigError
-from penstock.emulate import EmulateConfig
+from penstock.lab.bench import BenchConfig
+from penstock.lab.bench.result import Spread
+from penstock.lab.bench.summarise import busiest_uplink_bytes
+from penstock.lab.bench.table import markdown_table
+from penstock.lab.emulate import EmulateConfig
 from penstock.mesh import Group
 from penstock.runtime.transport import Transport
 from penstock.topology import Control, Layout, lane_groups

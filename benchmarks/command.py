@@ -16,19 +16,19 @@ import torch
 
 from benchmarks.progress import BOARD
 from benchmarks.stopping import Stop
-from penstock.bench import BenchConfig
 from penstock.cli.codes import INTERRUPTED
-from penstock.cli.emulate import add_emulation_options, emulation
 from penstock.cli.ranks import (
     NOTHING_MEASURED,
     end_of_rank,
     measure_as_rank,
     on_ranks,
-    processes_of_bench,
 )
 from penstock.cli.run import exit_code, parse
 from penstock.config import ConfigError, load
-from penstock.emulate import EmulateConfig
+from penstock.lab.bench import BenchConfig
+from penstock.lab.bench.config import processes_of_bench
+from penstock.lab.commands.emulate import add_emulation_options, emulation
+from penstock.lab.emulate import EmulateConfig
 from penstock.stops import SIGNALS
 from penstock.topology import Layout, ProcessInfo, detect
 

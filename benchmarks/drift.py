@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import launch_quietly
 from benchmarks.progress import in_rows
-from penstock.emulate import Cluster, EmulateConfig
+from penstock.lab.emulate import Cluster, EmulateConfig
 
 Change = Literal["rate", "slow_rank"]
 POLL_S: Final = 0.05

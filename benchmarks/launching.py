@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from penstock.emulate import Cluster
+from penstock.lab.emulate import Cluster
 from penstock.train.launcher import LaunchOutcome, launch
 
 GRACE_S: Final = 70.0

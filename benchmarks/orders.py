@@ -17,10 +17,10 @@ from typing import Any, Final
 from benchmarks.command import parser_of, run_alone
 from benchmarks.optimum import shortest_s, small_step
 from benchmarks.progress import BOARD
-from penstock.bench.table import markdown_table
 from penstock.cost import ClusterConfig, Workload
 from penstock.decision import Decision
 from penstock.graph import Graph
+from penstock.lab.bench.table import markdown_table
 from penstock.plan import Candidate, Problem, evaluate, find_plan
 from penstock.plan.drafts import DRAFTED, ROUNDS, Drafts
 from penstock.plan.effort import Meter

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.command import parser_of, run_alone
 from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
-from penstock.bench.table import markdown_table
+from penstock.lab.bench.table import markdown_table
 from penstock.placement import Hosting
 from penstock.placing import PLANNERS, ExpertProblem, LayerLoad, find_planner, overlap, pays
 from penstock.placing.model import LayerSeconds, seconds_of

@@ -15,8 +15,8 @@ from statistics import mean
 from typing import Any, Final
 
 from benchmarks.command import parser_of, run_alone
-from penstock.bench.table import markdown_table
-from penstock.emulate.config import parse_rate
+from penstock.lab.bench.table import markdown_table
+from penstock.lab.emulate.config import parse_rate
 
 RATES: Final = ("300mbit", "400mbit", "700mbit", "2gbit")
 SCHEDULES: Final = "sequential,moe_pipeline,flowmoe,penstock"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from penstock.bench.result import BenchResult, CaseResult, Limit, Spread
+from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
 
 
 def restore(plain: Mapping[str, Any]) -> BenchResult:

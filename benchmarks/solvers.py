@@ -19,7 +19,7 @@ from benchmarks.command import parser_of, run_alone
 from benchmarks.layer.measure import Band, in_turns, quiet_process
 from benchmarks.progress import in_rows
 from benchmarks.skewed import expert_problem
-from penstock.bench.table import markdown_table
+from penstock.lab.bench.table import markdown_table
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.placing import PLANNERS, SOLVERS, Nearness, SampleProblem, assign, prepare, sample_problem
 from penstock.words import counted

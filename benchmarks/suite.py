@@ -24,7 +24,7 @@ from benchmarks.runs import SUITE
 from benchmarks.text import text_of
 from penstock.cli.run import exit_code
 from penstock.config import check_name
-from penstock.emulate import check_available
+from penstock.lab.emulate import check_available
 
 DOCUMENT: Final = Path("BENCHMARKS.md")
 FOLDER: Final = Path("docs", "bench")

@@ -20,10 +20,10 @@ from typing import Any, Final
 from benchmarks.command import parser_of, run_alone
 from benchmarks.launching import launch_quietly
 from benchmarks.mixed_text import write_texts
-from penstock.bench.naming import Named
-from penstock.bench.result import Spread
-from penstock.bench.table import markdown_table
-from penstock.emulate import Cluster, EmulateConfig
+from penstock.lab.bench.naming import Named
+from penstock.lab.bench.result import Spread
+from penstock.lab.bench.table import markdown_table
+from penstock.lab.emulate import Cluster, EmulateConfig
 
 CONTENDERS: Final = (
     "flowmoe",

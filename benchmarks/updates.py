@@ -17,12 +17,12 @@ from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from benchmarks.progress import BOARD
 from penstock.autopilot.profiling import profile_run
 from penstock.autopilot.run_problem import run_problem
-from penstock.bench import BenchConfig
-from penstock.bench.scheduled import batch_of, run_config_of
-from penstock.bench.table import markdown_table
 from penstock.cost import ClusterFile
 from penstock.decision import ScheduleConfig
-from penstock.emulate import EmulateConfig
+from penstock.lab.bench import BenchConfig
+from penstock.lab.bench.scheduled import batch_of, run_config_of
+from penstock.lab.bench.table import markdown_table
+from penstock.lab.emulate import EmulateConfig
 from penstock.moe.build import dispatch_of
 from penstock.plan import evaluate
 from penstock.plan.predict import closing_s

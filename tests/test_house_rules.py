@@ -51,7 +51,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "plan/slack.py": "gaps of the lane on which guests travel, between experts",
     "autopilot/profiling/links.py": "which transport measures a leg",
     "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
-    "virtual/handlers.py": "virtual devices have handlers of their own",
+    "lab/virtual/handlers.py": "virtual devices have handlers of their own",
 }
 
 
@@ -63,8 +63,8 @@ READS_THE_CLOCK: Mapping[str, str] = {
     "benchmarks/test_stopping.py": "a process that is killed sleeps",
     "data/test_prepare.py": "polls a child, as long as that runs",
     "doctor/ranks.py": "ranks of which some never end have one deadline",
-    "emulate/test_links.py": "what has passed is at most what a rate allows in the time; none may answer",
-    "emulate/traffic.py": "a rate is bytes by time; it is measured until it is as expected",
+    "lab/emulate/test_links.py": "what has passed is at most what a rate allows in the time; none may answer",
+    "lab/emulate/traffic.py": "a rate is bytes by time; it is measured until it is as expected",
     "runtime/test_lanes.py": "lets the caller reach its wait; the outcome is the same if it does not",
     "runtime/transport/test_later.py": "lets a second thread come, which never may; a slow one is as good",
     "runtime/transport/test_transport.py": "lets others enter; they fail at the entrance just the same",

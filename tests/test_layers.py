@@ -20,6 +20,7 @@ PURE = (
     "writing",
     "config",
     "words",
+    "apportion",
     "extras",
     "mesh",
     "placement",
@@ -56,12 +57,10 @@ LAYERS = (
     "autopilot",
     "adapt",
     "own_loop",
-    "emulate",
-    "virtual",
-    "bench",
     "doctor",
     "cli",
     "__main__",
+    "lab",
 )
 """Top-level packages and modules; each imports from itself and from those before it."""
 
@@ -229,4 +228,4 @@ def test_the_package_reaches_for_benchmarks_in_one_place() -> None:
             assert name.partition(".")[0] != "benchmarks", f"{module_name(path)} imports {name}"
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         names_one = any(isinstance(text, str) and text.startswith("benchmarks") for text in texts)
-        assert names_one is (module_name(path) == "penstock.bench.checkout"), module_name(path)
+        assert names_one is (module_name(path) == "penstock.lab.bench.checkout"), module_name(path)

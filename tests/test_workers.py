@@ -19,9 +19,9 @@ from tests.support.workers import group_of, slow_first
     [
         ("tests/a/test_b.py::test_c", "tests/a/test_b.py::test_d[1-x::y]", True),
         ("tests/a/test_b.py::test_c", "tests/a/test_d.py::test_c", False),
-        ("tests/emulate/test_a.py::test_b", "tests/emulate/test_c.py::test_d", True),
-        ("tests/emulate/test_a.py::test_b", "tests/scenarios/test_two_machines.py::test_c", True),
-        ("tests/emulate/test_a.py::test_b", "tests/moe/test_a.py::test_b", False),
+        ("tests/lab/emulate/test_a.py::test_b", "tests/lab/emulate/test_c.py::test_d", True),
+        ("tests/lab/emulate/test_a.py::test_b", "tests/scenarios/test_two_machines.py::test_c", True),
+        ("tests/lab/emulate/test_a.py::test_b", "tests/moe/test_a.py::test_b", False),
     ],
 )
 def test_what_one_worker_runs(first: str, second: str, together: bool) -> None:

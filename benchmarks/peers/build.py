@@ -6,7 +6,7 @@ import warnings
 
 from benchmarks.peers.installed import require
 from benchmarks.peers.peer import Peer, Work
-from penstock.bench.contender import TransportName
+from penstock.lab.bench.contender import TransportName
 
 
 def build_peer(name: str, work: Work, transport: TransportName) -> Peer:

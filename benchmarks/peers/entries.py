@@ -11,8 +11,8 @@ from typing import Final
 from benchmarks.peers.build import build_peer
 from benchmarks.peers.peer import Work
 from benchmarks.peers.shipped import ShippedTransport
-from penstock.bench.contender import Entry, TransportName
-from penstock.bench.scheduled import Stacks
+from penstock.lab.bench.contender import Entry, TransportName
+from penstock.lab.bench.scheduled import Stacks
 from penstock.runtime import PipelinedStack
 from penstock.runtime.lanes import ThreadLanes
 from penstock.runtime.transport import Transports

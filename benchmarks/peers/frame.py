@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from penstock.bench.config import BenchConfig
+from penstock.lab.bench.config import BenchConfig
 from penstock.models import MoEDecoder
 from penstock.moe import MoELayer, SampleKeys
 from penstock.topology import Layout

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.peers.frame import Frame
 from benchmarks.peers.transport import receives_first
-from penstock.bench.config import BenchConfig
-from penstock.bench.contender import TransportName
 from penstock.cost.workload import capacity_slots
+from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.contender import TransportName
 from penstock.models import MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime.transport.sockets import Sockets

@@ -10,8 +10,8 @@ from benchmarks.sft.contenders import CONTENDERS
 from benchmarks.sft.measure import Plan, measure
 from benchmarks.sft.prepared import Size
 from benchmarks.sft.result import SftResult
-from penstock.cli.emulate import add_emulation_options, emulation
 from penstock.config import check_name
+from penstock.lab.commands.emulate import add_emulation_options, emulation
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from benchmarks.progress import BOARD
 from benchmarks.sft.contenders import ALONE, Contender
 from benchmarks.sft.prepared import Size, prepare
 from benchmarks.sft.result import OneRun, SftResult
-from penstock.emulate import Cluster, EmulateConfig
+from penstock.lab.emulate import Cluster, EmulateConfig
 
 ENVIRON: Final = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState, trainer
 from transformers.utils import output_capturing
 
-from penstock.emulate import open_cluster
+from penstock.lab.emulate import open_cluster
 
 
 class Notes(TrainerCallback):

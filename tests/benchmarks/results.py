@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.bench.result import BenchResult, CaseResult, Limit, Spread
+from penstock.lab.bench.result import BenchResult, CaseResult, Limit, Spread
 
 COMPUTE_S = 0.5
 WIRE_BYTES = 25_000_000

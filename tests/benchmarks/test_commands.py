@@ -16,7 +16,7 @@ import pytest
 from benchmarks.sft.contenders import CONTENDERS
 from benchmarks.sft.result import SftResult
 from penstock.topology.join import leave
-from tests.cli.test_bench import QUICK
+from tests.lab.commands.test_bench import QUICK
 from tests.support.forked import run_forked
 from tests.support.runs import check_refusal, clean_environ
 
@@ -28,7 +28,7 @@ STARTED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777"}
 
 
 def test_collectives_as_json() -> None:
-    """Settings may stand before and after options. Of a benchmark that starts its ranks: tests/emulate."""
+    """Settings may stand before and after options. One that starts its ranks: tests/lab/emulate."""
     result = run_forked(2, QUICK[0], "--json", *QUICK[1:], program="benchmarks.collectives")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

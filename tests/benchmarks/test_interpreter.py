@@ -18,7 +18,7 @@ from benchmarks.interpreter import (
     step,
 )
 from benchmarks.layer.measure import Band
-from penstock.bench import BenchConfig
+from penstock.lab.bench import BenchConfig
 from penstock.models import MoEDecoder
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack

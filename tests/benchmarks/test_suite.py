@@ -22,7 +22,7 @@ from benchmarks.uplinks import Uplinks
 from penstock.config import ConfigError
 from tests.benchmarks.results import NINE, result
 from tests.benchmarks.test_document import MACHINE
-from tests.cli.test_bench import QUICK
+from tests.lab.commands.test_bench import QUICK
 
 pytestmark = pytest.mark.slow
 

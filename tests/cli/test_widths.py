@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench.table import render
 from penstock.cli import main
 from penstock.cost.clusters import find_cluster, names
+from penstock.lab.bench.table import render
 from penstock.report.profile import profile_text
 from penstock.schedule import SCHEDULES
 from penstock.train.progress import Progress
 from penstock.words import UNKNOWN, folded, stacked, terminal_width
 from tests.autopilot.test_trials import run as run_trials
-from tests.bench.test_summarise import result
+from tests.lab.bench.test_summarise import result
 from tests.report.test_summary import SUMMARY
 from tests.support.metrics import step
 

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
-from penstock.bench.config import BenchConfig
 from penstock.config import ConfigError, Items, Within, check_bounds, from_dict, to_toml
 from penstock.config.bounds import Text
 from penstock.config.kinds import section_of, types_of
 from penstock.cost import ClusterFile
-from penstock.emulate.config import EmulateConfig
-from penstock.emulate.state import ClusterState
+from penstock.lab.bench.config import BenchConfig
+from penstock.lab.emulate.config import EmulateConfig
+from penstock.lab.emulate.state import ClusterState
 from penstock.plan import PlanFile
 from penstock.plan.subject import Overrides
 from penstock.train.config import RunConfig

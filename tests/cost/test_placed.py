@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.apportion import Counts
 from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes, split_sizes
 from penstock.cost.links import NodeLinks
 from penstock.cost.placed import (
@@ -32,7 +33,7 @@ from penstock.placing import copies_of
 from penstock.runtime.sample_moving import company_of
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, ParallelConfig
-from penstock.workloads import Counts, Routing, RoutingConfig, routing_of
+from penstock.workloads import Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
 from tests.support.hosted import random_hosting
 from tests.workloads.strategies import CLUSTER, steps

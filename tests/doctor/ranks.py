@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from penstock.cli.main import main
 from penstock.doctor import facts, wire
-from penstock.emulate import Cluster
-from penstock.emulate.system import CLONE_NEWNET, NAMESPACES
+from penstock.lab.emulate import Cluster
+from penstock.lab.emulate.system import CLONE_NEWNET, NAMESPACES
 from tests.support.ranks import forking
 from tests.support.runs import clean_environ
 

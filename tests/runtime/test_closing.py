@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.lab.virtual import VirtualConfig, build_virtual
 from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
 from penstock.runtime.expert_parallel.exchange import ExpertParallel
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
-from penstock.virtual import VirtualConfig, build_virtual
 from tests.runtime.test_moe_parity import case
 from tests.support.parity import batch_of
 from tests.support.ranks import Pools

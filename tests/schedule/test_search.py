@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.config import BenchConfig
-from penstock.bench.scheduled import run_config_of
 from penstock.cost import ClusterConfig, StepCost
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
 from penstock.graph.paths import path_ends
+from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.scheduled import run_config_of
 from penstock.schedule import SCHEDULES, Cost, Schedule, cut, freeze, unit_cost
 from penstock.schedule.board import Board, Keys
 from penstock.schedule.lineup import Lineup

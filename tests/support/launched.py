@@ -1,7 +1,7 @@
 """The command and its launcher on ranks that are forked, so that torch is loaded already.
 
 Ranks are children of their launcher as they always are: signals, stops and deaths are real. Only `exec` is
-left out; a run in tests/cli/test_train.py and those in tests/emulate start Python anew for every rank.
+left out; a run in tests/cli/test_train.py and those in tests/lab/emulate start Python anew for every rank.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PRELOADED = [
     "matplotlib.figure",
     "pytest",
     "hypothesis.strategies",
-    "penstock.cli.bench",
+    "penstock.lab.commands.bench",
     "penstock.cli.profile",
     "penstock.cli.train_rank",
     "tests.support.ranks",

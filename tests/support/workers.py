@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-EMULATED = ("tests/emulate/", "tests/scenarios/test_planning.py", "tests/scenarios/test_two_machines.py")
+EMULATED = ("tests/lab/emulate/", "tests/scenarios/test_planning.py", "tests/scenarios/test_two_machines.py")
 
 
 def group_of(test: str) -> str:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.mesh import Mesh
+from penstock.train.load_figures import HostedRows, max_over_mean
 from penstock.train.measuring import load_figures
-from penstock.workloads.figures import HostedRows, max_over_mean
 from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
 from tests.support.hosted import Hosts, hosted_stack

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
 from penstock.moe.sample_moves import SampleTable
 from penstock.placement import Hosting
@@ -22,7 +23,6 @@ from penstock.train.run_state import (
     steps_of,
     take_steps,
 )
-from penstock.workloads import Counts
 from tests.runtime.test_bounds import bounded
 from tests.runtime.test_guests_between_steps import checkpoints
 from tests.runtime.test_sample_moves import case

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from penstock.config import ConfigError, load, to_toml
-from penstock.virtual import VirtualConfig
+from penstock.lab.virtual import VirtualConfig
 from penstock.workloads import RoutingConfig
 from tests.workloads.strategies import generated
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.workloads import (
-    Counts,
     RecordedModel,
     Recording,
     RoutingConfig,
@@ -26,8 +26,8 @@ from penstock.workloads import (
     routing_of,
 )
 from penstock.workloads.recorded import recorded_routing
+from tests.lab.virtual.test_stack import case_of
 from tests.support.parity import Case, batch_of, stack_of
-from tests.virtual.test_stack import case_of
 from tests.workloads.strategies import NOWHERE, recordings, sizes
 
 MODEL = RecordedModel(moe_layers=2, num_experts=3, top_k=1)

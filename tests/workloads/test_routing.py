@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workloads import Counts, Routing, RoutingConfig, RoutingSizes, apportion, routing_of
+from penstock.apportion import Counts, apportion
+from penstock.workloads import Routing, RoutingConfig, RoutingSizes, routing_of
 from penstock.workloads.catalogue import GENERATED
 from penstock.workloads.preferences import inclusion
 from penstock.workloads.recorded import RecordedRouting

@@ -13,12 +13,12 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.apportion import Counts
 from penstock.cost.placed import Evidence
 from penstock.mesh import Group
 from penstock.moe.choices import GateSums
 from penstock.moe.tokens import Tokens
 from penstock.runtime import PipelinedStack
-from penstock.workloads import Counts
 
 OBSERVED_STEPS = 2
 """One step from which guests would be planned, and the next one, in which they would be used."""

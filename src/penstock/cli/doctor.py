@@ -18,14 +18,13 @@ from rich.text import Text
 
 from penstock.cli.codes import FAILED
 from penstock.cli.failing import tell, tell_torchrun
-from penstock.cli.ranks import on_ranks, processes_of
+from penstock.cli.ranks import Emulated, on_ranks, processes_of
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.doctor import Check, Examination, Wanted, examine, judge
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.doctor.unreachable import why_unreachable
-from penstock.emulate import EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
@@ -68,7 +67,7 @@ def doctor(
     overrides: Sequence[str],
     given: Sequence[str],
     options: Options,
-    emulate: EmulateConfig | None,
+    emulate: Emulated | None,
 ) -> int:
     """Examine the cluster and return the exit code; one rank prints the table, or one JSON object."""
     config = load(RunConfig, path, given_schedule(overrides))
@@ -83,10 +82,10 @@ def doctor(
     return on_ranks("penstock doctor", given, ranks, asked.options.wait_s, emulate, work, reports=True)
 
 
-def _ranks(config: RunConfig, info: ProcessInfo | None, emulate: EmulateConfig | None) -> int:
+def _ranks(config: RunConfig, info: ProcessInfo | None, emulate: Emulated | None) -> int:
     if info is not None:
         return info.world_size
-    return processes_of(config) if emulate is None else emulate.shape.ranks
+    return processes_of(config) if emulate is None else emulate.ranks
 
 
 def _wanted(asked: Asked, ranks: int) -> Wanted:

@@ -9,10 +9,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.cli.codes import FAILED
 from penstock.writing import write_whole
 
 NOT_BEGUN = "stopped before training began; nothing was saved"
 NO_RESULT = "stopped before there was a result"
+
+
+class CommandError(RuntimeError):
+    """Raised when a command cannot do what it is asked to; its text is all that a user needs to read."""
+
+    exit_code = FAILED
 
 
 def tell(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 from penstock.cli.codes import FAILED
 from penstock.cli.failing import tell
 from penstock.cli.out import check_out, save_out
-from penstock.cli.ranks import on_ranks, processes_of
+from penstock.cli.ranks import Emulated, on_ranks, processes_of
 from penstock.config import ConfigError, load
 from penstock.cost.json_file import write_json
 from penstock.device import best_kind, count_gpus, device_of
@@ -24,7 +24,6 @@ from penstock.doctor.gpu.run import Crew, Met, OneRank, Result, run_stages
 from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.doctor.unreachable import why_unreachable
-from penstock.emulate import EmulateConfig
 from penstock.topology import ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig
@@ -92,7 +91,7 @@ def gpu_doctor(
     overrides: Sequence[str],
     given: Sequence[str],
     options: Options,
-    emulate: EmulateConfig | None,
+    emulate: Emulated | None,
 ) -> int:
     """Run the stages and return the exit code: 1 if one has failed."""
     stages = options.wanted
@@ -108,7 +107,7 @@ def gpu_doctor(
     if info is not None:
         ranks = info.world_size
     else:
-        ranks = processes_of(config) if emulate is None else emulate.shape.ranks
+        ranks = processes_of(config) if emulate is None else emulate.ranks
         check_out(options.out, EXAMPLE)
     if path is None:
         config = load(RunConfig, None, [*usual, f"moe.num_experts={max(2, ranks)}", *overrides])

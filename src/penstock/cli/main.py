@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
-from penstock.cli.emulate import add_emulate, add_emulation_options, emulation
 from penstock.cli.failing import NO_RESULT, NOT_BEGUN
+from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
 from penstock.cli.paths import user_path
@@ -20,22 +19,13 @@ from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
 from penstock.cli.run import commands, exit_code, parse, replace_unencodable
-from penstock.config import ConfigError, expanded
+from penstock.config import expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
 from penstock.stops import STOPPED, STOPS
 
 MOST_PIECES = 64
-
-MOVED = {
-    "collectives": "collectives",
-    "layer": "layer",
-    "drift": "drift",
-    "published": "published",
-    "suite": "suite",
-}
-"""Benchmarks that were options of `penstock bench`: the module of `benchmarks/` that runs each."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,11 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     add_prepare(commands)
     _add_schedule(commands)
-    _add_bench(commands)
+    lab().add_bench(commands)
     add_plan(commands)
     _add_profile(commands)
     _add_doctor(commands)
-    add_emulate(commands)
+    lab().add_emulate(commands)
     add_models(commands)
     add_report(commands)
     add_list(commands)
@@ -101,7 +91,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
-    add_emulation_options(train)
+    lab().add_emulation_options(train)
     train.set_defaults(run=_train, left=NOT_BEGUN)
 
 
@@ -196,48 +186,6 @@ def _add_moving(schedule: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="compare schedules",
-        description="Runs schedules in alternation with the same shapes and seeds, and reports how close "
-        "each comes to the physical limit of the hardware.",
-        epilog="Example: penstock bench --emulate 2x1 --inter-rate 400mbit --schedules sequential,flowmoe",
-    )
-    bench.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings that override the defaults",
-    )
-    bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file (default: built in)")
-    bench.add_argument(
-        "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"
-    )
-    bench.add_argument(
-        "--peers", metavar="A,B,...", help="other systems to compare with: deepspeed, megatron"
-    )
-    bench.add_argument(
-        "--virtual",
-        action="store_true",
-        help="sleep instead of computing, so that there can be more ranks than cores; settings in [virtual]",
-    )
-    bench.add_argument(
-        "--plan",
-        action="store_true",
-        help="profile, choose a plan, and measure it against four published plans",
-    )
-    bench.add_argument(
-        "--plot", type=user_path, metavar="DIR", help="write figures (PNG) and an HTML page to DIR"
-    )
-    for option in MOVED:
-        bench.add_argument(f"--{option}", nargs="?", const="", help=argparse.SUPPRESS)
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
-    add_emulation_options(bench)
-    bench.set_defaults(run=_bench, left=NO_RESULT)
-
-
 def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     profile = commands.add_parser(
         "profile",
@@ -273,7 +221,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="draw measurements and fitted lines into DIR/profile.png",
     )
     profile.add_argument("--json", action="store_true", help="print only the cluster file")
-    add_emulation_options(profile)
+    lab().add_emulation_options(profile)
     profile.set_defaults(run=_profile, left=NO_RESULT)
 
 
@@ -311,7 +259,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     _add_gpu_doctor(doctor)
-    add_emulation_options(doctor)
+    lab().add_emulation_options(doctor)
     doctor.set_defaults(run=_doctor)
 
 
@@ -354,28 +302,8 @@ def _train(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
         from penstock.cli.train import train
 
-    cluster = emulation(options)
+    cluster = lab().emulation(options)
     return train(options.config, options.overrides, given, json_wanted=options.json, emulate=cluster)
-
-
-def _bench(options: argparse.Namespace, given: Sequence[str]) -> int:
-    with STOPS.loading():
-        from penstock.cli.bench import Wanted, bench
-
-    for option, module in MOVED.items():
-        if getattr(options, option) is not None:
-            hint = f"Run python -m benchmarks.{module} in the folder of the source code."
-            raise ConfigError(f"--{option}", True, "is a benchmark of its own", hint)
-    chosen = {"schedules": options.schedules, "peers": options.peers}
-    overrides = [f"compare.{k}={json.dumps(v.split(','))}" for k, v in chosen.items() if v is not None]
-    wanted = Wanted(
-        json=options.json,
-        virtual=options.virtual,
-        plan=options.plan,
-        plot=options.plot,
-        peers=options.peers is not None,
-    )
-    return bench(options.config, [*options.overrides, *overrides], given, wanted, emulation(options))
 
 
 def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -384,7 +312,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     path, words = _config_and_settings(options)
     wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
-    return profile(path, words, given, wanted, emulation(options))
+    return profile(path, words, given, wanted, lab().emulation(options))
 
 
 def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -395,7 +323,7 @@ def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
 
     path, words = _config_and_settings(options)
     asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)
-    return doctor(path, words, given, asked, emulation(options))
+    return doctor(path, words, given, asked, lab().emulation(options))
 
 
 def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
@@ -411,7 +339,7 @@ def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
         out=options.out,
         json=options.json,
     )
-    return gpu_doctor(path, words, given, asked, emulation(options))
+    return gpu_doctor(path, words, given, asked, lab().emulation(options))
 
 
 def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:

@@ -21,11 +21,10 @@ from penstock.autopilot.run_problem import candidates
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_folder, check_out, save_out
 from penstock.cli.progress import progress_line
-from penstock.cli.ranks import measure_as_rank, on_ranks, processes_of
+from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, processes_of
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterFile
 from penstock.device import count_gpus
-from penstock.emulate import EmulateConfig
 from penstock.extras import install, is_there, needs
 from penstock.plan.plan_config import PlanConfig
 from penstock.report.profile import profile_text
@@ -76,7 +75,7 @@ def profile(
     overrides: Sequence[str],
     given: Sequence[str],
     wanted: Wanted,
-    emulate: EmulateConfig | None = None,
+    emulate: Emulated | None = None,
 ) -> int:
     """Measure and return the exit code; rank 0 prints the tables, or the cluster file as one JSON object."""
     info = detect(os.environ)
@@ -98,14 +97,14 @@ def profile(
 
 
 def _configured(
-    path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: EmulateConfig | None
+    path: Path | None, overrides: Sequence[str], info: ProcessInfo | None, emulate: Emulated | None
 ) -> tuple[RunConfig, int]:
     """Return the configuration for the number of ranks that there will be, and that number."""
     usual = () if path is not None else DEFAULTS
     if info is not None:
         ranks = info.world_size
     elif emulate is not None:
-        ranks = emulate.shape.ranks
+        ranks = emulate.ranks
     else:
         ranks = processes_of(load(RunConfig, path, [*usual, *overrides]))
     if path is None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol, TypeVar
 
 import torch
 
-from penstock.bench.config import BenchConfig
 from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
 from penstock.cli.failing import say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.device import pick_device
-from penstock.emulate import Cluster, EmulateConfig
 from penstock.graph import RefusalError
 from penstock.plan.plan_config import AUTO
 from penstock.runtime import ScheduleMismatchError, TaskError
@@ -48,12 +46,30 @@ SPARE_S = 10.0
 PROGRAM = "penstock"
 
 
+class Emulated(Protocol):
+    """A cluster that the lab emulates for the ranks of a command; `--emulate` asks for it."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def devices(self) -> int:
+        """Ranks of every node."""
+
+    @property
+    def shape(self) -> object:
+        """What is printed, such as 2x4."""
+
+    def cluster(self) -> AbstractContextManager[Place]:
+        """Return what makes the cluster, and removes it when it is left."""
+
+
 def on_ranks(
     name: str,
     given: Sequence[str],
     processes: int,
     timeout_s: float,
-    emulate: EmulateConfig | None,
+    emulate: Emulated | None,
     work: Callable[[ProcessInfo], int],
     program: str = PROGRAM,
     *,
@@ -72,9 +88,8 @@ def on_ranks(
             "--emulate", str(emulate.shape), why, f"Start {name} itself, or leave --emulate out."
         )
     if info is None and emulate is not None:
-        with Cluster(emulate) as cluster:
-            ranks = emulate.shape.ranks
-            return start_ranks(given, ranks, timeout_s, cluster, program=program, reports=reports)
+        with emulate.cluster() as cluster:
+            return start_ranks(given, emulate.ranks, timeout_s, cluster, program=program, reports=reports)
     if info is None and processes > 1:
         return start_ranks(given, processes, timeout_s, program=program, reports=reports)
     info = info or ALONE
@@ -92,15 +107,6 @@ def processes_of(config: RunConfig) -> int:
         resolved = config.resolved(processes)
         if config.plan.layout != AUTO:
             Layout.build(resolved.parallel, processes, 0, resolved.moe.num_experts)
-
-    return local_processes(config.parallel, Places.here(), check)
-
-
-def processes_of_bench(config: BenchConfig) -> int:
-    """Return the number of local processes of a benchmark: as configured, or as suits this machine best."""
-
-    def check(processes: int) -> None:
-        Layout.build(config.parallel, processes, 0, config.moe.num_experts)
 
     return local_processes(config.parallel, Places.here(), check)
 

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from penstock.cli.codes import BAD_USAGE, FAILED
-from penstock.cli.failing import tell
+from penstock.cli.codes import BAD_USAGE
+from penstock.cli.failing import CommandError, tell
 from penstock.config import ConfigError, HintWarning
-from penstock.emulate import EmulationError, EmulationUnavailable
 from penstock.graph import ScheduleError
 from penstock.stops import STOPS
 
@@ -88,12 +87,12 @@ def _code_of(command: Callable[[], int]) -> int:
     try:
         with _telling_hints():
             return command()
-    except (ConfigError, ScheduleError, EmulationUnavailable) as error:
+    except (ConfigError, ScheduleError) as error:
         tell(str(error))
         return BAD_USAGE
-    except EmulationError as error:
+    except CommandError as error:
         tell(str(error))
-        return FAILED
+        return error.exit_code
     except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
         sys.stderr.close()
         return 0

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.cli.left import Left
-from penstock.cli.ranks import processes_of, start_ranks
+from penstock.cli.ranks import Emulated, processes_of, start_ranks
 from penstock.config import ConfigError, is_missing, load
 from penstock.cost.clusters import find_cluster
 from penstock.device import count_gpus
-from penstock.emulate import Cluster, EmulateConfig
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.stops import STOPS
 from penstock.topology import Layout, ProcessInfo, detect
@@ -32,7 +31,7 @@ def train(
     given: Sequence[str],
     *,
     json_wanted: bool,
-    emulate: EmulateConfig | None = None,
+    emulate: Emulated | None = None,
 ) -> int:
     """Run the training and return its exit code, in a cluster of its own if `emulate` describes one.
 
@@ -55,19 +54,19 @@ def train(
 
 
 def _start_emulated(
-    config: RunConfig, emulate: EmulateConfig, given: Sequence[str], info: ProcessInfo | None
+    config: RunConfig, emulate: Emulated, given: Sequence[str], info: ProcessInfo | None
 ) -> int:
     """Start one rank per device of the cluster, whatever parallel.processes says; ranks are told so, too."""
     if info is not None:
         hint = "Start penstock train itself, or leave --emulate out."
         why = f"ranks that {info.launcher} started already have a network"
         raise ConfigError("--emulate", str(emulate.shape), why, hint)
-    ranks, wanted = emulate.shape.ranks, config.parallel.processes
+    ranks, wanted = emulate.ranks, config.parallel.processes
     if wanted not in (None, ranks):
         print(
             f"penstock: {emulate.shape} is {ranks} ranks, not parallel.processes = {wanted}", file=sys.stderr
         )
-    with Cluster(emulate) as cluster:
+    with emulate.cluster() as cluster:
         told = [*given, f"parallel.processes={ranks}"]
         return _start_ranks(config, told, ranks, node_size=emulate.devices, place=cluster)
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from penstock.workloads.apportion import Counts
+from penstock.apportion import Counts
 
 Odds = npt.NDArray[np.float64]
 

@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.workload import Workload
 from penstock.mesh import Group, node_of
 from penstock.placing import Links
-from penstock.workloads import Counts
 
 Amounts = npt.NDArray[np.float64]
 

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from penstock.apportion import Counts
 from penstock.cost.joined import distinct_rows
 from penstock.cost.legs import even_leg
 from penstock.cost.links import NodeLinks
@@ -28,7 +29,6 @@ from penstock.ops import Op, shards, tensor
 from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.ops.work import Collective
 from penstock.placement import ExpertPlacement
-from penstock.workloads.apportion import Counts
 
 Rows = npt.NDArray[np.float64]
 SizesOf = Callable[[Task], Counts]

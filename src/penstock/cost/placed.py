@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.cost.links import links_of, nodes_of
 from penstock.cost.rows import by_source_and_target, cut_rows
@@ -36,7 +37,6 @@ from penstock.placing import (
 )
 from penstock.placing.exact import ExactSplit
 from penstock.step import StepShape
-from penstock.workloads import Counts
 
 FLOAT32_BYTES = 4
 

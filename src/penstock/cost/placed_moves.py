@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from penstock.apportion import Counts
 from penstock.cost.moves import Move, RowMoves, Rows
 from penstock.cost.placed import FLOAT32_BYTES, Placed, counting_axes, device_groups, row_weight, seated
 from penstock.cost.workload import part_sizes, split_sizes
@@ -23,7 +24,6 @@ from penstock.ops.transfers import outward
 from penstock.ops.work import DIGEST_BYTES
 from penstock.placing import copies_of
 from penstock.placing.told import told_bytes
-from penstock.workloads import Counts
 
 PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_GUESTS)
 """Ops that move what follows samples and experts: their bytes are proportional to the number that moves."""

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from penstock.apportion import Counts
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move, RowMoves, TokenMoves
 from penstock.cost.placed import Placed
@@ -25,7 +26,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
-from penstock.workloads import Counts, RoutingSizes
+from penstock.workloads import RoutingSizes
 
 Seconds = npt.NDArray[np.float64]
 

@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from penstock.apportion import Counts, apportion
 from penstock.cost.workload import Workload, split_sizes
 from penstock.mesh import Group
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
-from penstock.workloads.apportion import Counts, apportion
 
 
 def gate_shares(shape: StepShape) -> int:

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from penstock.apportion import apportion
 from penstock.data.order import Indices, Shuffled
-from penstock.workloads import apportion
 
 CYCLE: Final = 1 << 16
 STREAM: Final = 1

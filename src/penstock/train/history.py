@@ -23,11 +23,11 @@ from penstock.runtime.gradients.assignment import assign
 from penstock.sharding import shardings_of
 from penstock.train.config import RunConfig
 from penstock.train.curves import TENSORBOARD_FOLDER
+from penstock.train.load_figures import Whole
 from penstock.train.metrics import METRICS_FILE, StepMetrics
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.source import Source
 from penstock.train.tracing import StepAnalysis
-from penstock.workloads.figures import Whole
 
 MOST_KEPT: Final = 256
 WARM_UP_STEPS: Final = 2

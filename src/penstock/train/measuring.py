@@ -15,9 +15,9 @@ from penstock.moe.config import MoEConfig
 from penstock.runtime import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 from penstock.trace import TaskRecord, occupation
+from penstock.train.load_figures import HostedRows, LoadFigures
 from penstock.train.metrics import StepMetrics
 from penstock.train.pilot import Pilot
-from penstock.workloads.figures import HostedRows, LoadFigures
 
 PLAN_DIGITS = 8
 KIBIBYTE = 1024

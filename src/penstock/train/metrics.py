@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import UNSET, ConfigError, open_regular, parse_json
 from penstock.report.loads import colours
-from penstock.workloads.figures import Whole
+from penstock.train.load_figures import Whole
 from penstock.writing import LineFile
 
 if TYPE_CHECKING:

@@ -1,20 +1,17 @@
 """The destinations of tokens where there is no router: named workloads and recorded runs. No torch."""
 
-from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.catalogue import routing_of
 from penstock.workloads.config import RoutingConfig
 from penstock.workloads.recorded import RecordedModel, Recording, RoutingRecorder, read_recording
 from penstock.workloads.routing import Routing, RoutingSizes
 
 __all__ = [
-    "Counts",
     "RecordedModel",
     "Recording",
     "Routing",
     "RoutingConfig",
     "RoutingRecorder",
     "RoutingSizes",
-    "apportion",
     "read_recording",
     "routing_of",
 ]

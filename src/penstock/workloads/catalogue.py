@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from penstock.workloads.apportion import Counts
+from penstock.apportion import Counts
 from penstock.workloads.config import SLOW_DRIFT, RoutingConfig
 from penstock.workloads.hot_spots import STAYS, Burst, HotSpot, each_expert, each_holder, starts
 from penstock.workloads.preferences import DirichletDraw, Draw, Movement, Preferences, ZipfDraw

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.workloads.apportion import Counts
+from penstock.apportion import Counts
 from penstock.workloads.preferences import Logits
 
 STAYS = 0

@@ -24,10 +24,10 @@ from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 
+from penstock.apportion import Counts, apportion
 from penstock.config import ConfigError, open_regular, parse_json, shorten
 from penstock.config.bounds import MOST_STEPS
 from penstock.config.error import shown
-from penstock.workloads.apportion import Counts, apportion
 from penstock.workloads.routing import RoutingSizes
 from penstock.writing import LineFile
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.workloads.apportion import Counts, apportion
+from penstock.apportion import Counts, apportion
 from penstock.workloads.preferences import Preferences, inclusion
 
 PREFERENCES, CHANCE = 0, 1

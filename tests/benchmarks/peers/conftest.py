@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.peers import require
-from penstock.bench.config import PEERS
 from penstock.config import ConfigError
+from penstock.lab.bench.config import PEERS
 from tests.support.ranks import Pools
 
 

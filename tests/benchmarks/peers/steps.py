@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers import Batch, Peer, Work, build_peer
-from penstock.bench.config import BenchConfig, CompareConfig
-from penstock.bench.contender import TransportName
 from penstock.decision import ScheduleConfig
+from penstock.lab.bench.config import BenchConfig, CompareConfig
+from penstock.lab.bench.contender import TransportName
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.peers import require
 from benchmarks.peers.build import leave_out_renamings
 from benchmarks.peers.installed import PACKAGES
-from penstock.bench.config import PEERS
 from penstock.config import ConfigError
+from penstock.lab.bench.config import PEERS
 
 PROJECT = Path(__file__).parents[3]
 

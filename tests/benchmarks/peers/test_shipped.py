@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import shipped_stack
-from penstock.bench.config import BenchConfig
-from penstock.bench.scheduled import Stacks
+from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.scheduled import Stacks
 from penstock.runtime import PipelinedStack
 from penstock.schedule import SCHEDULES
-from tests.bench.test_field import config_of, layout_of
+from tests.lab.bench.test_field import config_of, layout_of
 from tests.support.ranks import Pools
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Settings of a comparison. The default is a step of four MoE blocks, small enough for one core per rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Annotated
+
+from penstock.config import ConfigError, Items, Within, check_bounds
+from penstock.config.bounds import Seed
+from penstock.cost import ClusterConfig
+from penstock.decision import PlacementConfig, ScheduleConfig
+from penstock.lab.bench.naming import AUTO, Named
+from penstock.lab.virtual import VirtualConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.topology import Layout, ParallelConfig
+from penstock.topology.local import Places, local_processes
+
+Rounds = Annotated[int, Within(1, 100_000, "every round is in memory until the end")]
+Samples = Annotated[int, Within(1, 1 << 20, "all samples of a step are in memory at once")]
+Seconds = Annotated[float, Within(0, 86400, "measuring takes time, and has to end", above=True)]
+Names = Annotated[tuple[str, ...], Items(100, "there are fewer schedules to compare")]
+
+PEERS = ("deepspeed", "megatron")
+"""Other systems that can be compared with, installed or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """Section `[compare]`.
+
+    schedules: what runs in turns; the first is the base of all ratios. `auto` is the plan that a search
+    chooses from a profile taken before; it cannot be the first. A schedule may be followed by what moves in
+    its steps, as in `penstock+netmoe+planned`; virtual devices only.
+    peers: other systems, each as shipped and on Penstock's transport.
+    rounds: measured steps of each. warmup: steps before them. limit_s: seconds after which rounds end, with
+    those that are complete by then, one at least.
+    batch_per_device: samples per rank and step. seed: of weights and data.
+    tune: predict every schedule with several numbers of pieces and compare it at its best.
+    profile_s: seconds to measure links and tasks for, before a plan is sought (`--plan`); for given schedules
+    at most this long, and at most 20 s.
+    """
+
+    schedules: Names = ("sequential", "moe_pipeline", "flowmoe")
+    peers: Names = ()
+    rounds: Rounds = 5
+    warmup: Rounds = 1
+    limit_s: Seconds = 3600.0
+    batch_per_device: Samples = 4
+    seed: Seed = 0
+    tune: bool = False
+    profile_s: Seconds = 60.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        for key in ("schedules", "peers"):
+            names = getattr(self, key)
+            if len(set(names)) < len(names):
+                raise ConfigError(key, list(names), "names one twice", "Name each once.")
+        if not self.schedules:
+            raise ConfigError("schedules", [], "there is nothing to compare", "Use one or more.")
+        if self.schedules[0] == AUTO:
+            why = "the base of all ratios must be a schedule by name, and auto may be any"
+            raise ConfigError("schedules", list(self.schedules), why, "Name another one first.")
+        for name in self.schedules:
+            Named.of(name)
+        for name in self.peers:
+            if name not in PEERS:
+                near = get_close_matches(name, PEERS, n=1)
+                nearest = f"Nearest: {near[0]}. " if near else ""
+                hint = f"{nearest}Use some of {', '.join(PEERS)}."
+                raise ConfigError("peers", list(self.peers), f"no other system is called {name}", hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Everything that `penstock bench` reads. [schedule].name is not used: see [compare].schedules.
+
+    [cluster] and [virtual] describe virtual devices; without `--virtual` nothing depends on them.
+    """
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(num_layers=4, hidden_size=512, num_heads=8, seq_len=256)
+    )
+    moe: MoEConfig = field(
+        default_factory=lambda: MoEConfig(
+            num_experts=2, top_k=2, moe_ffn_hidden_size=1024, expert="gelu", capacity_factor=1.25
+        )
+    )
+    schedule: ScheduleConfig = field(
+        default_factory=lambda: ScheduleConfig(microbatches=4, all_reduce_chunk_bytes=4 << 20)
+    )
+    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(processes=2))
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    virtual: VirtualConfig = field(default_factory=VirtualConfig)
+
+
+def processes_of_bench(config: BenchConfig) -> int:
+    """Return the number of local processes of a benchmark: as configured, or as suits this machine best."""
+
+    def check(processes: int) -> None:
+        Layout.build(config.parallel, processes, 0, config.moe.num_experts)
+
+    return local_processes(config.parallel, Places.here(), check)

@@ -1,0 +1,129 @@
+"""Contenders of a comparison: ways to run a step on this rank, and what one step showed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.device import wait_for_gpu
+from penstock.dispatch import DISPATCHES, of_hops
+from penstock.graph import Lane
+from penstock.lab.bench.memory import peak_bytes, start_peak
+from penstock.ops.transfers import FLAT
+from penstock.schedule import StepPlan
+from penstock.topology import Control
+from penstock.trace import TaskRecord, occupation, overhead_s
+
+TransportName = Literal["penstock", "gloo"]
+"""Owner of the all-to-all that runs: Penstock's, receives first, or Gloo's own, as other systems ship it."""
+
+
+class Contender(Protocol):
+    """Runs whole iterations: forward, backward, gradients synchronised, clipped and applied."""
+
+    def prepare(self, number: int) -> None:
+        """Prepare what step `number` needs and a training loop would have ready: not timed."""
+        ...
+
+    def step(self, number: int) -> None:
+        """Run step `number` of the run, which is the same on all ranks."""
+        ...
+
+    def records(self) -> list[TaskRecord]:
+        """Return when every task of the last step ran here; empty without tasks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One row of the comparison.
+
+    plan: None for a peer. simulated_s: None where nothing is predicted; interval_s: in which it is expected,
+    None = unknown.
+    """
+
+    name: str
+    transport: TransportName
+    contender: Contender
+    plan: StepPlan | None = None
+    simulated_s: float | None = None
+    interval_s: tuple[float, float] | None = None
+
+    @property
+    def work(self) -> str:
+        """Name of the work: entries of the same work compute the same and send the same bytes, in any order.
+
+        It is the form of the MoE part where ranks share attention or experts, the dispatch where rows have
+        legs, and the samples or experts that move; "" for a peer, whose work is that of the first entry.
+        """
+        if self.plan is None:
+            return ""
+        form = "" if self.plan.shape.sharing.is_none else self.plan.shape.expert_form
+        moves = [part for part in self.name.split("+")[1:] if part not in DISPATCHES]
+        legs = self.plan.shape.dispatch
+        return "+".join([form, *([] if legs == FLAT else [of_hops(legs).name]), *moves])
+
+    @property
+    def label(self) -> str:
+        """Unique name in one comparison: `deepspeed`, and `deepspeed (gloo)` as shipped."""
+        return self.name if self.transport == "penstock" else f"{self.name} (gloo)"
+
+
+def first_of_every_work(entries: Sequence[Entry]) -> dict[str, Entry]:
+    """Return first entry of every work, in the order of entries; peers have the work of the first entry."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.plan is not None:
+            found.setdefault(entry.work, entry)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One step on one rank. busy_s: by lane. Empty or None for a peer, which has no tasks to measure."""
+
+    iteration_s: float
+    busy_s: Mapping[str, float]
+    exposed_s: float | None
+    overhead_s: float | None
+
+
+def run_step(entry: Entry, number: int, control: Control) -> Sample:
+    """Run one step, which all ranks start together."""
+    entry.contender.prepare(number)
+    control.barrier("starting a measured step")
+    start_s = time.perf_counter()
+    entry.contender.step(number)
+    wait_for_gpu()  # or the clock would tell how long launching took
+    iteration_s = time.perf_counter() - start_s
+    if entry.plan is None:
+        return Sample(iteration_s=iteration_s, busy_s={}, exposed_s=None, overhead_s=None)
+    records = entry.contender.records()
+    return Sample(
+        iteration_s=iteration_s,
+        busy_s=_busy(records),
+        exposed_s=occupation(records).exposed_s,
+        overhead_s=overhead_s(records, entry.plan.graph.needs, Lane.COMPUTE),
+    )
+
+
+def measure_peak(entry: Entry, number: int, control: Control) -> int:
+    """Return the most bytes that one step holds above what was resident before it.
+
+    A separate step that is not timed: all freed memory must first be given back to the kernel, and getting
+    it again takes about a twelfth of a step.
+    """
+    entry.contender.prepare(number)
+    resident = start_peak()
+    control.barrier("starting a step to measure memory")
+    entry.contender.step(number)
+    return peak_bytes() - resident
+
+
+def _busy(records: list[TaskRecord]) -> dict[str, float]:
+    lanes = {record.lane for record in records}
+    return {str(n): sum(r.duration_s for r in records if r.lane is n) for n in Lane if n in lanes}

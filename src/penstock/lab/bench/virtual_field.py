@@ -1,0 +1,198 @@
+"""The comparison on virtual devices: computation is slept, transfers are real; ranks may outnumber cores."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.autopilot.profiling import profile_links
+from penstock.autopilot.profiling.sample import ignore
+from penstock.autopilot.run_problem import candidates, run_problem
+from penstock.cost import ProfiledCluster, RoutedCost
+from penstock.cost.doubts import listed
+from penstock.cost.placed import Evidence
+from penstock.decision import Decision, PlacementConfig, ScheduleConfig
+from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.contender import Entry
+from penstock.lab.bench.field import chosen, layout_words
+from penstock.lab.bench.naming import AUTO, Named
+from penstock.lab.bench.scheduled import run_config_of, run_of
+from penstock.lab.bench.tune import variants
+from penstock.lab.bench.virtual_steps import with_virtual_steps
+from penstock.lab.virtual import VirtualStack, build_virtual
+from penstock.lab.virtual.handlers import sleep_until
+from penstock.plan import Problem, reasons
+from penstock.plan.memory import estimate_memory
+from penstock.plan.predict import closing_s
+from penstock.schedule import SCHEDULES, StepPlan
+from penstock.simulate import simulate
+from penstock.topology import Layout
+from penstock.trace import TaskRecord
+from penstock.train.assemble import base_shape, build_machinery, first_plan
+from penstock.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Slept:
+    """Iterations of one virtual device by one plan. closing_s: seconds to clip and update."""
+
+    stack: VirtualStack
+    plan: StepPlan
+    placement: PlacementConfig
+    closing_s: float
+
+    def prepare(self, number: int) -> None:
+        self.stack.use(self.plan, self.placement)
+        self.stack.prepare(number)
+
+    def step(self, number: int) -> None:
+        self.stack.step(number)
+        sleep_until(time.perf_counter() + self.closing_s)
+
+    def records(self) -> list[TaskRecord]:
+        return self.stack.records()
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+class VirtualField:
+    """Every schedule on the same virtual devices; order and prediction are based on links measured before."""
+
+    def __init__(self, config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> None:
+        """Prepare the entries. say: called with what is done before the first step is compared."""
+        self.label: str | None = config.virtual.label
+        self.layout = layout_words(layout)
+        self.notes: tuple[str, ...] = ()
+        self._memory_bytes: dict[str, int] = {}
+        self._bench, self._config, self._layout = config, run_config_of(config), layout
+        machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
+        self.control, self._transports = machinery.control, machinery.transports
+        self._stack = build_virtual(self._config, config.virtual, machinery)
+        say("measuring links, and what traffic costs virtual steps")
+        links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
+        self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
+        self._cluster = self._stack.links = ProfiledCluster.build(self._links)
+        self._first_measured = config.compare.warmup
+        self._closing_s = closing_s(run_problem(self._config, layout, self._links))
+        self.entries = tuple(self._told(name, say) for name in config.compare.schedules)
+        if any(entry.plan and entry.plan.shape.moves for entry in self.entries):
+            self.notes += tuple(self._loads_of(entry) for entry in self.entries)
+        self.notes += listed(self._links.doubts)
+
+    @property
+    def traffic(self) -> Counter[int]:
+        return self._transports.traffic
+
+    def compute_alone_s(self, entry: Entry, number: int) -> float:
+        """Return the slept seconds of this rank, which are known without running anything."""
+        assert entry.plan is not None, "every entry is a schedule"
+        self._stack.use(entry.plan, self._placement(entry.name))
+        alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
+        return float(alone_s[self._layout.rank]) + self._closing_s
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _told(self, name: str, say: Callable[[str], None]) -> Entry:
+        say(f"{name}: choosing its pieces and their order")
+        return self._entry(name)
+
+    def _entry(self, name: str) -> Entry:
+        if name == AUTO:
+            return self._choice()
+        tried = [(self._first_plan(name, each), each) for each in variants(self._bench, name)]
+        apart = {plan.shape: (plan, each) for plan, each in tried}
+        ordered = [(self._ordered(name, plan), each) for plan, each in apart.values()]
+        best, schedule = min(ordered, key=lambda pair: pair[0].simulated_s or 0.0)
+        assert best.plan is not None, "a schedule has a plan"
+        self._stack.adopt(best.plan, self._placement(name))
+        self._memory_bytes[name] = self._estimated_bytes(name, schedule)
+        return best
+
+    def _estimated_bytes(self, name: str, schedule: ScheduleConfig) -> int:
+        """Return the memory of a device that computes, by formula: a virtual one holds only what it sends."""
+        problem = self._problem(self._config_of(name, schedule))
+        choice = schedule.decision(problem.workload.dispatch, self._placement(name))
+        return estimate_memory(problem, choice).total_bytes
+
+    def _choice(self) -> Entry:
+        """Return result of the joint search, of all dispatches, on links as measured and devices as imitated.
+
+        The search assumes even routing, except for memory.
+        """
+        problem = self._problem(self._open)
+        found = chosen(problem, self.control, self._bench.parallel.timeout_s)
+        self.notes += reasons(problem, found).lines
+        self._memory_bytes[AUTO] = found.best.memory_bytes
+        return self._predicted(AUTO, self._stack.adopt(found.best.plan, self._placement(AUTO)))
+
+    def _problem(self, config: RunConfig) -> Problem:
+        """Return the step of a run, whose memory holds the rows of the first measured step."""
+        counts, number = self._stack.routing.counts, self._first_measured
+        routing = Evidence(counts(max(0, number - 1)), counts(number))
+        return replace(run_problem(config, self._layout, self._links), observed=routing)
+
+    def _loads_of(self, entry: Entry) -> str:
+        """Describe how evenly experts are loaded in the first measured step, and what crosses nodes."""
+        assert entry.plan is not None, "every entry is a schedule"
+        tasks, cost = entry.plan.graph.tasks, self._cost(entry.name, entry.plan)
+        spread = cost.load_spread(tasks)
+        rows = cost.crossing_rows(tasks)
+        return (
+            f"{entry.label}: busiest rank {cost.imbalance(tasks):.2f} x the mean rows, standard deviation "
+            f"{100 * spread:.0f} % of it; {rows:,.0f} rows leave their node forward; a device that computes "
+            f"takes {self._memory_bytes[entry.name] / 2**20:,.0f} MiB (estimated)"
+        )
+
+    def _placement(self, name: str) -> PlacementConfig:
+        return Named.of(name).placement(self._bench.placement)
+
+    def _first_plan(self, name: str, schedule: ScheduleConfig) -> StepPlan:
+        config = self._config_of(name, schedule)
+        return first_plan(config, self._layout, base_shape(config, self._layout), self._stack.bucket_sizes)
+
+    def _config_of(self, name: str, schedule: ScheduleConfig) -> RunConfig:
+        """Return the run of an entry. Raises ConfigError for a dispatch that these ranks cannot run."""
+        config = run_of(self._bench, name, schedule)
+        candidates(config, self._layout)
+        return config
+
+    def _dispatches(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the dispatches of the entries that name one, and those among which a search chooses."""
+        found = [Named.of(name).dispatch for name in names if name != AUTO]
+        found += candidates(self._open, self._layout) if AUTO in names else []
+        return tuple(dict.fromkeys(name for name in found if name is not None))
+
+    @property
+    def _open(self) -> RunConfig:
+        """The run with the dispatch that the user left open."""
+        return replace(self._config, moe=self._bench.moe)
+
+    def _ordered(self, name: str, first: StepPlan) -> Entry:
+        system = Named.of(name).schedule
+        cost = self._cost(name, first)
+        order = SCHEDULES[system].order(first.graph, cost, Decision(schedule=system))
+        return self._predicted(name, replace(first, schedule=order))
+
+    def _predicted(self, name: str, plan: StepPlan) -> Entry:
+        cost = self._cost(name, plan)
+        simulated_s = simulate(plan.schedule, plan.graph, cost, self._layout.mesh).iteration_s
+        steps = self._links.steps
+        predicted_s = (steps.ratio if steps else 1.0) * simulated_s + self._closing_s
+        return Entry(
+            name=name,
+            transport="penstock",
+            contender=Slept(self._stack, plan, self._placement(name), self._closing_s),
+            plan=plan,
+            simulated_s=predicted_s,
+            interval_s=steps.around(predicted_s) if steps else None,
+        )
+
+    def _cost(self, name: str, plan: StepPlan) -> RoutedCost:
+        self._stack.adopt(plan, self._placement(name))
+        return replace(self._stack.cost(self._first_measured), cluster=self._cluster)

@@ -1,0 +1,201 @@
+"""`penstock bench`: schedules side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from penstock.autopilot.compatibility import check_compatible
+from penstock.cli.out import check_folder
+from penstock.cli.progress import progress_line
+from penstock.cli.ranks import measure_as_rank, on_ranks
+from penstock.config import ConfigError, load
+from penstock.device import count_gpus
+from penstock.lab.bench import BenchConfig, BenchResult, checkout
+from penstock.lab.bench.compare import compare
+from penstock.lab.bench.config import processes_of_bench
+from penstock.lab.bench.field import Field, planned_field, schedules_field
+from penstock.lab.bench.naming import AUTO, Named
+from penstock.lab.bench.scheduled import run_config_of, run_of
+from penstock.lab.bench.summarise import summarise
+from penstock.lab.bench.table import render
+from penstock.lab.bench.tune import variants
+from penstock.lab.bench.virtual_field import VirtualField
+from penstock.lab.commands.emulate import Emulation
+from penstock.plan.plan_config import PlanConfig
+from penstock.topology import Control, Layout, ProcessInfo, detect
+from penstock.train.fits import check_run, host_bytes
+from penstock.train.possible import check_shares
+from penstock.words import terminal_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The requests of the options, besides the configuration."""
+
+    json: bool
+    virtual: bool
+    plan: bool
+    plot: Path | None
+    peers: bool = False
+
+    def __post_init__(self) -> None:
+        useless = {"--virtual": self.virtual, "--plot": self.plot is not None, "--peers": self.peers}
+        other = next((name for name, given in useless.items() if given), None)
+        if self.plan and other is not None:
+            why = f"measures the chosen plan and published ones and has no use for {other}"
+            raise ConfigError("--plan", True, why, f"Leave {other} out, or --plan.")
+
+
+def bench(
+    path: Path | None,
+    overrides: Sequence[str],
+    given: Sequence[str],
+    wanted: Wanted,
+    emulate: Emulation | None,
+) -> int:
+    """Run the comparison and return its exit code; rank 0 prints the table or one JSON object."""
+    config = load(BenchConfig, path, overrides)
+    _check_together(config, wanted)
+    if not wanted.virtual:
+        _check_read(config, overrides)
+    if not wanted.plan:
+        _check_pieces(config)
+    _check_fits(config, wanted, emulate)
+    if detect(os.environ) is None:
+        check_folder(wanted.plot, "--plot")
+
+    def work(info: ProcessInfo) -> int:
+        measure = partial(_compare, config, wanted, emulate)
+        finish = partial(_finish, wanted=wanted)
+        return measure_as_rank(info, config.parallel, config.moe.num_experts, measure, finish)
+
+    ranks, timeout_s = processes_of_bench(config), config.parallel.timeout_s
+    return on_ranks("penstock bench", given, ranks, timeout_s, emulate, work)
+
+
+def _check_together(config: BenchConfig, wanted: Wanted) -> None:
+    """Refuse what cannot be compared, and options whose code is missing, before any process starts."""
+    names = config.compare.peers
+    if wanted.virtual and names:
+        why = "other systems compute, and virtual devices sleep instead"
+        raise ConfigError("--peers", ",".join(names), why, "Leave --virtual out.")
+    if names and not config.parallel.mp_size == config.parallel.esp_size == 1:
+        why = (
+            "other systems are compared only with parallel.mp_size = 1 and parallel.esp_size = 1 "
+            "(docs/peers.md)"
+        )
+        raise ConfigError("compare.peers", list(names), why, "Leave --peers out, or set both to 1.")
+    if not wanted.virtual and config.moe.capacity_factor is None:
+        why = "computation alone, without a network, has no routing to go by"
+        hint = "Give a capacity factor such as 1.25, or use --virtual."
+        raise ConfigError("moe.capacity_factor", "none", why, hint)
+    named = {name: Named.of(name) for name in config.compare.schedules}
+    if not wanted.virtual and (moving := [name for name, each in named.items() if each.moves]):
+        why = "what moves, and how rows travel, is compared on virtual devices only"
+        raise ConfigError("--schedules", moving[0], why, "Add --virtual, or leave out what moves.")
+    if wanted.virtual and (shared := [name for name, each in named.items() if each.shares]):
+        why = "updates in shares are compared with real computation only"
+        raise ConfigError("--schedules", shared[0], why, "Leave --virtual out, or the shares.")
+    for name in names:
+        checkout.peers(name).require(name)
+    if wanted.plot is not None:
+        checkout.figures(str(wanted.plot))
+
+
+def _check_read(config: BenchConfig, overrides: Sequence[str]) -> None:
+    """Refuse settings of virtual devices that were typed where there are none."""
+    for override in overrides:
+        section, _, name = override.partition("=")[0].strip().partition(".")
+        if section == "virtual":
+            value = getattr(config.virtual, name)
+            raise ConfigError(f"virtual.{name}", value, "only virtual devices follow it", "Add --virtual.")
+
+
+def _check_pieces(config: BenchConfig) -> None:
+    """Refuse more microbatches than samples, which a schedule would find out after links were measured."""
+    samples = config.compare.batch_per_device
+    tried = (each for name in config.compare.schedules if name != AUTO for each in variants(config, name))
+    pieces = max((each.microbatches for each in tried if each.reads("microbatches")), default=1)
+    if pieces > samples:
+        why = f"{pieces} microbatches (schedule.microbatches) need at least {pieces} samples"
+        hint = f"Use compare.batch_per_device={pieces}, or schedule.microbatches={samples}."
+        raise ConfigError("compare.batch_per_device", samples, why, hint)
+
+
+def _check_fits(config: BenchConfig, wanted: Wanted, emulate: Emulation | None) -> None:
+    """Refuse sizes that ranks cannot share, and a model that does not fit this machine's memory; where there
+    are GPUs, torch reports that."""
+    info = detect(os.environ)
+    ranks = processes_of_bench(config) if emulate is None else emulate.ranks
+    size = ranks if info is None else info.world_size
+    check_shares(config.model, config.moe, config.parallel, size)
+    if info is None:
+        node_size = ranks if emulate is None else emulate.devices
+        _check_steps(
+            config, wanted, Layout.build(config.parallel, ranks, 0, config.moe.num_experts, node_size)
+        )
+    if wanted.virtual or count_gpus():
+        return
+    layout = Layout.build(config.parallel, size, 0, config.moe.num_experts)
+    sharing = ranks if info is None else 1
+    check_run(run_config_of(config), layout, there_bytes=host_bytes(), sharing=sharing)
+
+
+def _check_steps(config: BenchConfig, wanted: Wanted, layout: Layout) -> None:
+    """Refuse settings with which the step of a contender could not be built."""
+    names = (AUTO,) if wanted.plan else config.compare.schedules
+    for name in names:
+        if name == AUTO:
+            searched = replace(run_config_of(config), plan=PlanConfig(source=AUTO))
+            check_compatible(searched, layout, computes=not wanted.virtual)
+            continue
+        for variant in variants(config, name):
+            check_compatible(run_of(config, name, variant), layout, computes=not wanted.virtual)
+
+
+def _compare(
+    config: BenchConfig,
+    wanted: Wanted,
+    emulate: Emulation | None,
+    layout: Layout,
+    device: torch.device,
+) -> BenchResult:
+    """Compare and summarise. Without an emulated cluster all ranks form one node, links of unknown rate."""
+    del device  # the compared systems run on the CPU
+    control = Control(layout.rank, layout.world_size)
+    control.agreed(lambda: check_folder(wanted.plot, "--plot"), "looking where figures are to be", by=0)
+    with progress_line(shown=layout.rank == 0) as say:
+        field = _field(config, wanted, layout, say)
+        found = compare(field, config.compare, say)
+    field.close()
+    if emulate is None:
+        return summarise(found, nodes=1, devices=layout.world_size, inter_rate_bit_per_s=None)
+    return summarise(
+        found,
+        nodes=emulate.nodes,
+        devices=emulate.devices,
+        inter_rate_bit_per_s=emulate.inter_rate_bit_per_s,
+        intra_rate_bit_per_s=emulate.intra_rate_bit_per_s,
+    )
+
+
+def _field(config: BenchConfig, wanted: Wanted, layout: Layout, say: Callable[[str], None]) -> Field:
+    if wanted.plan:
+        return planned_field(config, layout, say)
+    return VirtualField(config, layout, say) if wanted.virtual else schedules_field(config, layout, say)
+
+
+def _finish(result: BenchResult, wanted: Wanted) -> int:
+    print(json.dumps(result.to_dict()) if wanted.json else render(result, terminal_width()))
+    if wanted.plot is not None:
+        for path in checkout.figures(str(wanted.plot)).write_figures(result.to_dict(), wanted.plot):
+            print(f"saved as {path}", file=sys.stderr)
+    return 0

@@ -1,0 +1,341 @@
+"""`penstock emulate`: clusters of network namespaces, and the options that run a command in one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.config import UNSET, ConfigError
+from penstock.lab.emulate import (
+    Cluster,
+    ClusterState,
+    EmulateConfig,
+    Uplink,
+    check_available,
+    clusters,
+    format_rate,
+    open_cluster,
+    parse_rate,
+    parse_shape,
+    remove_stale,
+)
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+Run = Callable[[argparse.Namespace, Sequence[str]], int]
+
+DEFAULT_INTER, DEFAULT_INTRA, DEFAULT_MTU_BYTES = "1gbit", "8gbit", 9000
+
+MEETING_PORT: Final = "29500"
+"""torchrun's default. Nothing else listens in a new namespace, so programs can use it to meet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation(EmulateConfig):
+    """A cluster that is emulated for the ranks of one command."""
+
+    def cluster(self) -> Cluster:
+        """Return the cluster, which is up while it is entered."""
+        return Cluster(self)
+
+
+def add_emulate(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command `emulate`."""
+    emulate = commands.add_parser(
+        "emulate",
+        help="make a cluster with slow links on this machine",
+        description="Makes, changes and removes clusters of Linux network namespaces with rate-limited "
+        "links. Needs root, and the commands ip and tc.",
+        epilog="Example: penstock emulate up 2x4 --inter-rate 700mbit, then penstock emulate list",
+    )
+    actions = emulate.add_subparsers(required=True, metavar="ACTION")
+    _add_up(actions)
+    _add_down(actions)
+    _action(actions, "list", _list, "list clusters, their uplinks and the bytes sent over them")
+    _add_exec(actions)
+    _add_rate(actions)
+    for name, run, what in (
+        ("cut", _cut, "take the uplink of a node down"),
+        ("restore", _restore, "take the uplink of a node up again"),
+    ):
+        parser = _action(actions, name, run, what)
+        _add_id(parser)
+        parser.add_argument("node", type=int, metavar="NODE", help="counted from 0")
+
+
+def add_emulation_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options with which a command runs its ranks in a cluster of its own; see `emulation`."""
+    group = parser.add_argument_group(
+        "emulated cluster", "Linux, root, and the commands ip and tc are needed."
+    )
+    group.add_argument(
+        "--emulate", metavar="SHAPE", help="run on NODESxDEVICES emulated by network namespaces, e.g. 2x4"
+    )
+    _add_rates(group)
+    _add_mtu(group)
+
+
+def emulation(options: argparse.Namespace) -> Emulation | None:
+    """Return the cluster that these options ask for; None if they ask for none."""
+    if options.emulate is not None:
+        return _cluster_config(options, options.emulate, "--emulate")
+    given = {"--inter-rate": options.inter_rate, "--intra-rate": options.intra_rate, "--mtu": options.mtu}
+    for name, value in given.items():
+        if value is not None:
+            hint = "Add --emulate NODESxDEVICES, such as --emulate 2x1."
+            raise ConfigError(name, value, "is for emulated links, and none are asked for", hint)
+    return None
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------
+
+
+def _action(
+    actions: Commands[argparse.ArgumentParser], name: str, run: Run, what: str, *, prints: bool = True
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
+    if prints:
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_up(actions: Commands[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "up", _up, "make a cluster that stays until `down`")
+    parser.add_argument("shape", metavar="SHAPE", help="NODESxDEVICES, such as 2x4")
+    _add_rates(parser)
+    _add_mtu(parser)
+
+
+def _add_down(actions: Commands[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "down", _down, "remove a cluster and end what runs in it")
+    parser.add_argument("id", metavar="ID", nargs="?", help="as `up` and `list` print it")
+    parser.add_argument(
+        "--all", action="store_true", help="all clusters made by `up`; clusters of running commands stay"
+    )
+
+
+def _add_exec(actions: Commands[argparse.ArgumentParser]) -> None:
+    what = "run a command as one of the ranks; its environment is what torchrun would give it"
+    parser = _action(actions, "exec", _exec, what, prints=False)
+    _add_id(parser)
+    parser.add_argument("rank", type=int, metavar="RANK", help="counted from 0")
+    parser.add_argument(
+        "argv", nargs=argparse.REMAINDER, metavar="-- CMD", help="the command and its arguments"
+    )
+
+
+def _add_rate(actions: Commands[argparse.ArgumentParser]) -> None:
+    parser = _action(actions, "rate", _rate, "change rates, also while something runs")
+    _add_id(parser)
+    _add_rates(parser, defaults=False)
+    parser.add_argument("--node", type=int, metavar="N", help="change only this node")
+
+
+def _add_id(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("id", metavar="ID", help="as `up` and `list` print it")
+
+
+def _add_rates(parser: argparse._ActionsContainer, *, defaults: bool = True) -> None:
+    for name, what, default in (
+        ("--inter-rate", "rate of each node's uplink, per direction", DEFAULT_INTER),
+        ("--intra-rate", "rate of each device's link inside its node", DEFAULT_INTRA),
+    ):
+        note = f" (default: {default})" if defaults else ""
+        parser.add_argument(name, metavar="RATE", help=f"{what}{note}")
+
+
+def _add_mtu(parser: argparse._ActionsContainer) -> None:
+    what = "largest packet: 9000, as in cluster networks, or 1500 (default: 9000)"
+    parser.add_argument("--mtu", type=int, metavar="BYTES", help=what)
+
+
+def _cluster_config(options: argparse.Namespace, shape: str, key: str) -> Emulation:
+    try:
+        parsed = parse_shape(shape, key)
+    except ConfigError as error:
+        if error.key == key:
+            raise
+        own = error.why if error.key == "shape" else f"{error.key} {error.why}"
+        raise ConfigError(key, shape, own, error.hint) from error
+    return Emulation(
+        nodes=parsed.nodes,
+        devices=parsed.devices,
+        inter_rate_bit_per_s=parse_rate(options.inter_rate or DEFAULT_INTER, "--inter-rate"),
+        intra_rate_bit_per_s=parse_rate(options.intra_rate or DEFAULT_INTRA, "--intra-rate"),
+        mtu_bytes=DEFAULT_MTU_BYTES if options.mtu is None else options.mtu,
+    )
+
+
+# ---- actions -----------------------------------------------------------------------------------------------
+
+
+def _up(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    config = _cluster_config(options, options.shape, "SHAPE")
+    check_available()
+    cluster = Cluster(config, persistent=True)
+    cluster.up()
+    ranks = [
+        {"rank": rank, "namespace": namespace, "address": cluster.address(rank)}
+        for rank, namespace in enumerate(cluster.namespaces)
+    ]
+    lines = [
+        f"{cluster.name}: {_describe(config)}",
+        *("  rank {rank:<3} {address:<15} {namespace}".format(**rank) for rank in ranks),
+        f"run something in it: penstock emulate exec {cluster.name} 0 -- CMD",
+        f"remove it:           penstock emulate down {cluster.name}",
+    ]
+    return _print(options, {**_summary(cluster), "ranks": ranks}, lines)
+
+
+def _down(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    if bool(options.id) == options.all:
+        raise ConfigError(
+            "ID", UNSET, "say which cluster", "Give an ID of `penstock emulate list`, or --all."
+        )
+    check_available()
+    removed = list(remove_stale()) if options.all else []
+    names = [state.name for state in clusters() if state.owner is None] if options.all else [options.id]
+    for name in names:
+        open_cluster(name).down()
+        removed.append(name)
+    return _print(
+        options, {"removed": removed}, [f"removed {name}" for name in removed] or ["nothing to remove"]
+    )
+
+
+def _list(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    check_available()
+    found, lines = [], []
+    for state in clusters():
+        cluster = open_cluster(state.name)
+        # The links of a stale cluster may be incomplete: there is nothing to ask the kernel.
+        uplinks = () if state.is_stale else cluster.uplinks()
+        found.append(
+            {**_summary(cluster), "owner_pid": state.owner and state.owner.pid, "stale": state.is_stale}
+        )
+        found[-1]["uplinks"] = [_uplink(each) for each in uplinks]
+        lines += [f"{state.name}: {_describe(state.config)}, {_belongs(state)}", *_uplink_lines(uplinks)]
+    return _print(options, {"clusters": found}, lines or ["no emulated clusters"])
+
+
+def _exec(options: argparse.Namespace, given: Sequence[str]) -> int:
+    """Replace this process by the command, so that its exit code and signals are the command's own."""
+    del given
+    argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+    if not argv:
+        raise ConfigError("CMD", UNSET, "there is no command to run", "For example `-- ip address`.")
+    check_available()
+    cluster = open_cluster(options.id)
+    command = cluster.command(_below(options.rank, cluster.config.shape.ranks, "RANK"), argv)
+    environ = {"MASTER_PORT": MEETING_PORT, **os.environ, **cluster.environ(options.rank)}
+    sys.stdout.flush()
+    os.execvpe(command[0], command, environ)
+
+
+def _rate(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    if options.inter_rate is None and options.intra_rate is None:
+        hint = "Give one or both, such as --inter-rate 300mbit."
+        raise ConfigError("--inter-rate, --intra-rate", UNSET, "there is no rate to set", hint)
+    inter = options.inter_rate and parse_rate(options.inter_rate, "--inter-rate")
+    intra = options.intra_rate and parse_rate(options.intra_rate, "--intra-rate")
+    check_available()
+    cluster = open_cluster(options.id)
+    if options.node is not None:
+        _below(options.node, cluster.config.nodes, "--node")
+    cluster.set_rate(inter=inter, intra=intra, node=options.node)
+    return _print_uplinks(options, cluster)
+
+
+def _cut(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    return _switch(options, Cluster.cut)
+
+
+def _restore(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    return _switch(options, Cluster.restore)
+
+
+def _switch(options: argparse.Namespace, change: Callable[[Cluster, int], None]) -> int:
+    check_available()
+    cluster = open_cluster(options.id)
+    change(cluster, _below(options.node, cluster.config.nodes, "NODE"))
+    return _print_uplinks(options, cluster)
+
+
+def _below(number: int, count: int, key: str) -> int:
+    if not 0 <= number < count:
+        raise ConfigError(
+            key, number, f"must be from 0 to {count - 1}", "`penstock emulate list` shows shapes."
+        )
+    return number
+
+
+# ---- output ------------------------------------------------------------------------------------------------
+
+
+def _print(options: argparse.Namespace, found: dict[str, Any], lines: Iterable[str]) -> int:
+    print(json.dumps(found) if options.json else "\n".join(lines))
+    return 0
+
+
+def _print_uplinks(options: argparse.Namespace, cluster: Cluster) -> int:
+    uplinks = cluster.uplinks()
+    found = {"id": cluster.name, "uplinks": [_uplink(each) for each in uplinks]}
+    return _print(options, found, [f"{cluster.name}:", *_uplink_lines(uplinks)])
+
+
+def _summary(cluster: Cluster) -> dict[str, Any]:
+    """Return `id` and shape, and the rates with which the cluster was made."""
+    config = cluster.config
+    return {
+        "id": cluster.name,
+        "nodes": config.nodes,
+        "devices": config.devices,
+        "inter_rate_bit_per_s": config.inter_rate_bit_per_s,
+        "intra_rate_bit_per_s": config.intra_rate_bit_per_s,
+        "mtu_bytes": config.mtu_bytes,
+    }
+
+
+def _uplink(uplink: Uplink) -> dict[str, Any]:
+    return {
+        "node": uplink.node,
+        "rate_bit_per_s": uplink.rate_bit_per_s,
+        "is_up": uplink.is_up,
+        "sent_bytes": uplink.crossed.sent_bytes,
+        "received_bytes": uplink.crossed.received_bytes,
+    }
+
+
+def _uplink_lines(uplinks: Iterable[Uplink]) -> list[str]:
+    return [
+        _uplink_line(each, each.crossed.sent_bytes / 1e6, each.crossed.received_bytes / 1e6)
+        for each in uplinks
+    ]
+
+
+def _uplink_line(uplink: Uplink, sent_mb: float, received_mb: float) -> str:
+    rate, up = format_rate(uplink.rate_bit_per_s), "up" if uplink.is_up else "CUT"
+    crossed = f"sent {sent_mb:.1f} MB, received {received_mb:.1f} MB"
+    return f"  node {uplink.node:<3} uplink {rate:<8} {up:<3}  {crossed}"
+
+
+def _describe(config: EmulateConfig) -> str:
+    inter, intra = format_rate(config.inter_rate_bit_per_s), format_rate(config.intra_rate_bit_per_s)
+    return f"{config.shape} ({config.nodes} nodes of {config.devices}), uplinks {inter}, inside {intra}"
+
+
+def _belongs(state: ClusterState) -> str:
+    if state.owner is None:
+        return "until `down`"
+    return f"of process {state.owner.pid}{', which is gone' if state.is_stale else ''}"

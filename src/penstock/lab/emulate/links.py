@@ -1,0 +1,123 @@
+"""Links: their creation, rates and counters. All that is known about a link is read from the kernel."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.lab.emulate.system import command, ip, tc
+from penstock.lab.emulate.wiring import BRIDGE, INTERFACE, NETWORK, Port, Wiring
+
+LEAST_BURST_BYTES: Final = 160 * 1024
+"""The least size of a bucket. Under about 128 kB the kernel cuts every offloaded packet of 64 kB into single
+packets before it lets them pass, which costs so much processor time that computation beside the traffic slows
+down by half."""
+
+BURST_S: Final = 1e-3
+"""Seconds of its rate that an idle link lets pass at once, unlike real links: just enough to reach the rate.
+
+One millisecond is enough for the kernel's timers; with a fixed 512 kB, a transfer of 2 MiB at 400 Mbit/s
+would be a quarter faster than the link.
+"""
+
+QUEUE_MS: Final = 50
+"""How long a packet may wait before it is dropped. With this, TCP keeps a link busy, alone or with others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UplinkBytes:
+    """Bytes that have crossed a node's uplink since it was created, headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uplink:
+    """The state of a node's uplink."""
+
+    node: int
+    rate_bit_per_s: float
+    is_up: bool
+    crossed: UplinkBytes
+
+
+def build(wiring: Wiring, mtu_bytes: int) -> None:
+    """Create bridges, links and addresses in namespaces that exist and have nothing but `lo`."""
+    for namespace in (*wiring.switches, wiring.core):
+        ip(namespace, ("link set dev lo up", f"link add name {BRIDGE} type bridge", f"link set {BRIDGE} up"))
+    for rank, (device, port) in enumerate(wiring.device_links()):
+        address = f"address add {wiring.address(rank)}/{NETWORK.prefixlen} dev {INTERFACE}"
+        ip(
+            device.namespace,
+            ("link set dev lo up", _pair(device, port, mtu_bytes), address, f"link set {INTERFACE} up"),
+        )
+        ip(port.namespace, _join_bridge(port))
+    for uplink, port in wiring.uplinks():
+        ip(uplink.namespace, (_pair(uplink, port, mtu_bytes), *_join_bridge(uplink)))
+        ip(port.namespace, _join_bridge(port))
+
+
+def _pair(here: Port, there: Port, mtu_bytes: int) -> str:
+    peer = f"peer name {there.interface} netns {there.namespace} mtu {mtu_bytes}"
+    return f"link add name {here.interface} mtu {mtu_bytes} type veth {peer}"
+
+
+def _join_bridge(port: Port) -> tuple[str, ...]:
+    return (f"link set dev {port.interface} master {BRIDGE}", f"link set dev {port.interface} up")
+
+
+def set_rate(ports: Iterable[Port], rate_bit_per_s: float, *, verb: str = "change") -> None:
+    """Limit what leaves through each port; `verb` is `add` for a port that has no limit yet.
+
+    `change` keeps queued packets and the counters; one process per namespace.
+    """
+    bucket = max(LEAST_BURST_BYTES, round(rate_bit_per_s / 8 * BURST_S))
+    shape = f"root tbf rate {round(rate_bit_per_s)}bit burst {bucket} latency {QUEUE_MS}ms"
+    lines = defaultdict(list)
+    for port in ports:
+        lines[port.namespace].append(f"qdisc {verb} dev {port.interface} {shape}")
+    for namespace, of_namespace in lines.items():
+        tc(namespace, of_namespace)
+
+
+def set_up(port: Port, *, up: bool) -> None:
+    """Take a link down, or up again. Its rate and its counters stay; queued packets are lost."""
+    ip(port.namespace, (f"link set dev {port.interface} {'up' if up else 'down'}",))
+
+
+def read_uplinks(wiring: Wiring) -> tuple[Uplink, ...]:
+    """Return the state of every uplink. Costs two processes per node, a few milliseconds each."""
+    found = []
+    crossed = read_bytes(wiring)
+    for node, (own, _) in enumerate(wiring.uplinks()):
+        rate_bit_per_s = 8.0 * _tbf(own.namespace)[own.interface]["options"]["rate"]
+        link = json.loads(command("ip", "-netns", own.namespace, "-json", "link", "show", own.interface))
+        is_up = "UP" in link[0]["flags"]
+        found.append(Uplink(node=node, rate_bit_per_s=rate_bit_per_s, is_up=is_up, crossed=crossed[node]))
+    return tuple(found)
+
+
+def read_bytes(wiring: Wiring) -> tuple[UplinkBytes, ...]:
+    """Return the bytes that have crossed every uplink, by node. Costs one process per node and one more.
+
+    They are counted where the rate is enforced. The counters of the interfaces would miss most headers: they
+    count one for a packet of 64 kB that is cut into 45 on a real wire.
+    """
+    core = _tbf(wiring.core)
+    return tuple(
+        UplinkBytes(
+            sent_bytes=_tbf(own.namespace)[own.interface]["bytes"],
+            received_bytes=core[port.interface]["bytes"],
+        )
+        for own, port in wiring.uplinks()
+    )
+
+
+def _tbf(namespace: str) -> dict[str, Any]:
+    """Return what `tc` says about the limits in a namespace, by interface."""
+    every = json.loads(command("tc", "-netns", namespace, "-statistics", "-json", "qdisc", "show"))
+    return {each["dev"]: each for each in every if each["kind"] == "tbf"}

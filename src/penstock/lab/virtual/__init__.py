@@ -1,0 +1,13 @@
+"""Virtual devices: larger clusters than this machine's cores can run.
+
+Nothing is computed, everything is sent.
+Compute tasks sleep as long as the cost model says; transfers are real bytes over the real transport; the
+routing of tokens comes from a workload, generated or recorded. Every output of such a run says so, see
+`VirtualConfig.label`.
+"""
+
+from penstock.lab.virtual.build import build_virtual
+from penstock.lab.virtual.config import VirtualConfig
+from penstock.lab.virtual.stack import VirtualStack
+
+__all__ = ["VirtualConfig", "VirtualStack", "build_virtual"]

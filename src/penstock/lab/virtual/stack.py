@@ -1,0 +1,196 @@
+"""`VirtualStack`: runs step plans as `PipelinedStack` does, on devices whose computation is a sleep.
+
+stack.prepare(number)   # compute what every task does; not part of a step
+stack.step(number)      # forward and backward tasks, transfers of real bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.apportion import Counts
+from penstock.cost import ClusterConfig, RoutedCost, StepCost, Workload
+from penstock.decision import GradientBytes, PlacementConfig
+from penstock.device import device_of
+from penstock.dispatch import of_hops
+from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, virtual_handlers
+from penstock.lab.virtual.placement import Movement
+from penstock.ops import Op
+from penstock.placing import Slack
+from penstock.plan.slack import guest_slack
+from penstock.runtime.checks.agree import check_agreement
+from penstock.runtime.executor import Execution
+from penstock.runtime.machinery import Machinery
+from penstock.runtime.program import Programs
+from penstock.schedule import StepPlan
+from penstock.step import StepShape
+from penstock.trace import TaskRecord
+from penstock.workloads import Routing
+
+Slacks = tuple[Slack, ...]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Step `number` under `plan`, with what moves in it."""
+
+    plan: StepPlan
+    movement: Movement
+    number: int
+    handlers: VirtualHandlers
+
+
+class VirtualStack:
+    """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
+
+    workload: with the sizes of the gradients to move. cluster: the rates of the devices that are imitated.
+    routing: must be the same on all ranks. placement: how samples and guests are placed by plans that move
+    them.
+    """
+
+    def __init__(
+        self,
+        base_shape: StepShape,
+        workload: Workload,
+        cluster: ClusterConfig,
+        routing: Routing,
+        machinery: Machinery,
+        make_plan: Callable[[StepShape, GradientBytes], StepPlan],
+        placement: PlacementConfig,
+    ) -> None:
+        assert device_of(machinery.device).is_cpu, "a sleep of the host holds up no stream of a GPU"
+        self.base_shape, self.workload, self.cluster = base_shape, workload, cluster
+        self.routing, self.machinery = routing, machinery
+        self.execution: Execution | None = None
+        self._prepared: _Prepared | None = None
+        self._counts: tuple[int, Counts] | None = None
+        self._buffers = Buffers(workload, sum(base_shape.moe_layers))
+        self._programs = Programs(virtual_handlers(), machinery.layout.mesh.silent)
+        self._movements: dict[tuple[StepShape, PlacementConfig, Slacks], Movement] = {}
+        self._slacks: dict[tuple[StepShape, str], Slacks] = {}
+        self._host_s: dict[Movement, Mapping[str, float]] = {}
+        self._links = cluster
+        self.placement = placement
+        self.plan = self.adopt(make_plan(base_shape, self.bucket_sizes))
+
+    @property
+    def bucket_sizes(self) -> GradientBytes:
+        """Bytes of every layer's gradients, as `Gradients.sizes_bytes`."""
+        return self.workload.gradient_bytes
+
+    def adopt(self, plan: StepPlan, placement: PlacementConfig | None = None) -> StepPlan:
+        """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ.
+
+        placement: how it moves samples and guests; None = as in the plan before.
+        """
+        pieces, batch = plan.shape.microbatches, self.workload.batch
+        if batch < pieces:
+            raise ValueError(
+                f"schedule.microbatches = {pieces}: a batch of {batch} samples per rank cannot be cut into "
+                f"{pieces} pieces, attention needs whole samples. Use {batch} or fewer."
+            )
+        plan.schedule.check(plan.graph)
+        check_agreement(plan, self.machinery.control)
+        self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
+        self.use(plan, placement or self.placement)
+        self._time_host()
+        return plan
+
+    def use(self, plan: StepPlan, placement: PlacementConfig) -> None:
+        """Use a plan that was adopted before."""
+        self.plan, self.placement = plan, placement
+
+    @property
+    def links(self) -> ClusterConfig:
+        """The cost of links and experts by which guests are planned: the given cluster's until set."""
+        return self._links
+
+    @links.setter
+    def links(self, links: ClusterConfig) -> None:
+        self._links = links
+        self._movements.clear()
+        self._slacks.clear()
+
+    @property
+    def movement(self) -> Movement:
+        """The movement under the present plan."""
+        shape, slack = self.plan.shape, self._slack()
+        key = shape, self.placement, slack
+        if key not in self._movements:
+            self._movements[key] = Movement(
+                shape, self._workload, self.routing, self.placement, self.links, slack
+            )
+        return self._movements[key]
+
+    def _slack(self) -> Slacks:
+        """Return how much of guests' transfers the present plan's order hides; () without room for guests."""
+        if not self.plan.shape.guest_slots:
+            return ()
+        key = self.plan.shape, self.plan.digest
+        if key not in self._slacks:
+            even = StepCost(self.plan.shape, self._workload, self.links)
+            self._slacks[key] = guest_slack(self.plan, even, self.machinery.layout.mesh)
+        return self._slacks[key]
+
+    @property
+    def _workload(self) -> Workload:
+        """The workload with the dispatch of the present plan."""
+        return replace(self.workload, dispatch=of_hops(self.plan.shape.dispatch).name)
+
+    def _time_host(self) -> None:
+        """Time the host's tasks on the slowest rank, so that all ranks know the same durations."""
+        movement = self.movement
+        if movement.is_none or movement in self._host_s:
+            return
+        homes_s, plan_s = self.machinery.control.largest(movement.host_s(), "timing the host's tasks")
+        self._host_s[movement] = {Op.SAMPLE_PLACES: homes_s, Op.PLAN_GUESTS: plan_s}
+
+    def cost(self, number: int) -> RoutedCost:
+        """Return cost of step `number`'s tasks on every rank under the present plan, for the simulator."""
+        if self._counts is None or self._counts[0] != number:
+            self._counts = number, self.routing.counts(number)
+        counts_DBYE, placed = self._counts[1], self.movement.placed(number)
+        if placed is not None:
+            planning_s = self._host_s.get(self.movement, {}).get(Op.PLAN_GUESTS, 0.0)
+            placed = replace(placed, planning_s=planning_s)
+        return RoutedCost(self.plan.shape, self._workload, self.cluster, counts_DBYE, placed=placed)
+
+    def prepare(self, number: int) -> None:
+        """Draw the routing of step `number` and compute its sizes and durations, before the step is timed.
+
+        Takes some milliseconds up to a tenth of a second with the sizes; otherwise `step` does it.
+        """
+        self._ready(number)
+
+    def step(self, number: int) -> None:
+        """Run one iteration with the routing of step `number`, counted from 0: forward half, backward half.
+
+        Returns when this rank has done all of its tasks. Raises TaskError naming the task that failed.
+        """
+        handlers = self._ready(number).handlers
+        rank, lanes = self.machinery.layout.rank, self.machinery.lanes
+        program = self._programs.of(self.plan, training=True)
+        self.execution = Execution(self.plan, program, lanes, handlers, rank)
+        self.execution.run()
+        self.execution.run()
+
+    def records(self, step: int = 0) -> list[TaskRecord]:
+        """Return when every task of the last step ran on this rank; `step` is written into the records."""
+        return self.execution.records(step) if self.execution else []
+
+    def close(self) -> None:
+        """End the machinery: its threads and connections, also for other stacks that run on it."""
+        self.machinery.close()
+
+    def _ready(self, number: int) -> _Prepared:
+        found = self._prepared
+        movement = self.movement
+        known = found is not None and found.plan is self.plan and found.movement is movement
+        if found is None or not known or found.number != number:
+            cost, host_s = self.cost(number), self._host_s.get(movement, {})
+            step = RankStep.build(cost, self.plan.graph, self.machinery.layout.rank, host_s)
+            self._buffers.grow(step, cost)
+            handlers = VirtualHandlers(step, cost, self.machinery.transports, self._buffers)
+            found = self._prepared = _Prepared(self.plan, movement, number, handlers)
+        return found

@@ -1,0 +1,328 @@
+"""Virtual devices on real ranks: the schedule's order, true bytes, sleeps as long as the cost, failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cost import ClusterConfig
+from penstock.decision import ScheduleConfig
+from penstock.graph import Lane, Task
+from penstock.lab.virtual import VirtualConfig, VirtualStack, build_virtual
+from penstock.mesh import Group
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.ops import Op
+from penstock.runtime import ShardedAdamW
+from penstock.runtime.checks.marks import FIELDS
+from penstock.step.shape import TokenLayout
+from penstock.topology import Layout
+from penstock.train.assemble import build_optimizer, first_plan
+from tests.steps import PLAIN
+from tests.support.parity import Case, batch_of, machinery, machinery_of, stack_of
+from tests.support.ranks import Pools
+
+pytestmark = pytest.mark.slow
+
+NAMES = sorted(PLAIN)
+LAYOUTS = [(4, 4), (4, 2)]
+SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)
+ZIPF = VirtualConfig(routing="zipf", zipf_exponent=1.2, drift=0.1)
+
+
+def case_of(name: str = "flowmoe", *, world_size: int = 4, ep_size: int = 4, **moe: Any) -> Case:
+    return Case(
+        world_size=world_size,
+        ep_size=ep_size,
+        schedule=ScheduleConfig(name=name, microbatches=2, chunks=2, all_reduce_chunk_bytes=1024),
+        model=ModelConfig(
+            num_layers=3, hidden_size=16, num_heads=2, seq_len=6, vocab_size=13, moe_layers=(0, 2)
+        ),
+        moe=MoEConfig(**({"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 8} | moe)),
+        batch=3,
+    )
+
+
+def virtual_of(rank: int, case: Case, virtual: VirtualConfig = ZIPF) -> VirtualStack:
+    config = replace(case.config, cluster=SLEEPS)
+    return build_virtual(config, virtual, machinery_of(rank, case))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step left on one rank. expected: bytes that the cost model says this rank sends."""
+
+    as_planned: bool
+    sleeps: list[tuple[float, float]]
+    traffic: Counter[int]
+    expected: Counter[int]
+
+
+def run_virtual(rank: int, case: Case, number: int = 3) -> Ran:
+    stack = virtual_of(rank, case)
+    transport = stack.machinery.transports.inter
+    before = transport.traffic.copy()
+    stack.step(number)
+    records, cost = sorted(stack.records(), key=lambda record: record.start_s), stack.cost(number)
+    lanes = stack.plan.schedule.lanes
+    return Ran(
+        all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()),
+        [(r.duration_s, float(cost(r.task)[rank])) for r in records if r.lane is Lane.COMPUTE],
+        Counter(transport.traffic - before),
+        expected_traffic(rank, stack, number),
+    )
+
+
+def expected_traffic(rank: int, stack: VirtualStack, number: int) -> Counter[int]:
+    """Written out: rows to every peer, and what a ring all-reduce sends to the neighbour."""
+    cost, work, layout = stack.cost(number), stack.workload, stack.machinery.layout
+    sent: Counter[int] = Counter()
+    for task in stack.plan.graph.tasks:
+        if task.op in (Op.DISPATCH, Op.COMBINE, Op.COUNTS):
+            local = work.num_experts // work.ep_size
+            row = cost.shape.slices * local * 8 if task.op == Op.COUNTS else work.hidden_size * 4
+            group = next(g for g in layout.mesh.groups(Group.EXPERT) if rank in g)
+            once = (1,) * work.ep_size
+            splits = once if task.op == Op.COUNTS else cost.move(task, rank).input_splits
+            for peer, rows in zip(group, splits, strict=True):
+                sent[peer] += rows * row if peer != rank else 0
+        elif task.lane is Lane.INTER:
+            group = next(g for g in layout.mesh.groups(task.axes) if rank in g)
+            size = 2 * (len(group) - 1) * reduced_bytes(task, stack) // len(group)
+            sent[group[(group.index(rank) + 1) % len(group)]] += size
+    return +sent
+
+
+def reduced_bytes(task: Task, stack: VirtualStack) -> int:
+    work, shape = stack.workload, stack.plan.shape
+    if task.op == Op.STATISTICS:
+        return 8 * (4 + FIELDS + 2 * sum(shape.moe_layers) * (1 + work.num_experts))
+    replicated = task.op == Op.ALL_REDUCE
+    sizes = work.all_reduce_bytes if replicated else work.expert_all_reduce_bytes
+    pieces = shape.all_reduce_chunks if replicated else shape.expert_all_reduce_chunks
+    slices = torch.empty(sizes[task.layer] // 4).tensor_split(pieces[task.layer])
+    assert task.piece is not None
+    return slices[task.piece].nbytes
+
+
+def check_ran(result: Ran) -> None:
+    assert result.as_planned, "a lane ran another order than its list"
+    assert all(slept_s >= cost_s for slept_s, cost_s in result.sleeps)
+    assert result.traffic == result.expected
+
+
+# ---- every schedule ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
+@pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "compression": "int8"}])
+def test_a_virtual_step_takes_the_legs_of_a_real_one(
+    ranks: Pools, dispatch: str, extra: dict[str, Any]
+) -> None:
+    case = replace(case_of(capacity_factor=1.25, dispatch=dispatch, **extra), node_size=2)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+@pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d", "node_once"])
+def test_uneven_routing_takes_the_legs_too(ranks: Pools, dispatch: str) -> None:
+    """Dropless: all must know what the others send, or partners would wait for other sizes."""
+    case = replace(case_of("penstock", dispatch=dispatch), node_size=2)
+    for result in ranks(4).run(run_legs, case):
+        assert result
+
+
+def run_legs(rank: int, case: Case) -> bool:
+    """Also with the loads gathered, as planners want them."""
+    stack = virtual_of(rank, case)
+    shape, layout = replace(stack.base_shape, gathers_loads=True), stack.machinery.layout
+    stack.adopt(first_plan(case.config, layout, shape, stack.bucket_sizes))
+    stack.step(3)
+    records = sorted(stack.records(), key=lambda record: record.start_s)
+    lanes = stack.plan.schedule.lanes
+    ops = {record.task.op for record in records}
+    legs = {hop.op for hop in shape.dispatch}
+    return {*legs, Op.LOADS} <= ops and all(
+        [r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items()
+    )
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize(("world_size", "ep_size"), [*LAYOUTS, (4, 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_runs_with_uneven_routing(
+    ranks: Pools, name: str, world_size: int, ep_size: int
+) -> None:
+    """Dropless: counts are exchanged, ranks send and sleep differently."""
+    results = ranks(world_size).run(run_virtual, case_of(name, world_size=world_size, ep_size=ep_size))
+    for result in results:
+        check_ran(result)
+    if ep_size > 1:
+        assert len({tuple(cost_s for _, cost_s in r.sleeps) for r in results}) > 1
+        assert len({r.traffic.total() for r in results}) > 1
+
+
+def real_and_virtual(rank: int, case: Case) -> tuple[Counter[int], Counter[int], bool]:
+    """Bytes sent by a real step and by a virtual one; whether their first plans are the same.
+
+    A step that gathers parameters follows one that has updated them.
+    """
+    real, virtual = stack_of(rank, case), virtual_of(rank, case, VirtualConfig())
+    tokens, labels = batch_of(case)
+    mine = case.mine(rank)
+    transport = real.machinery.transports
+    optimizer = build_optimizer(real, case.config.optimizer)
+    updating = optimizer.in_backward if isinstance(optimizer, ShardedAdamW) else nullcontext
+
+    def train() -> None:
+        with updating():
+            real(tokens[mine], labels[mine]).backward()
+
+    train()
+    optimizer.zero_grad()
+    sent = []
+    for step in (train, lambda: virtual.step(0)):
+        before = transport.traffic.copy()
+        step()
+        sent.append(Counter(transport.traffic - before))
+    same = virtual.plan.graph == real.plan.graph and virtual.base_shape == real.base_shape
+    return sent[0], sent[1], same
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize(("world_size", "ep_size"), LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_virtual_step_sends_what_a_real_one_sends(
+    ranks: Pools, name: str, world_size: int, ep_size: int
+) -> None:
+    case = case_of(name, world_size=world_size, ep_size=ep_size, capacity_factor=1.25)
+    for real, virtual, same in ranks(world_size).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+@pytest.mark.parametrize("ep_size", [4, 2])
+def test_a_virtual_step_sends_what_a_sharded_optimiser_sends(ranks: Pools, ep_size: int) -> None:
+    case = replace(case_of("penstock", ep_size=ep_size, capacity_factor=1.25), sharded=True)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize("name", ["fsmoe", "lina"])
+def test_other_chunks_on_the_way_back(ranks: Pools, name: str, degrees: tuple[int, int]) -> None:
+    chunks, backward = degrees
+    case = case_of(name, capacity_factor=1.25)
+    case = replace(case, schedule=replace(case.schedule, chunks=chunks, backward_chunks=backward))
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+    uneven = replace(case, moe=replace(case.moe, capacity_factor=None))
+    for result in ranks(4).run(run_virtual, uneven):
+        check_ran(result)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_alone(name: str) -> None:
+    check_ran(run_virtual(0, case_of(name, world_size=1, ep_size=1)))
+
+
+# ---- ranks that share attention and experts ----------------------------------------------------------------
+
+SHARED = [
+    {"mp_size": 2, "esp_size": 2, "ep_size": 2},
+    {"mp_size": 2, "esp_size": 1, "ep_size": 2},
+    {"mp_size": 1, "esp_size": 2, "ep_size": 2},
+    {"mp_size": 4, "esp_size": 2, "ep_size": 1},
+    {"mp_size": 2, "esp_size": 4, "ep_size": 1},
+]
+FORMS = ["fsmoe", "parm_s1", "parm_s2", "baseline_esp"]
+
+
+def shared_case(name: str, layout: dict[str, Any], tokens: TokenLayout, **moe: Any) -> Case:
+    case = case_of(name, **({"aux_loss_group": "sequence"} | moe))
+    model = replace(case.model, num_heads=4, vocab_size=16, seq_len=8, ffn_hidden_size=16)
+    node_size = 2 if max(layout.values()) == 2 else None
+    return replace(case, model=model, node_size=node_size, tokens=tokens, **layout)
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("tokens", ["split", "replicated"])
+@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize("name", [*FORMS, "flowmoe", "penstock"])
+def test_sharing_virtual_ranks_send_what_real_ones_send(
+    ranks: Pools, name: str, layout: dict[str, Any], tokens: TokenLayout
+) -> None:
+    case = shared_case(name, layout, tokens, capacity_factor=1.25)
+    for real, virtual, same in ranks(4).run(real_and_virtual, case):
+        assert same
+        assert real == virtual
+        assert real.total() > 0
+
+
+def run_uneven(rank: int, case: Case) -> bool:
+    """Whether a dropless virtual step has run as planned."""
+    stack = virtual_of(rank, case)
+    stack.step(3)
+    records = sorted(stack.records(), key=lambda record: record.start_s)
+    lanes = stack.plan.schedule.lanes
+    return all([r.task for r in records if r.lane is lane] == list(order) for lane, order in lanes.items())
+
+
+@pytest.mark.every_value
+@pytest.mark.parametrize("length", [8, 7])
+@pytest.mark.parametrize("layout", SHARED, ids=lambda each: "-".join(map(str, each.values())))
+@pytest.mark.parametrize("name", FORMS)
+def test_sharing_ranks_agree_on_uneven_routing(
+    ranks: Pools, name: str, layout: dict[str, Any], length: int
+) -> None:
+    """Every rank works out for itself what its partners send; another number would never arrive."""
+    case = shared_case(name, layout, "split")
+    case = replace(case, model=replace(case.model, seq_len=length))
+    assert all(ranks(4).run(run_uneven, case))
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
+
+
+def test_every_step_has_its_own_routing() -> None:
+    stack = virtual_of(0, case_of(world_size=1, ep_size=1))
+    assert stack.records() == []
+    for number in (0, 5):
+        stack.prepare(number)
+        stack.step(number)
+        assert {record.step for record in stack.records(number + 1)} == {number + 1}
+        assert len(stack.records()) == len(stack.plan.graph.tasks)
+    assert (stack.cost(0).counts_DBYE != stack.cost(5).counts_DBYE).any()
+
+
+def test_plans_may_be_exchanged_between_steps() -> None:
+    case = case_of(world_size=1, ep_size=1)
+    stack = virtual_of(0, case)
+    layout = stack.machinery.layout
+    for name in NAMES:
+        config = replace(case.config, schedule=replace(case.schedule, name=name))
+        stack.adopt(first_plan(config, layout, stack.base_shape, stack.bucket_sizes))
+        stack.step(0)
+        assert {record.task for record in stack.records()} == set(stack.plan.graph.tasks)
+
+
+def test_fewer_samples_than_microbatches() -> None:
+    case = case_of(world_size=1, ep_size=1)
+    with pytest.raises(ValueError, match=r"microbatches = 2: a batch of 1 samples .* Use 1 or fewer"):
+        layout = Layout(world_size=1, ep_size=1, rank=0)
+        device = machinery(1, 1, 0)
+        stack = virtual_of(0, replace(case, schedule=replace(case.schedule, microbatches=1), batch=1))
+        assert stack.machinery.lanes is device.lanes
+        stack.adopt(first_plan(case.config, layout, stack.base_shape, stack.bucket_sizes))

@@ -1,0 +1,104 @@
+"""Loads in numbers, written out for four ranks and held against plain sums in any layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.mesh import Group, Mesh, node_of
+from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.train.load_figures import HostedRows, LoadFigures, max_over_mean, rank_loads, relative_entropy
+
+
+def test_written_out() -> None:
+    """Two nodes of two ranks, an expert each: rank 0 sends all to its own expert, the others to rank 3's."""
+    loads = np.zeros((4, 1, 4), dtype=np.int32)
+    loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
+    found = LoadFigures.of(loads, [ExpertPlacement.even(4, 4)], Mesh(world_size=4, ep_size=4), 2)
+    assert found.expert_max_over_mean == found.rank_max_over_mean == (3.0,)
+    assert found.crossing_nodes == (0.25,), "rank 1's"
+    assert found.entropy == pytest.approx([-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)])
+
+
+def test_rows_count_where_guests_compute_them_and_loads_are_compared_with_those_before() -> None:
+    """Rank 1 hosts the expert of rank 3, which three ranks want: it computes its own rows, and none of them
+    leaves its node any more."""
+    loads = np.zeros((4, 1, 4), dtype=np.int32)
+    loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
+    before, even = loads.copy(), ExpertPlacement.even(4, 4)
+    before[1, 0] = (0, 8, 0, 0)
+    guests = [Hosting.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
+    mesh = Mesh(world_size=4, ep_size=4)
+    hosted = HostedRows.of_group(loads, guests, mesh, 2, 0)
+    found = LoadFigures.of(loads, [even], mesh, 2, hosted=hosted, before_PYE=before)
+    assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
+    assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
+    nobody = HostedRows.of_group(loads, [Hosting.none(even, 1)], mesh, 2, 0)
+    alone = LoadFigures.of(loads, [even], mesh, 2, hosted=nobody)
+    assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
+    assert alone.crossing_nodes == (0.25,) and alone.in_common is None
+
+
+def test_every_expert_group_has_guests_of_its_own() -> None:
+    """Ranks 0 and 1 host all that they want; ranks 2 and 3, on another node each, send all rows to rank 2."""
+    loads = np.zeros((4, 1, 2), dtype=np.int32)
+    loads[:, 0, 0] = 6
+    even, mesh = ExpertPlacement.even(2, 2), Mesh(world_size=4, ep_size=2)
+    guests = [Hosting.local(even, [[EMPTY], [0]])], [Hosting.none(even, 1)]
+    shares = [
+        HostedRows.of_group(loads, guests[rank // 2], mesh, 1, rank).share(mesh, rank) for rank in range(4)
+    ]
+    assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
+    found = LoadFigures.of(loads, [even], mesh, 1, hosted=HostedRows.joined(shares))
+    assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
+    alone = LoadFigures.of(loads, [even], mesh, 1)
+    assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
+
+
+def test_one_node_has_no_rows_that_leave_it() -> None:
+    even = np.full((2, 3, 4), 5, dtype=np.int32)
+    found = LoadFigures.of(even, [ExpertPlacement.even(4, 2)] * 3, Mesh(world_size=2, ep_size=2), 0)
+    assert found.crossing_nodes is None
+    assert found.expert_max_over_mean == found.rank_max_over_mean == (1.0,) * 3
+    assert found.entropy == pytest.approx([1.0] * 3)
+
+
+def test_nothing_at_all_has_numbers_too() -> None:
+    nothing = np.zeros((2, 1, 1), dtype=np.int64)
+    assert max_over_mean(nothing.sum(axis=0)).tolist() == [0.0]
+    assert relative_entropy(nothing.sum(axis=0)).tolist() == [1.0]
+
+
+MESHES = [
+    Mesh(world_size=8, ep_size=ep, mp_size=esp, esp_size=esp) for ep, esp in ((8, 1), (4, 1), (4, 2), (2, 2))
+]
+
+
+@given(st.sampled_from(MESHES), st.permutations(range(8)), st.integers(0, 2**32 - 1))
+def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
+    mesh: Mesh, order: list[int], seed: int
+) -> None:
+    slots = 8 // mesh.ep_size
+    placement = ExpertPlacement.of([order[r * slots : (r + 1) * slots] for r in range(mesh.ep_size)])
+    loads = np.random.default_rng(seed).integers(0, 9, (8, 1, 8)).astype(np.int32)
+    loads[0, 0, 0] += 1
+    ranks, away = np.zeros(8), 0
+    for source in range(8):
+        for expert in range(8):
+            place = placement.owners[expert]
+            near = mesh.members(source, Group.EXPERT)[place]
+            away += loads[source, 0, expert] * (node_of(near, 4) != node_of(source, 4))
+            for rank in mesh.members(source, Group.EXPERT_SHARDS):
+                ranks[rank] += loads[source, 0, expert] * (mesh.place(rank, Group.EXPERT) == place)
+    assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
+    found = LoadFigures.of(loads, [placement], mesh, 4)
+    assert found.crossing_nodes == pytest.approx([away / loads.sum()])
+    guests = [Hosting.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])]
+    hosted = HostedRows.joined(
+        [HostedRows.of_group(loads, guests, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
+    )
+    found = LoadFigures.of(loads, [placement], mesh, 4, hosted=hosted)
+    assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()
+    assert hosted.rows_PY.sum() == ranks.sum()
