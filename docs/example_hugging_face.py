@@ -1,5 +1,6 @@
 """Fine-tunes a model: torchrun --nproc-per-node 4 docs/example_hugging_face.py FOLDER [PLAN]"""
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,13 +24,16 @@ config = Qwen3MoeConfig(
     bos_token_id=None,
     eos_token_id=None,
 )
+# A GPU for every rank of this machine, or none: the model is trained where its parameters are.
+enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if enough else "cpu"
 torch.manual_seed(0)  # every rank begins with the same model
-model = AutoModelForCausalLM.from_config(config)  # or from_pretrained(path)
+model = AutoModelForCausalLM.from_config(config).to(device)  # or from_pretrained(path)
 model = penstock.parallelize(model, plan=plan)  # experts are spread over all ranks
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 text = "The network is slow, so it works while something else is computed. "
-tokens = torch.tensor([list(text.encode())])
+tokens = torch.tensor([list(text.encode())], device=device)
 rank = dist.get_rank()
 for step in range(40):
     first = (7 * step + 17 * rank) % 16  # every rank reads another part of the text
@@ -48,7 +52,7 @@ prompt = tokens[:, :14]
 ours = model.generate(prompt, max_new_tokens=24, do_sample=False)  # all ranks together, each its own prompt
 
 if rank == 0:
-    reloaded = AutoModelForCausalLM.from_pretrained(folder).eval()  # on one process, without Penstock
+    reloaded = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()  # without Penstock
     theirs = reloaded.generate(prompt, max_new_tokens=24, do_sample=False)
     print(f"trained:  {bytes(ours[0].tolist()).decode(errors='replace')}")
     print(f"reloaded: {bytes(theirs[0].tolist()).decode(errors='replace')}")

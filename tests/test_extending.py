@@ -251,11 +251,6 @@ def run_page(rank: int, first: str, session: str) -> tuple[bool, str]:
     return run.model.plan.shape.shared_experts, type(layers[1].moe.gate).__name__
 
 
-def test_the_scheduled_model_of_the_page(ranks: Pools) -> None:
-    (gate,), (session,) = (blocks(EXTENDING, name) for name in ("A gate", "Into a scheduled model"))
-    assert ranks(2).run(run_page, gate, session) == [(False, "DistanceGate")] * 2
-
-
 def test_a_layer_of_ones_own_in_a_session(ranks: Pools) -> None:
     alone, session = blocks(OWN_LOOP, "A layer of your own")
     known = run_block(alone)
@@ -268,7 +263,7 @@ def test_every_block_of_the_pages_is_run_here() -> None:
     headings = re.findall(r"^## (.*)$", EXTENDING.read_text(), re.M)
     shown = sum(len(blocks(EXTENDING, heading)) for heading in headings)
     assert (
-        shown == len(PARTS) + 4
+        shown == len(PARTS) + 3
     )  # test_own_step.py, test_own_decision.py and adapt/test_parity.py run one each
     headings = re.findall(r"^## (.*)$", MOE_LAYER.read_text(), re.M)
     found = [heading for heading in headings if blocks(MOE_LAYER, heading)]

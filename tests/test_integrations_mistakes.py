@@ -56,7 +56,7 @@ def looking_alone(code: str) -> str:
 
 
 def run_mistake(rank: int, mistake: Callable[[str], str]) -> str:
-    heading = "Scaled losses" if mistake is looking_alone else "DistributedDataParallel"
+    heading = "Autocast and scaled losses" if mistake is looking_alone else "DistributedDataParallel"
     with pytest.raises((ValueError, ParameterMismatchError)) as caught:
         run_page(rank, heading, torch.float32, change=mistake)
     return str(caught.value)
@@ -99,7 +99,7 @@ def run_infinite(rank: int) -> tuple[Ran, Tensors]:
     """Also what the model begins with."""
     (common,) = blocks(PAGE, "The model")
     begun = drawn(run_block(common)["Model"](exchange()), torch.float32)
-    ran = run_page(rank, "Scaled losses", torch.float32, infinite_on_rank_1)
+    ran = run_page(rank, "Autocast and scaled losses", torch.float32, infinite_on_rank_1)
     return ran, logical(begun, dict(begun.named_parameters()))
 
 

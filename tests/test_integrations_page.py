@@ -135,12 +135,19 @@ def noting(ran: Ran, made: list[Any]) -> Iterator[None]:
         yield
 
 
+def example(heading: str) -> str:
+    """The code of a section, with the loop that it shares with another."""
+    (code,), (shared,) = blocks(PAGE, heading), blocks(PAGE, "DistributedDataParallel")
+    _, mark, loop = shared.partition("optimizer = ")
+    return code.replace("# the loop of DistributedDataParallel\n", mark + loop)
+
+
 def run_page(
     rank: int, heading: str, dtype: torch.dtype = torch.float64, change: Callable[[str], str] = str
 ) -> Ran:
     """One example of the page. change: of its code, to make a mistake in it."""
     ran, made = Ran(), list[Any]()
-    (common,), (code,) = blocks(PAGE, "The model"), blocks(PAGE, heading)
+    (common,) = blocks(PAGE, "The model")
     known = run_block(common)
 
     def make_model() -> Any:
@@ -153,7 +160,7 @@ def run_page(
     samples = [{"x": x, "labels": y} for each in firsts for x, y in zip(*each, strict=True)]
     given = {"make_model": make_model, "batches": batches_of(rank, dtype), "samples": samples}
     with noting(ran, made):
-        run_block(change(code), **{**known, **given})
+        run_block(change(example(heading)), **{**known, **given})
     ran.parameters = logical(made[0], dict(made[0].named_parameters()))
     return ran
 
@@ -196,7 +203,7 @@ def with_fsdp(code: str) -> str:
     code = code.replace(
         "    last = number", "    model.set_requires_gradient_sync(number % 2 == 1)\n    last = number"
     )
-    setup = blocks(PAGE, "FSDP2")[0].partition("optimizer = ")[0]
+    setup = example("FSDP2").partition("optimizer = ")[0]
     return setup + code.partition("\n\n")[2].partition("\n\n")[2].partition("\n")[2]
 
 
@@ -209,7 +216,18 @@ def run_fsdp_accumulating(rank: int) -> Ran:
 
 
 def test_autocast(ranks: Pools) -> None:
-    check(ranks(RANKS).run(run_page, "Autocast", torch.float32), plain(dtype=torch.float32), ROUNDED)
+    check(ranks(RANKS).run(run_autocast), plain(dtype=torch.float32), ROUNDED)
+
+
+def run_autocast(rank: int) -> Ran:
+    return run_page(rank, "Autocast and scaled losses", torch.float32, change=without_scaler)
+
+
+def without_scaler(code: str) -> str:
+    """As the sentence under the example says."""
+    code = code.replace("float16", "bfloat16").replace("scaler.scale(loss)", "loss")
+    code = code.replace("scaler.step(optimizer)", "optimizer.step()")
+    return "".join(line for line in code.splitlines(keepends=True) if "scaler" not in line.lower())
 
 
 def scaled_less(code: str) -> str:
@@ -219,7 +237,9 @@ def scaled_less(code: str) -> str:
 
 def test_scaled_losses(ranks: Pools) -> None:
     wanted = plain(dtype=torch.float32, narrow=torch.float16)
-    check(ranks(RANKS).run(run_page, "Scaled losses", torch.float32, scaled_less), wanted, ROUNDED)
+    check(
+        ranks(RANKS).run(run_page, "Autocast and scaled losses", torch.float32, scaled_less), wanted, ROUNDED
+    )
 
 
 def run_compiled(rank: int, backend: str) -> tuple[Ran, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,10 +15,8 @@ import penstock.dispatch
 import penstock.moe
 from penstock import MoELayer, clip_grad_norm_
 from penstock.cli import main
-from penstock.decision import ScheduleConfig
-from penstock.dispatch import DISPATCHES, HierarchicalDispatch2D
+from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane
-from penstock.models import ModelConfig
 from penstock.moe import (
     Bfloat16Rows,
     Hook,
@@ -33,12 +30,8 @@ from penstock.moe import (
     Tokens,
 )
 from penstock.step import StepShape, build_graph
-from penstock.train.assemble import build_stack
-from penstock.train.config import RunConfig
-from tests.steps import planned
 from tests.support.close import check_close
 from tests.support.pages import CHOICES, EXPERTS, HIDDEN, MOE_LAYER, ROOT, blocks, run_block
-from tests.support.parity import machinery
 from tests.support.ranks import Pools
 
 
@@ -140,14 +133,6 @@ def test_the_refusal_is_a_real_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.strip() == said
 
 
-def test_the_picture_is_a_real_one() -> None:
-    shape = StepShape(
-        moe_layers=(True,), dispatch=HierarchicalDispatch2D().hops, shared_experts=True, exchange_counts=True
-    )
-    plan = planned("flowmoe", shape)
-    assert plan.schedule.grid(plan.graph, width=106).partition("\n")[2].strip() in MOE_LAYER.read_text()
-
-
 def rows_of(heading: str, page: Path = MOE_LAYER) -> list[list[str]]:
     """Cells of the tables of a section, without the first table's two header lines."""
     (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)
@@ -163,14 +148,17 @@ def lanes_of_ops() -> dict[str, Lane]:
     return {task.op: task.lane for shape in shapes for task in build_graph(shape).tasks}
 
 
-def test_the_parts_exist_and_tasks_are_on_their_lanes() -> None:
-    lanes = lanes_of_ops()
-    for _, name, _, _, where in rows_of("Parts")[2:]:
-        assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
-        for part in where.split(";"):
-            *ops, lane = re.split(r", | and ", re.sub(r" \(and W\)", "", part.strip()))
-            if lane in set(Lane):
-                assert {lanes[op] for op in ops} == {lane}, (name, part)
+def test_the_parts_exist() -> None:
+    for _, names, *_ in rows_of("Parts")[2:]:
+        for name in re.findall(r"\w+", names):
+            assert hasattr(penstock.moe, name) or hasattr(penstock.dispatch, name), name
+
+
+def test_the_tasks_of_the_picture_are_on_their_lanes() -> None:
+    (picture,) = re.findall(r"```\n( +hidden states.*?)```", MOE_LAYER.read_text(), re.S)
+    lanes, shown = lanes_of_ops(), dict(re.findall(rf"\b([A-Z]+), ({'|'.join(Lane)})", picture))
+    assert shown.keys() == {*"NXUDCS", "AT", "ST", "DG", "DS", "CG", "CS"}
+    assert shown == {op: lanes[op] for op in shown}
 
 
 def test_defaults_of_the_configuration() -> None:
@@ -185,18 +173,15 @@ def as_toml(value: object) -> str:
 
 
 def test_what_one_copy_per_rank_saves() -> None:
-    for case, without, independent, distinct, counted, saved in rows_of("One copy per rank")[2:]:
+    for case, counted, saved in rows_of("One copy per rank")[2:]:
         experts, choices, ranks = (int(number) for number in case.split(", "))
         torch.manual_seed(0)
         with torch.no_grad():
             choice = SoftmaxGate(HIDDEN, experts, choices)(20 * torch.randn(4096, HIDDEN), Tokens())
         rows = MergedOrder(experts, choices, ranks).plan(choice, 1).chunk_rows[0] / 4096
-        assert SortOrder(experts).plan(choice, 1).chunk_rows[0] == int(without) * 4096
+        assert SortOrder(experts).plan(choice, 1).chunk_rows[0] == choices * 4096
         assert float(counted) == pytest.approx(rows, abs=0.01)
         assert float(saved.removesuffix("%")) == pytest.approx(100 * (1 - rows / choices), abs=1)
-        others = math.comb(experts - experts // ranks, choices) / math.comb(experts, choices)
-        assert float(distinct) == pytest.approx(ranks * (1 - others), abs=0.006)
-        assert float(independent) == pytest.approx(ranks * (1 - (1 - 1 / ranks) ** choices), abs=0.006)
 
 
 def test_bytes_and_errors_of_compression() -> None:
@@ -209,39 +194,3 @@ def test_bytes_and_errors_of_compression() -> None:
         assert leaving.nbytes == 1000 * int(small)
         error = (hooks[name].after_dispatch(leaving) - rows_RM).norm() / rows_RM.norm()
         assert float(measured.removesuffix("%")) == pytest.approx(100 * float(error), abs=0.01)
-
-
-@pytest.mark.slow
-def test_what_splitting_does_to_balance() -> None:
-    anything, own = balance_tokens()
-    group = ""
-    for first, name, *values in rows_of("Balance")[7:]:
-        tokens = own if first.startswith("each") or (not first and group == "own") else anything
-        group = "own" if tokens is own else ""
-        found = [balance_of(tokens, name, pieces) for pieces in (1, 2, 4, 8)]
-        assert [float(value) for value in values] == pytest.approx(found, abs=2e-3)
-
-
-def balance_tokens() -> tuple[Tensor, Tensor]:
-    """8 samples of 128 tokens: of 256 symbols, and each of 16 symbols of its own."""
-    generator = torch.Generator().manual_seed(0)
-    anything = torch.randint(256, (8, 128), generator=generator)
-    own = [
-        torch.randint(256, (16,), generator=generator)[torch.randint(16, (128,), generator=generator)]
-        for _ in range(8)
-    ]
-    return anything, torch.stack(own)
-
-
-def balance_of(tokens: Tensor, group: str, pieces: int) -> float:
-    config = RunConfig(
-        model=ModelConfig(num_layers=1, hidden_size=64, seq_len=128),
-        moe=MoEConfig(num_experts=16, moe_ffn_hidden_size=16, aux_loss_group=group),  # type: ignore[arg-type]  # a name
-        schedule=ScheduleConfig(name="flowmoe", microbatches=pieces),
-    )
-    stack = build_stack(config, machinery(1, 1, 0))
-    with torch.no_grad():
-        stack.model.get_parameter("model.layers.0.mlp.gate.weight").mul_(25)
-    stack(tokens, tokens)
-    assert stack.statistics is not None
-    return float(stack.statistics.aux)
