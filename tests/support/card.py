@@ -13,6 +13,8 @@ What it cannot show: how long anything takes, and whether streams are ordered (`
 does that).
 """
 
+# ruff: noqa: TID251 - events of a pretended device note when they happened, as those of a GPU do
+
 from __future__ import annotations
 
 import sys
