@@ -30,16 +30,17 @@ quick: $(INSTALLED)  ## the tests to run while editing: under a minute
 soak: $(INSTALLED) $(PEERS)  ## every test, with all combinations where `make test` takes pairs; an hour or two
 	$(BIN)/python -m pytest $(TWO_AT_ONCE) -m "soak or not soak"
 
-lint: $(INSTALLED)  ## style and strict types
+lint: $(INSTALLED)  ## style, layers and strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 bench: $(INSTALLED) $(PEERS)  ## everything that BENCHMARKS.md shows; Linux, root, an idle machine, one and a half hours
 	$(BIN)/python -m benchmarks.suite .
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -18,8 +18,8 @@ from penstock.config import ConfigError, load
 from penstock.graph import RefusalError
 from penstock.runtime import Machinery
 from penstock.runtime.lanes import ThreadLanes
+from penstock.runtime.silent import SilentTransport
 from penstock.runtime.transport import Transports
-from penstock.runtime.transport.silent import SilentTransport
 from penstock.schedule import SCHEDULES
 from penstock.topology import Control, Layout
 from penstock.train.assemble import build_optimizer, build_stack

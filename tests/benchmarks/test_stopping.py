@@ -1,5 +1,7 @@
 """Benchmarks that are stopped: what they tell before, what is left of them, and that they end."""
 
+# ruff: noqa: TID251 - a process that is killed sleeps
+
 from __future__ import annotations
 
 import json

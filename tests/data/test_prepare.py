@@ -1,5 +1,7 @@
 """Folders of tokens: what is written is what is read, however often writing was cut off, or it is refused."""
 
+# ruff: noqa: TID251 - polls a child, as long as that runs
+
 from __future__ import annotations
 
 import json

@@ -15,7 +15,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack
-from penstock.runtime.gradients.clip import clip_grad_norm_
+from penstock.runtime.clip import clip_grad_norm_
 from penstock.sharding import Sharding
 from penstock.step.shape import ExpertForm
 from penstock.train.assemble import first_plan

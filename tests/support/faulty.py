@@ -1,5 +1,7 @@
 """`penstock train` where one rank gets into trouble at a known place: PLACE RANK, then `train CONFIG ...`."""
 
+# ruff: noqa: TID251 - ranks sleep for ever, or until all are there
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """The command on ranks that are forked off a process that has loaded torch: a run costs what it does."""
 
+# ruff: noqa: TID251 - ranks have one deadline, after which a run hangs
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """Waiting in tests: for what happens, as long as it takes. Only a hang is a failure, never a slow machine."""
 
+# ruff: noqa: TID251 - has the functions that wait; all others call these
+
 from __future__ import annotations
 
 import threading

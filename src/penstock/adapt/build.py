@@ -37,7 +37,7 @@ from penstock.moe.experts.base import ExpertShard
 from penstock.moe.orders.sort import SortOrder
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.gradients.clip import follow_torch
+from penstock.runtime.clip import follow_torch
 from penstock.sharding import Sharding
 from penstock.step.shape import Updating
 from penstock.topology import (

@@ -31,6 +31,15 @@ RouterUse = Literal["unused", "balanced", "handed_out"]
 """Whether a step balances routers, hands out their logits, or neither."""
 
 
+READERS = ("transformers.",)
+"""Package of hooks that only record outputs, and only on request: those of transformers."""
+
+
+def is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
+    """Return whether a hook is of none of these packages."""
+    return not str(getattr(hook, "__module__", "")).startswith(own)
+
+
 @dataclass(frozen=True)
 class Caught:
     """Arguments with which experts were called.

@@ -8,12 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _modules
 
+from penstock.adapt.cut import READERS, is_foreign
 from penstock.adapt.decoder import CutLayer, Decoder
 from penstock.families.adapters import around
 from penstock.families.code import Code, code_of, is_patched, patched
-
-READERS = ("transformers.",)
-"""Package of hooks that only record outputs, and only on request: those of transformers."""
 
 COUNTERS = ("torch.",)
 """Package of hooks on all modules that only count, such as those of torch's counter of operations."""
@@ -146,11 +144,6 @@ def _acting(module: nn.Module) -> Iterator[bool]:
     """Yield for every hook that gets outputs or their gradients whether it is not transformers' own."""
     for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
         yield from map(is_foreign, hooks.values())
-
-
-def is_foreign(hook: object, own: tuple[str, ...] = READERS) -> bool:
-    """Return whether a hook is of none of these packages."""
-    return not str(getattr(hook, "__module__", "")).startswith(own)
 
 
 def _replaced(what: str, found: object) -> str:

@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.adapt.cut import Inside
-from penstock.adapt.intact import is_foreign
+from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
 from penstock.families.family import AttentionCut

@@ -14,13 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from penstock.graph.errors import ScheduleError
 from penstock.graph.task import Task
-
-if TYPE_CHECKING:
-    from penstock.graph.graph import Graph
 
 LASTING = (
     "parameters",
@@ -31,6 +28,20 @@ LASTING = (
     "expert moments",
 )
 """Kinds of state whose value outlives a step."""
+
+
+class Ordered(Protocol):
+    """A graph, as far as its state depends on it; see `Graph`."""
+
+    @property
+    def tasks(self) -> Sequence[Task]: ...
+
+    @property
+    def links(self) -> Sequence[tuple[int, ...]]: ...
+
+    def behind(self, reader: int, first: int) -> set[int]: ...
+
+    def leads(self, first: int, last: int) -> bool: ...
 
 
 def lasts(state: str) -> bool:
@@ -47,7 +58,7 @@ class _Touching:
     adding: list[int] = field(default_factory=list)
 
 
-def check_state(graph: Graph) -> None:
+def check_state(graph: Ordered) -> None:
     """Raise ScheduleError naming a state and two tasks that touch it without an order between them."""
     found: dict[str, _Touching] = {}
     for place, task in enumerate(graph.tasks):
@@ -71,7 +82,7 @@ class _Check:
 
     state: str
     touching: _Touching
-    graph: Graph
+    graph: Ordered
 
     def reads(self) -> None:
         """Check that a reader stands after every task that adds, and before or after each that writes."""
@@ -148,7 +159,7 @@ class _Check:
         return self.graph.leads(first, last)
 
 
-def _by_part(graph: Graph, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
+def _by_part(graph: Ordered, places: Sequence[int]) -> Callable[[int], Iterable[int]]:
     """Return a function that finds which of the tasks at `places` share a part of a buffer with a given one.
 
     A layer may have thousands of pieces: where all are cut alike they are looked up, not compared in pairs.

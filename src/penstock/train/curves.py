@@ -8,15 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Final
 
 from penstock.config import ConfigError, check_no_link, is_missing, read_text, to_dict
 from penstock.extras import is_there
 from penstock.train.config import MetricsConfig, RunConfig
-from penstock.train.metrics import BY_LAYER, StepMetrics
+from penstock.train.metrics import BY_LAYER, Picture, ScalarLog, StepMetrics
 from penstock.writing import write_whole
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
@@ -31,18 +28,6 @@ PLACES: Final = {
     "moe": ("tokens_per_expert_max_over_mean", "z_loss", *AUX_LOSSES),
 }
 """Metrics whose curves have their names, by place."""
-Picture = npt.NDArray[np.uint8]
-
-
-class ScalarLog(Protocol):
-    """A place to which curves are written."""
-
-    def write(self, metrics: StepMetrics) -> None: ...
-
-    def draw(self, step: int, picture: Picture) -> None:
-        """Show loads as colours, [height, width, 3]."""
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:

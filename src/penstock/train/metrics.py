@@ -15,17 +15,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.config import UNSET, ConfigError, open_regular, parse_json
 from penstock.report.loads import colours
 from penstock.train.load_figures import Whole
 from penstock.writing import LineFile
 
-if TYPE_CHECKING:
-    from penstock.train.curves import ScalarLog
-
 METRICS_FILE = "metrics.jsonl"
+Picture = npt.NDArray[np.uint8]
 WHAT_TO_DO = "Correct or delete the line, or move the file away."
 HEAT_MAP_EVERY = 20
 """Steps between two heat maps of loads; TensorBoard shows ten of them, evenly chosen."""
@@ -91,6 +92,17 @@ OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.defaul
 
 
 # ---------------------------------------------------------------- files
+
+
+class ScalarLog(Protocol):
+    """A place to which curves are written."""
+
+    def write(self, metrics: StepMetrics) -> None: ...
+
+    def draw(self, step: int, picture: Picture) -> None:
+        """Show loads as colours, [height, width, 3]."""
+
+    def close(self) -> None: ...
 
 
 class MetricsWriter:

@@ -32,12 +32,12 @@ from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
-from penstock.train.curves import ScalarLog, TensorBoard, check_wandb, open_logs
+from penstock.train.curves import TensorBoard, check_wandb, open_logs
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, StepMetrics
+from penstock.train.metrics import MetricsWriter, ScalarLog, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.runtime.checks.guests import check_guests
-from penstock.runtime.transport.silent import silent
+from penstock.runtime.silent import silent
 from penstock.step import StepShape
 from tests.support.parity import machinery
 

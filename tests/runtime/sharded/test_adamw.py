@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
-from penstock.runtime.sharded.stand_in import InShares
+from penstock.runtime.gradients.stand_in import InShares
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of

@@ -1,6 +1,6 @@
 """Measures compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
 
-Two layers run without a network (see `penstock.runtime.transport.silent`), cut in several ways, so that every
+Two layers run without a network (see `penstock.runtime.silent`), cut in several ways, so that every
 kind of task is seen at several sizes. All layers of a kind are assumed to cost the same.
 """
 
@@ -32,7 +32,7 @@ from penstock.models.config import QWEN3_MOE
 from penstock.moe import MoEConfig
 from penstock.ops import OPS
 from penstock.runtime import Machinery, PipelinedStack
-from penstock.runtime.transport.silent import silent
+from penstock.runtime.silent import silent
 from penstock.schedule import StepPlan
 from penstock.topology import Control
 from penstock.trace import TaskRecord

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.cost.workload import part_sizes
 from penstock.ops import Op
-from penstock.runtime.sharded.stand_in import InShares, give_up_stand_ins, has_gradient
+from penstock.runtime.gradients.stand_in import InShares, give_up_stand_ins, has_gradient
 
 
 class FlatGradients:

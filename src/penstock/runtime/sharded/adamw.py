@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from penstock.runtime.checks.optimizers import mark_sharded
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
+from penstock.runtime.gradients.stand_in import give_up_stand_ins
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
-from penstock.runtime.sharded.stand_in import give_up_stand_ins
 from penstock.runtime.sharded.strays import Groups, refuse_strays
 from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.stack import PipelinedStack

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from penstock.runtime.gradients.buckets import Buckets
-from penstock.runtime.sharded.stand_in import has_gradient
+from penstock.runtime.gradients.stand_in import has_gradient
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups as in `torch.optim`."""
