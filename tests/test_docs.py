@@ -17,7 +17,7 @@ from penstock.cli import main
 from penstock.cli.main import _parser
 from penstock.cli.run import parse
 from penstock.config import load
-from penstock.config.bounds import bounded_fields
+from penstock.config.kinds import types_of
 from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 
@@ -69,7 +69,7 @@ def test_every_setting_is_documented() -> None:
     for section in fields(RunConfig):
         if section.name == "cluster":  # documented as cluster.*
             continue
-        for key in bounded_fields(type(getattr(RunConfig(), section.name))):
+        for key in types_of(type(getattr(RunConfig(), section.name))):
             assert key in documented, f"{section.name}.{key}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
-from penstock.config.bounds import bounded_fields
+from penstock.config.kinds import types_of
 from penstock.cost.issuing import Issuing
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
@@ -94,7 +94,7 @@ class ClusterConfig:
 
     def measured(self, **rates: float) -> Self:
         """Return the cluster with these rates; one that lies beyond its bounds is moved to the nearer one."""
-        types = bounded_fields(type(self))
+        types = types_of(type(self))
         near = {name: get_args(types[name])[1].nearest(value) for name, value in rates.items()}
         return replace(self, **near)
 

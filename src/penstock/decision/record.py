@@ -14,7 +14,8 @@ from math import lcm
 from typing import Annotated, Any, Final, Literal, Self
 
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
-from penstock.config.bounds import Steps, bounded_fields
+from penstock.config.bounds import Steps
+from penstock.config.kinds import types_of
 from penstock.decision.field import READERS, Asked, Field
 from penstock.decision.moving import (
     EXPERTS,
@@ -318,7 +319,7 @@ class ScheduleConfig(Decision):
         self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
     ) -> Decision:
         """Return the decision as a plan has it, with every number set. Without `placement` nothing moves."""
-        said = {name: getattr(self, name) for name in bounded_fields(Decision)}
+        said = {name: getattr(self, name) for name in types_of(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
         found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
@@ -326,17 +327,17 @@ class ScheduleConfig(Decision):
 
     def saying(self, choice: Decision) -> Self:
         """Return the section that stands for `choice`."""
-        names = bounded_fields(Decision).keys() & bounded_fields(type(self)).keys()
+        names = types_of(Decision).keys() & types_of(type(self)).keys()
         return replace(self, name=choice.schedule, **{name: getattr(choice, name) for name in names})
 
 
 # ---- the register ------------------------------------------------------------------------------------------
 
 
-BUILT_IN: Final = frozenset(bounded_fields(Decision))
+BUILT_IN: Final = frozenset(types_of(Decision))
 FIELDS: dict[str, Field] = {
     name: replace(mark, name=name, default=getattr(Decision, name))
-    for name, tp in bounded_fields(Decision).items()
+    for name, tp in types_of(Decision).items()
     for mark in getattr(tp, "__metadata__", ())
     if isinstance(mark, Field)
 }
