@@ -306,6 +306,26 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(
         assert path.name.strip("\0") in message or error.key.startswith((section, "moe", "model", "schedule"))
 
 
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json"])
+def test_settings_in_yaml_and_json(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    text = '{"optimizer": {"lr": 0.0003}, "moe": {"capacity_factor": null}}'
+    path.write_text(
+        text if name.endswith("json") else "optimizer:\n  lr: 3e-4\nmoe:\n  capacity_factor: null\n"
+    )
+    config = load(RunConfig, path)
+    assert (config.optimizer.lr, config.moe.capacity_factor) == (3e-4, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [1]\nb: *a\n", "a: 1\na: 2\n", "a: [", "- 1", "[" * DEPTH, "model: !!python/name:os.system"],
+)
+def test_yaml_that_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    refusal(lambda path: load(RunConfig, path), tmp_path / "run.yaml")
+
+
 @given(st.text(max_size=200))
 @settings(deadline=None)
 def test_any_text_is_a_table_or_wrong(text: str) -> None:

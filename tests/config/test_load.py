@@ -280,10 +280,10 @@ def test_an_override_of_a_section_is_laid_over_what_the_file_says_of_it(load_tex
 def test_everything_that_is_wrong_is_found_at_once() -> None:
     error = refusal("train.steps=x", "model.moe.top_k=9", "sed=1", "link.rate=true")
     assert [each.key for each in (error, *error.others)] == [
+        "sed",
         "train.steps",
         "model.moe.top_k",
         "link.rate",
-        "sed",
     ]
 
 

@@ -167,9 +167,7 @@ def _lines(config: Any, section: str, base: object) -> Iterator[str]:
 
 def _storable(tp: Any, value: object, key: str) -> object:
     """Return `value` as plain data; raise ConfigError if reading it back would turn a text into None."""
-    if isinstance(value, Table):
-        return dict(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not isinstance(value, Table):
         return [_storable(inner(present(tp)), item, key) for item in value]
     if isinstance(value, str) and value.lower() == "none" and may_be_none(tp):
         raise ConfigError(key, value, "cannot be saved, since it would be read as no value", "Rename it.")

@@ -33,6 +33,7 @@ from penstock.config.kinds import (
     types_of,
 )
 from penstock.config.other_names import NOT_HERE, rename
+from penstock.config.table import Table
 
 T = TypeVar("T")
 STRICT: Final = ConfigDict(extra="forbid")
@@ -144,6 +145,8 @@ def over_defaults(tp: Any, value: Any, base: object = None) -> Any:
 
 def plain_data(value: object) -> Any:
     """Return a section, or what a field holds, as JSON has it: paths as text, tuples as lists."""
+    if isinstance(value, Table):
+        return dict(value)
     if is_dataclass(value):
         return {field.name: plain_data(getattr(value, field.name)) for field in settable(type(value))}
     if isinstance(value, tuple):
