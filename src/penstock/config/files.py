@@ -199,7 +199,8 @@ def parse_yaml(text: str) -> Any:
 
     Raises ValueError with a clause that says what is wrong.
     """
-    from ruamel.yaml import YAML, AliasEvent, YAMLError  # takes a while, and most files are TOML
+    from ruamel.yaml import YAML, AliasEvent  # takes a while, and most files are TOML
+    from ruamel.yaml.error import YAMLError
 
     reader = YAML(typ="safe", pure=True)
     try:

@@ -55,7 +55,8 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
     table: dict[str, Any] = {}
     for _, layer in _layers(cls, path, overrides):
         _lay(layer, table)
-    return validated(cls, table, "")
+    built: T = validated(cls, table, "")
+    return built
 
 
 def sources(cls: type, path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
@@ -70,7 +71,8 @@ def sources(cls: type, path: Path | None, overrides: Sequence[str]) -> dict[str,
 
 def from_dict(cls: type[T], table: object, name: str) -> T:
     """Build `cls` from plain data such as JSON yields; errors begin with `name`, for example the file's."""
-    return validated(cls, prepared(cls, table, name), name)
+    built: T = validated(cls, prepared(cls, table, name), name)
+    return built
 
 
 def to_dict(config: object) -> dict[str, Any]:
@@ -152,14 +154,15 @@ def _is_set(table: Any, path: Sequence[str]) -> bool:
 
 def _lines(config: Any, section: str, base: object) -> Iterator[str]:
     """Yield single settings first, then each section under its own header, as TOML requires."""
+    cls: type = type(config)
     sections = []
-    for field in settable(type(config)):
+    for field in settable(cls):
         name, value = field.name, getattr(config, field.name)
         usual = default_of(field) if base is None else getattr(base, name)
         if is_dataclass(value):
             sections.append((dotted(section, name), value, usual if is_dataclass(usual) else None))
         elif value is not None or usual is not None:
-            tp = types_of(type(config))[name]
+            tp = types_of(cls)[name]
             yield f"{name} = {toml_value(_storable(tp, value, dotted(section, name)))}"
     for key, value, inner_base in sections:
         yield from ("", f"[{key}]", *_lines(value, key, inner_base))

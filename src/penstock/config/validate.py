@@ -13,7 +13,7 @@ from dataclasses import MISSING, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import SchemaValidator
@@ -35,7 +35,6 @@ from penstock.config.kinds import (
 from penstock.config.other_names import NOT_HERE, rename
 from penstock.config.table import Table
 
-T = TypeVar("T")
 STRICT: Final = ConfigDict(extra="forbid")
 MOST_BITS = 4096
 """Python writes no numbers of many more digits, and no bounds are so far."""
@@ -43,7 +42,7 @@ MOST_BITS = 4096
 UNKNOWN: Final = "unexpected_keyword_argument"
 
 
-def validated(tp: type[T], table: object, key: str) -> T:
+def validated(tp: Any, table: object, key: str) -> Any:
     """Return the `tp` that `table` describes, which came from `prepared`; `key` is its own dotted key.
 
     Raises ConfigError for the first thing that does not fit, with all others in its `others`.
@@ -67,7 +66,7 @@ def check_bounds(section: Any) -> None:
 
     Raises ConfigError that names the field.
     """
-    cls = type(section)
+    cls: type = type(section)
     try:
         _fields_of(cls).validate_python({name: getattr(section, name) for name in types_of(cls)})
     except ValidationError as found:
@@ -77,7 +76,9 @@ def check_bounds(section: Any) -> None:
 @cache  # made when first needed: making one takes milliseconds
 def adapter(tp: Any) -> TypeAdapter[Any]:
     """Return pydantic's reader of a type."""
-    return TypeAdapter(with_config(STRICT)(tp) if is_dataclass(tp) else tp)
+    if isinstance(tp, type) and is_dataclass(tp):
+        with_config(STRICT)(tp)
+    return TypeAdapter(tp)
 
 
 @cache
