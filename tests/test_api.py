@@ -13,22 +13,9 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.config import to_dict
+from penstock.config.described import docs_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
-SECTIONS = {
-    "ModelConfig": "model",
-    "MoEConfig": "moe",
-    "ParallelConfig": "parallel",
-    "ScheduleConfig": "schedule",
-    "PlacementConfig": "placement",
-    "PlanConfig": "plan",
-    "DataConfig": "data",
-    "OptimizerConfig": "optimizer",
-    "TrainConfig": "train",
-    "OutputConfig": "output",
-    "MetricsConfig": "metrics",
-    "ClusterConfig": "cluster",
-}
 
 
 def promised() -> Iterator[tuple[str, list[str] | None]]:
@@ -47,7 +34,7 @@ def test_the_page_lists_all_names_and_no_other() -> None:
 def test_parameters_are_those_of_the_page(name: str, parameters: list[str] | None) -> None:
     found = getattr(penstock, name)
     if parameters is None:
-        assert set(to_dict(found())) <= settings_of(SECTIONS[name])
+        assert set(to_dict(found())) <= docs_of(found).keys()
     else:
         assert list(inspect.signature(found).parameters) == parameters
     assert found.__doc__
@@ -64,13 +51,6 @@ def parts() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("module", "name"), list(parts()))
 def test_parts_of_a_layer_are_where_the_page_says(module: str, name: str) -> None:
     assert getattr(import_module(module), name).__doc__
-
-
-def settings_of(section: str) -> set[str]:
-    """What docs/settings.md explains of a section."""
-    page = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
-    rows = re.findall(rf"^\| (`{section}\.[^|]*) \|", page, re.MULTILINE)
-    return {word for row in rows for word in re.findall(r"`(?:\w+\.)?(\w+)`", row)}
 
 
 def test_commands_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from penstock.cli import main
 from penstock.cli.main import _parser
 from penstock.cli.run import parse
 from penstock.config import load
-from penstock.config.bounds import bounded_fields
+from penstock.config.described import described, page
 from penstock.train.config import RunConfig
 from tests.support.forked import run_forked
 
@@ -63,14 +62,9 @@ def test_a_model_that_trl_has_trained_is_read_by_transformers(
     assert found is not None and float(found[2]) < float(found[1])
 
 
-def test_every_setting_is_documented() -> None:
-    """A row of a table names a section in full once; its other keys may stand behind it."""
-    documented = set(re.findall(r"`(?:[a-z]+\.)?([a-z_0-9]+)`", SETTINGS))
-    for section in fields(RunConfig):
-        if section.name == "cluster":  # documented as cluster.*
-            continue
-        for key in bounded_fields(type(getattr(RunConfig(), section.name))):
-            assert key in documented, f"{section.name}.{key}"
+def test_the_page_of_settings_is_the_generated_one() -> None:
+    assert page(RunConfig) == SETTINGS, "penstock config docs > docs/settings.md"
+    assert all(each.meaning for each in described(RunConfig)), "write what it means below the field"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -159,17 +159,6 @@ def test_the_tasks_of_the_picture_are_on_their_lanes() -> None:
     lanes, shown = lanes_of_ops(), dict(re.findall(rf"\b([A-Z]+), ({'|'.join(Lane)})", picture))
     assert shown.keys() == {*"NXUDCS", "AT", "ST", "DG", "DS", "CG", "CS"}
     assert shown == {op: lanes[op] for op in shown}
-
-
-def test_defaults_of_the_configuration() -> None:
-    found: dict[str, str] = {}
-    for keys, defaults, _ in rows_of("moe", ROOT / "docs" / "settings.md")[2:]:
-        found.update(zip(re.findall(r"\w+", keys.replace("moe.", "", 1)), defaults.split(", "), strict=True))
-    assert found == {field.name: as_toml(field.default) for field in fields(MoEConfig)}
-
-
-def as_toml(value: object) -> str:
-    return {str: f'"{value}"', bool: str(value).lower(), type(None): "none"}.get(type(value), str(value))
 
 
 def test_what_one_copy_per_rank_saves() -> None:

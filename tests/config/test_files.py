@@ -163,12 +163,12 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-def paths_to_leaves(tree: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_toleaves(tree: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The way to every number, text, truth and null below."""
     if isinstance(tree, dict):
-        return [path for key, inner in tree.items() for path in paths_to_leaves(inner, (*here, key))]
+        return [path for key, inner in tree.items() for path in paths_toleaves(inner, (*here, key))]
     if isinstance(tree, list):
-        return [path for key, inner in enumerate(tree) for path in paths_to_leaves(inner, (*here, key))]
+        return [path for key, inner in enumerate(tree) for path in paths_toleaves(inner, (*here, key))]
     return [here]
 
 
@@ -221,7 +221,7 @@ def test_any_value_anywhere_is_taken_or_refused_by_name(
 ) -> None:
     """A valid object or one sentence. What is taken can be saved and is read as the same."""
     tree = json.loads(VALID[name])
-    way = data.draw(st.sampled_from(paths_to_leaves(tree)))
+    way = data.draw(st.sampled_from(paths_toleaves(tree)))
     text, path = spoilt(tree, way, data.draw(HOSTILE)), tmp_path / name
     path.write_text(text)
     try:
@@ -240,7 +240,7 @@ def test_any_value_anywhere_is_taken_or_refused_by_name(
 @draws(120)
 def test_any_value_in_a_recording_is_taken_or_refused_by_line(tmp_path: Path, data: st.DataObject) -> None:
     path, records = tmp_path / "routing.jsonl", [json.loads(line) for line in (HEADER, STEP, STEP)]
-    way = data.draw(st.sampled_from(paths_to_leaves(records)))
+    way = data.draw(st.sampled_from(paths_toleaves(records)))
     lines = [json.dumps(record) for record in records]
     lines[way[0]] = spoilt(records[way[0]], way[1:], data.draw(HOSTILE))
     path.write_text("\n".join(lines) + "\n")
@@ -256,9 +256,9 @@ def test_any_value_in_a_recording_is_taken_or_refused_by_line(tmp_path: Path, da
 
 
 def settings_of(cls: Any) -> list[str]:
-    from penstock.config.load import _leaves
+    from penstock.config.kinds import leaves
 
-    return [key for key, _ in _leaves(cls, "")]
+    return [key for key, _ in leaves(cls)]
 
 
 TOML_HOSTILE = st.sampled_from(
@@ -304,6 +304,26 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(
         message = str(error)
         assert "\n" not in message and len(message) < 1000 and error.why and error.hint
         assert path.name.strip("\0") in message or error.key.startswith((section, "moe", "model", "schedule"))
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json"])
+def test_settings_in_yaml_and_json(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    text = '{"optimizer": {"lr": 0.0003}, "moe": {"capacity_factor": null}}'
+    path.write_text(
+        text if name.endswith("json") else "optimizer:\n  lr: 3e-4\nmoe:\n  capacity_factor: null\n"
+    )
+    config = load(RunConfig, path)
+    assert (config.optimizer.lr, config.moe.capacity_factor) == (3e-4, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a: &a [1]\nb: *a\n", "a: 1\na: 2\n", "a: [", "- 1", "[" * DEPTH, "model: !!python/name:os.system"],
+)
+def test_yaml_that_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    refusal(lambda path: load(RunConfig, path), tmp_path / "run.yaml")
 
 
 @given(st.text(max_size=200))

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.config import ConfigError
-from penstock.config.bounds import bounded_fields
+from penstock.config.kinds import types_of
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.plan import explain, find_plan
 from tests.plan.problems import FILE, problem
@@ -66,7 +66,7 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
         find_plan(problem(cluster=on(fast)))
 
 
-TYPES = bounded_fields(ClusterConfig)
+TYPES = types_of(ClusterConfig)
 EXTREMES = [
     st.sampled_from((bounds.low, math.sqrt(bounds.low * bounds.high), bounds.high))
     for bounds in (get_args(TYPES[key])[1] for key in RATES)

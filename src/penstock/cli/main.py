@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import get_args
 
 from penstock import __version__
+from penstock.cli.config import HelpSettings, add_config
 from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.paths import user_path
+from penstock.cli.paths import config_and_settings, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
 from penstock.cli.run import commands, exit_code, parse, replace_unencodable
-from penstock.config import expanded
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    add_config(commands)
     add_prepare(commands)
     _add_schedule(commands)
     lab().add_bench(commands)
@@ -80,10 +81,21 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "torchrun or Slurm started.",
         epilog="Examples: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50; with tensor "
         "parallelism and sharded experts: penstock train configs/tiny.toml parallel.mp_size=2 "
-        "parallel.esp_size=2. docs/settings.md lists all settings.",
+        "parallel.esp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",
     )
     train.add_argument(
-        "config", type=user_path, metavar="CONFIG", help="a TOML file, or tiny: the one that is shipped"
+        "config",
+        type=user_path,
+        metavar="CONFIG",
+        help="a TOML or YAML file, or tiny: the one that is shipped",
+    )
+    train.add_argument(
+        "--help-settings",
+        action=HelpSettings,
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="say what every setting means, or those of a section",
     )
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
@@ -310,7 +322,7 @@ def _profile(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
         from penstock.cli.profile import Wanted, profile
 
-    path, words = _config_and_settings(options)
+    path, words = config_and_settings(options)
     wanted = Wanted(budget_s=options.budget, out=options.out, plot=options.plot, json=options.json)
     return profile(path, words, given, wanted, lab().emulation(options))
 
@@ -321,7 +333,7 @@ def _doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
         from penstock.cli.doctor import Options, doctor
 
-    path, words = _config_and_settings(options)
+    path, words = config_and_settings(options)
     asked = Options(cluster=options.cluster, wait_s=options.wait, json=options.json)
     return doctor(path, words, given, asked, lab().emulation(options))
 
@@ -330,7 +342,7 @@ def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
     with STOPS.loading():
         from penstock.cli.gpu_doctor import Options, gpu_doctor
 
-    path, words = _config_and_settings(options)
+    path, words = config_and_settings(options)
     asked = Options(
         on_cpu=options.device == "cpu",
         stages=options.stage,
@@ -340,13 +352,6 @@ def _gpu_doctor(options: argparse.Namespace, given: Sequence[str]) -> int:
         json=options.json,
     )
     return gpu_doctor(path, words, given, asked, lab().emulation(options))
-
-
-def _config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
-    words = [*([] if options.config is None else [options.config]), *options.overrides]
-    path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
-    return path, words
 
 
 def _schedule(options: argparse.Namespace, given: Sequence[str]) -> int:

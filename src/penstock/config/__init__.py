@@ -1,11 +1,11 @@
 """Configuration: settings, their bounds, and files that need not be trusted.
 
-`load.py` turns TOML and `section.key=value` into frozen dataclasses, `bounds.py` declares the range of every
-number and the reason, `files.py` reads what users and other programs wrote, `error.py` makes the errors that
-they see.
+`load.py` turns TOML, YAML and `section.key=value` into frozen dataclasses, `validate.py` has pydantic check
+them, `bounds.py` declares the range of every number and the reason, `files.py` reads what users and other
+programs wrote, `error.py` makes the errors that they see.
 """
 
-from penstock.config.bounds import Items, Within, check_bounds
+from penstock.config.bounds import Items, Within
 from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
 from penstock.config.files import (
     asked,
@@ -18,9 +18,10 @@ from penstock.config.files import (
     read_json,
     read_text,
 )
-from penstock.config.load import check_value, from_dict, load, to_dict, to_toml
+from penstock.config.load import from_dict, load, to_dict, to_toml
 from penstock.config.other_names import HintWarning, OtherNameWarning
 from penstock.config.table import Table
+from penstock.config.validate import check_bounds, check_value
 
 __all__ = [
     "UNSET",

@@ -1,18 +1,21 @@
-"""Bounds of numbers, declared with the field that holds them, and one check for all of them.
+"""Bounds of numbers, lists and texts, declared with the field that holds them, each with its reason.
 
     num_layers: Annotated[int, Within(1, 1024, "every layer adds dozens of tasks to a step's plan")] = 4
 
-A section calls `check_bounds(self)` first in its `__post_init__`, so that no later check meets a number that
-makes it run for minutes. `tests/config/test_bounds.py` finds every number without bounds.
+pydantic checks them where a file is read, and where code makes a section, `check_bounds(self)` does, first in
+its `__post_init__`. `tests/config/test_bounds.py` finds every number without bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from abc import ABC, abstractmethod
+from collections.abc import Sized
+from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from penstock.config.error import ConfigError
 
@@ -22,7 +25,33 @@ MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Within:
+class Bound(ABC):
+    """What an annotation asks of a value beyond its type; pydantic checks it wherever it stands."""
+
+    @abstractmethod
+    def refusal(self, value: Any) -> tuple[str, str] | None:
+        """Return why `value` may not be used and what to do; None for one that may."""
+
+    @abstractmethod
+    def schema(self) -> dict[str, Any]:
+        """Return the bound in the words of JSON Schema."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), **self.schema()}
+
+    def _checked(self, value: Any) -> Any:
+        if refused := self.refusal(value):
+            raise ConfigError("", value, *refused)
+        return value
+
+
+@dataclass(frozen=True)
+class Within(Bound):
     """A number from `low` to `high`. reason: why not beyond, as an independent clause.
 
     above, below: whether `low` or `high` itself is excluded. hint: what to use instead; "" = the nearest.
@@ -35,14 +64,26 @@ class Within:
     below: bool = False
     hint: str = ""
 
-    def holds(self, value: float) -> bool:
-        """Tell whether `value` may be used; NaN may not."""
+    def refusal(self, value: float) -> tuple[str, str] | None:
+        """Return why `value` may not be used, and the nearest that may; NaN may not."""
         enough = value > self.low if self.above else value >= self.low
-        return enough and (value < self.high if self.below else value <= self.high)
+        if enough and (value < self.high if self.below else value <= self.high):
+            return None
+        nearest = self.low if value <= self.low else self.high
+        excluded = self.above if nearest == self.low else self.below
+        hint = f"Use a number {self.words}."
+        if not excluded and (value <= self.low or value >= self.high):  # NaN is neither
+            hint = f"Nearest valid: {_number(nearest)}."
+        return f"must be {self.words} ({self.reason})", self.hint or hint
 
     def nearest(self, value: float) -> float:
         """Return `value`, or the bound beyond which it lies; both bounds belong to the range."""
         return min(max(value, self.low), self.high)
+
+    def schema(self) -> dict[str, Any]:
+        """Return the range in the words of JSON Schema."""
+        low = "exclusiveMinimum" if self.above else "minimum"
+        return {low: self.low, "exclusiveMaximum" if self.below else "maximum": self.high}
 
     @property
     def words(self) -> str:
@@ -54,48 +95,46 @@ class Within:
             f"{'above' if self.above else 'at least'} {low} and {'below' if self.below else 'at most'} {high}"
         )
 
-    def check(self, key: str, value: float) -> None:
-        """Raise ConfigError about `key` unless `value` holds."""
-        if self.holds(value):
-            return
-        nearest = self.low if value <= self.low else self.high
-        excluded = self.above if nearest == self.low else self.below
-        hint = f"Use a number {self.words}."
-        if not excluded and (value <= self.low or value >= self.high):  # NaN is neither
-            hint = f"Nearest valid: {_number(nearest)}."
-        raise ConfigError(key, value, f"must be {self.words} ({self.reason})", self.hint or hint)
-
 
 @dataclass(frozen=True)
-class Items:
+class Items(Bound):
     """The range of the number of items in a list."""
 
     most: int
     reason: str
     least: int = 0
 
-    def check(self, key: str, value: Sequence[object]) -> None:
-        """Raise ConfigError about `key` for a list of another length."""
-        if not self.least <= len(value) <= self.most:
-            why = f"has {len(value)} items and may have {self.least} to {self.most} ({self.reason})"
-            raise ConfigError(key, value, why, "Shorten the list." if value else "Give some.")
+    def refusal(self, value: Sized) -> tuple[str, str] | None:
+        """Return why a list of this length may not be used."""
+        if self.least <= len(value) <= self.most:
+            return None
+        why = f"has {len(value)} items and may have {self.least} to {self.most} ({self.reason})"
+        return why, "Shorten the list." if value else "Give some."
+
+    def schema(self) -> dict[str, Any]:
+        """Return the range in the words of JSON Schema."""
+        return {"minItems": self.least, "maxItems": self.most}
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Bound):
     """The largest number of characters of a text or a path, which is never empty."""
 
     most: int
     reason: str
 
-    def check(self, key: str, value: object) -> None:
-        """Raise ConfigError about `key` for an empty or longer text."""
+    def refusal(self, value: object) -> tuple[str, str] | None:
+        """Return why an empty or longer text may not be used."""
         length = len(str(value))
         if length == 0:
-            raise ConfigError(key, value, "must not be empty", "Name something, or leave it out.")
+            return "must not be empty", "Name something, or leave it out."
         if length > self.most:
-            why = f"has {length} characters and may have {self.most} ({self.reason})"
-            raise ConfigError(key, value, why, "Shorten it.")
+            return f"has {length} characters and may have {self.most} ({self.reason})", "Shorten it."
+        return None
+
+    def schema(self) -> dict[str, Any]:
+        """Return the range in the words of JSON Schema."""
+        return {"minLength": 1, "maxLength": self.most}
 
 
 Name = Annotated[str, Text(4096, "no path or name is longer")]
@@ -117,57 +156,9 @@ SizeBytes = Annotated[int, Within(0, 2**62, "no machine has more memory")]
 """A number of bytes in memory."""
 
 
-def check_bounds(section: Any) -> None:
-    """Check every number and list of a dataclass against the bounds in its annotation.
-
-    Raises ConfigError that names the field.
-    """
-    for name, tp in bounded_fields(type(section)).items():
-        check_type(tp, getattr(section, name), name)
-
-
-def bounded_fields(cls: type) -> Mapping[str, Any]:
-    """Return the fields that a caller may set, in order: name and annotated type."""
-    if cls not in _FIELDS:
-        hints = get_type_hints(cls, include_extras=True)
-        _FIELDS[cls] = {field.name: hints[field.name] for field in fields(cls) if field.init}
-    return _FIELDS[cls]
-
-
-_FIELDS: Final[dict[type, Mapping[str, Any]]] = {}
-"""Cache of `bounded_fields` by class: resolving annotations takes a while."""
-
-
-def check_length(tp: Any, value: Sequence[object], key: str) -> None:
-    """Raise ConfigError about `key` for a list of a wrong length, before its items are checked one by one."""
-    for mark in _marks(tp):
-        if isinstance(mark, Items):
-            mark.check(key, value)
-
-
-def check_type(tp: Any, value: Any, key: str) -> None:
-    """Check a value and its items against the bounds in a type. Raises ConfigError about `key`."""
-    if value is None:
-        return
-    inner, marks = bare(tp), _marks(tp)
-    for mark in marks:
-        if isinstance(mark, Within | Items | Text):
-            mark.check(key, value)
-    if get_origin(inner) in (Union, UnionType):
-        for each in get_args(inner):
-            check_type(each, value, key)
-    elif get_origin(inner) is tuple and isinstance(value, tuple):
-        for index, item in enumerate(value):
-            check_type(get_args(inner)[0], item, f"{key}[{index}]")
-
-
 def bare(tp: Any) -> Any:
     """Return the type without the bounds around it."""
     return get_args(tp)[0] if get_origin(tp) is Annotated else tp
-
-
-def _marks(tp: Any) -> tuple[Any, ...]:
-    return get_args(tp)[1:] if get_origin(tp) is Annotated else ()
 
 
 def _number(value: float) -> str:

@@ -24,11 +24,15 @@ MOST_SHOWN_DIGITS = 60
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used: its key, its value, why not, and what to do about it."""
+    """A setting that cannot be used: its key, its value, why not, and what to do about it.
+
+    others: what else was found wrong beside it.
+    """
 
     def __init__(self, key: str, value: object, why: str, hint: str = "") -> None:
         super().__init__(key, value, why, hint)
         self.key, self.value, self.why, self.hint = key, value, why, hint
+        self.others: tuple[ConfigError, ...] = ()
 
     def __str__(self) -> str:
         """Return one line such as `moe.top_k = 9: must be at most 8. Use 8 or fewer.`"""
@@ -56,8 +60,8 @@ def check_name(key: str, value: str, known: Iterable[object], what: str = "") ->
 
 
 def dotted(prefix: str, name: str) -> str:
-    """Return `prefix.name`, or `name` alone at the top level."""
-    return f"{prefix}.{name}" if prefix else name
+    """Return `prefix.name`; either may be empty."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:

@@ -7,23 +7,18 @@ nested thousands of levels deep or have numbers of thousands of digits. Each of 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 import stat
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 from penstock.config.error import UNSET, ConfigError, shorten
 
 MEBIBYTE = 1 << 20
 MOST_JSON_BYTES = 64 * MEBIBYTE
 """A plan of a million tasks takes some 20 MB."""
-
-MOST_DIGITS = 400
-"""Most digits of an integer; floating point ends at 309 digits."""
 
 SHIPPED = Path(__file__).parent / "shipped"
 """Configurations installed with the package; `configs/` in the source code is a link to them."""
@@ -143,18 +138,12 @@ def parse_json(text: str | bytes) -> Any:
     bounds of the setting that they are for, whose message names the key.
     """
     try:
-        return json.loads(text, parse_int=_whole, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError(DEEP) from None
 
 
 DEEP = "it is nested too deeply"
-
-
-def _whole(digits: str) -> float:
-    if len(digits) <= MOST_DIGITS:
-        return int(digits)
-    return -math.inf if digits.startswith("-") else math.inf
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,13 +159,28 @@ def _missing(path: Path) -> str:
     return "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
 
 
-# ---- TOML --------------------------------------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------------------------------
 
 
 MOST_TOML_BYTES = 256 * 1024
 MOST_DOTS = 256
-LONG_NUMBER = re.compile(rf"[0-9_]{{{MOST_DIGITS + 1}}}")
-"""Limits of one line: Python's parser takes time and memory by the square of the parts of a dotted key."""
+"""Limit of one line: Python's parser takes time and memory by the square of the parts of a dotted key."""
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Return what a file of settings says, which is YAML or JSON if its name ends so, and TOML otherwise."""
+    path = found_or_shipped(path)
+    text = read_text(path, str(path), "Give the path of a readable TOML or YAML file.", MOST_TOML_BYTES)
+    name, parse = PARSERS.get(path.suffix, ("TOML", parse_toml))
+    try:
+        found = parse(text)
+    except ValueError as error:
+        hint = "Correct it; text needs quotes, and a section starts with [name]."
+        hint = hint if parse is parse_toml else "Correct it."
+        raise ConfigError(str(path), UNSET, f"is not valid {name}: {error}", hint) from error
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), UNSET, "has no sections of settings", "Give it some.")
+    return found
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -184,9 +188,33 @@ def parse_toml(text: str) -> dict[str, Any]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
-        if LONG_NUMBER.search(line):
-            raise ValueError(f"line {number} holds a number of more than {MOST_DIGITS} digits")
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError(DEEP) from None
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the content of a YAML 1.2 text without aliases, of which a few lines can make gigabytes.
+
+    Raises ValueError with a clause that says what is wrong.
+    """
+    from ruamel.yaml import YAML, AliasEvent  # takes a while, and most files are TOML
+    from ruamel.yaml.error import YAMLError
+
+    reader = YAML(typ="safe", pure=True)
+    try:
+        if any(isinstance(event, AliasEvent) for event in reader.parse(text)):
+            raise ValueError("it has aliases (*name), which are not read; write the values out")
+        return reader.load(text) or {}
+    except YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except RecursionError:
+        raise ValueError(DEEP) from None
+
+
+PARSERS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
+    ".yaml": ("YAML", parse_yaml),
+    ".yml": ("YAML", parse_yaml),
+    ".json": ("JSON", parse_json),
+}

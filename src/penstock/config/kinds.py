@@ -1,35 +1,27 @@
-"""Kinds of values that a setting may have, in words for messages and as examples in TOML."""
+"""What a section's fields may hold: their types, in words for messages and as examples in TOML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-from penstock.config.bounds import bare, bounded_fields
-from penstock.config.error import toml_value
+from penstock.config.bounds import bare
+from penstock.config.error import dotted, toml_value
 from penstock.config.table import Table
 
-
-@dataclass(frozen=True, kw_only=True)
-class Plain:
-    """A type without structure: its name in a message, an example in TOML, and the types it accepts."""
-
-    words: str
-    example: str
-    accepts: tuple[type, ...]
-
-
-PLAIN: Final[Mapping[Any, Plain]] = {
-    bool: Plain(words="true or false", example="true", accepts=(bool,)),
-    int: Plain(words="a whole number", example="8", accepts=(int,)),
-    float: Plain(words="a number", example="0.5", accepts=(float, int)),
-    str: Plain(words="text", example='"first"', accepts=(str,)),
-    Path: Plain(words="a path", example='"runs/first"', accepts=(str,)),
-    Table: Plain(words="a table of names and values", example="{}", accepts=(dict, list)),
+PLAIN: Final[Mapping[Any, tuple[str, str]]] = {
+    bool: ("true or false", "true"),
+    int: ("a whole number", "8"),
+    float: ("a number", "0.5"),
+    str: ("text", '"first"'),
+    Path: ("a path", '"runs/first"'),
+    Table: ("a table of names and values", "{}"),
 }
+"""Types without structure: in words, and an example in TOML."""
 
 
 def settable(cls: type) -> list[Field[Any]]:
@@ -37,9 +29,28 @@ def settable(cls: type) -> list[Field[Any]]:
     return [field for field in fields(cls) if field.init]
 
 
-def types_of(cls: type) -> dict[str, Any]:
-    """Return the resolved type of every settable field, with its bounds."""
-    return dict(bounded_fields(cls))
+@cache  # resolving annotations takes a while
+def types_of(cls: type) -> Mapping[str, Any]:
+    """Return the fields that a caller may set, in order: name and type with its bounds."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in settable(cls)}
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every single setting below `cls`: its dotted key and its type."""
+    for name, tp in types_of(cls).items():
+        section, key = section_of(tp), dotted(prefix, name)
+        yield from leaves(section, key) if section else [(key, tp)]
+
+
+def default_of(field: Field[Any]) -> Any:
+    """Return what a field is when nothing sets it; `MISSING` if it must be set."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def may_be_none(tp: Any) -> bool:
+    """Tell whether the type is `X | None`."""
+    return get_origin(bare(tp)) in (Union, UnionType)
 
 
 def inner(tp: Any) -> Any:
@@ -50,12 +61,27 @@ def inner(tp: Any) -> Any:
     return arguments[0]
 
 
+def present(tp: Any) -> Any:
+    """Return the type of a value that is there: X of `X | None`, without bounds."""
+    return bare(inner(tp)) if may_be_none(tp) else bare(tp)
+
+
 def section_of(tp: Any) -> type | None:
     """Return the dataclass of a section, which may be optional; None for a single setting."""
-    tp = bare(tp)
-    if get_origin(tp) in (Union, UnionType):
-        tp = inner(tp)
+    tp = present(tp)
     return tp if isinstance(tp, type) and is_dataclass(tp) else None
+
+
+def kind_of(tp: Any) -> str:
+    """Return what a value of the type is, in words."""
+    there = present(tp)
+    if may_be_none(tp):
+        return f"{kind_of(there)}, or none"
+    if get_origin(there) is Literal:
+        return "one of " + ", ".join(map(word, get_args(there)))
+    if get_origin(there) is tuple:
+        return f"a list, each item of which must be {kind_of(inner(there))}"
+    return "a table of settings" if section_of(tp) else PLAIN[there][0]
 
 
 def word(choice: object) -> str:
@@ -63,27 +89,11 @@ def word(choice: object) -> str:
     return choice if isinstance(choice, str) else toml_value(choice)
 
 
-def expected(tp: Any) -> str:
-    """Return what a value of `tp` must be, in words that follow `key = value:`."""
-    tp = bare(tp)
-    origin = get_origin(tp)
-    if origin is Literal:
-        return "must be one of " + ", ".join(map(word, get_args(tp)))
-    if origin is tuple:
-        return f"must be a list, each item of which {expected(inner(tp))}"
-    if origin in (Union, UnionType):
-        return f"{expected(inner(tp))}, or none"
-    return "must be a table of settings" if section_of(tp) else f"must be {PLAIN[tp].words}"
-
-
 def example(tp: Any) -> str:
     """Return a valid value of `tp` as TOML."""
-    tp = bare(tp)
-    origin = get_origin(tp)
-    if origin is Literal:
+    tp = present(tp)
+    if get_origin(tp) is Literal:
         return toml_value(get_args(tp)[0])
-    if origin is tuple:
+    if get_origin(tp) is tuple:
         return f"[{example(inner(tp))}]"
-    if origin in (Union, UnionType):
-        return example(inner(tp))
-    return "{}" if section_of(tp) else PLAIN[tp].example
+    return "{}" if section_of(tp) else PLAIN[tp][1]

@@ -35,25 +35,23 @@ class OtherNameWarning(HintWarning):
     """A setting was given under another program's name for it."""
 
 
-def own_name(cls: type, name: str, section: str) -> str:
-    """Return a setting's own name in section `section`; warn if it was given under another program's name."""
+def own_name(cls: type, name: str) -> str:
+    """Return a setting's own name, if it was given under another program's."""
     own: str = getattr(cls, "ALSO_CALLED", {}).get(name, name)
-    if own != name:
-        key = dotted(section, name)
-        warnings.warn(f"{key}: taken as {dotted(section, own)}", OtherNameWarning, stacklevel=2)
     return own
 
 
 def rename(cls: type, table: dict[str, Any], section: str) -> dict[str, Any]:
-    """Rename the settings in `table` to their own names, and return `table`.
+    """Rename the settings in `table` to their own names, with a hint for each, and return `table`.
 
     Raises ConfigError for a setting that occurs in it under two names.
     """
-    for name in [name for name in table if name in getattr(cls, "ALSO_CALLED", {})]:
-        own = own_name(cls, name, section)
+    for name in [name for name in table if own_name(cls, name) != name]:
+        own = own_name(cls, name)
+        key, own_key = dotted(section, name), dotted(section, own)
         if own in table:
-            key = dotted(section, name)
-            why = f"the same as {dotted(section, own)}, which is set as well"
-            raise ConfigError(key, table[name], why, f"Keep {dotted(section, own)} alone.")
+            why = f"the same as {own_key}, which is set as well"
+            raise ConfigError(key, table[name], why, f"Keep {own_key} alone.")
+        warnings.warn(f"{key}: taken as {own_key}", OtherNameWarning, stacklevel=2)
         table[own] = table.pop(name)
     return table

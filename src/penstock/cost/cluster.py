@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
-from penstock.config.bounds import bounded_fields
+from penstock.config.kinds import types_of
 from penstock.cost.issuing import Issuing
 from penstock.cost.legs import even_leg
 from penstock.cost.span import Span
@@ -50,25 +50,29 @@ class ClusterConfig:
     """Section `[cluster]`: what is assumed of the machines until durations have been measured.
 
     The defaults describe one core of a server and Gloo over a loopback link.
-    flops_per_s: matrix products of one rank. memory_bytes_per_s: copies of one rank.
-    link_latency_s, link_bytes_per_s: between nodes (or between ranks where nodes are not known), one
-    direction. link_rate_of: whose rate that is. `device`: every device has a card of its own; `node`: the
-    devices of a node share so much. intra_latency_s, intra_bytes_per_s: between ranks of one node, always of
-    one device. task_overhead_s: fixed cost of any compute task. issue_task_s, issue_kernel_s: of the thread
-    that hands tasks to a GPU, for each task and for each operation in it; 0 on CPUs, where every lane has a
-    thread of its own.
     """
 
     flops_per_s: Speed = 3e10
+    """One rank's matrix products."""
     memory_bytes_per_s: Speed = 4e9
+    """One rank's copies."""
     link_latency_s: StartUp = 2e-4
+    """Start-up time of a link between nodes, or between ranks where nodes are not known."""
     link_bytes_per_s: LinkRate = 1e9
+    """Rate of a link between nodes, in one direction."""
     link_rate_of: RateOf = "device"
+    """Whose rate that is: of every "device", which has a card of its own, or shared by those of a "node"."""
     intra_latency_s: StartUp = 2e-4
+    """Start-up time of a link inside a node."""
     intra_bytes_per_s: LinkRate = 1e9
+    """Rate of a link inside a node, of one device."""
     task_overhead_s: StartUp = 1e-4
+    """Fixed cost of any compute task."""
     issue_task_s: HostTime = 0.0
+    """What the thread that hands tasks to a GPU takes for each; 0 on CPUs, where every lane has a thread of
+    its own."""
     issue_kernel_s: HostTime = 0.0
+    """What it takes for each operation in a task; 0 on CPUs."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -94,7 +98,7 @@ class ClusterConfig:
 
     def measured(self, **rates: float) -> Self:
         """Return the cluster with these rates; one that lies beyond its bounds is moved to the nearer one."""
-        types = bounded_fields(type(self))
+        types = types_of(type(self))
         near = {name: get_args(types[name])[1].nearest(value) for name, value in rates.items()}
         return replace(self, **near)
 

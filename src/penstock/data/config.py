@@ -23,32 +23,30 @@ MOST_WEIGHT: Final = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the text comes from and how much of it a step uses.
-
-    `path`               a file, a folder, or None for the standard library of the running Python
-    `mixture`            table of paths and weights instead of `path`: samples of each in that proportion
-    `tokenizer`          a tokenizer.json; None for bytes, or for the tokenizer of prepared tokens
-    `end_of_document`    the token between two documents; None for the tokenizer's usual one
-    `field`              the field of JSON lines and Parquet files that holds the text
-    `separate_documents` no token attends to another document than its own, or predicts another's first token
-    `cache`              where a run keeps tokens that it prepares itself; None for ~/.cache/penstock
-    `batch_per_device`   samples per rank and step; ranks that share attention (mp_size) have the same ones
-    `held_out_fraction`  share of the text kept for evaluation, at most 0.5
-    `suffixes`           which files of a folder are text; a path to one file ignores it
-
-    Raises `ConfigError` naming the field when a value cannot be used.
-    """
+    """Where the text comes from and how much of it a step uses."""
 
     path: Name | None = None
+    """File or folder of text, JSON lines, Parquet or prepared tokens ([more](data.md)); none = your Python's
+    standard library."""
     mixture: Table = dataclass_field(default_factory=Table)
+    """Table of paths and weights, instead of `path`: samples of each in that proportion."""
     tokenizer: Name | None = None
+    """A `tokenizer.json`; none = bytes, or what prepared tokens were made with."""
     end_of_document: Name | None = None
+    """The token that ends a document; none = the tokenizer's usual one."""
     field: Name = "text"
+    """Of JSON lines and Parquet, the field with the text."""
     separate_documents: bool = False
+    """Tokens attend to their own document alone, whose positions begin at 0, and none is to predict the first
+    token of the next."""
     cache: FilePath | None = None
+    """Where a run keeps tokens that it has to prepare itself; none = `~/.cache/penstock`."""
     batch_per_device: Samples = 8
+    """Samples per rank and step, the same ones on the ranks of one `mp` group."""
     held_out_fraction: HeldOut = 0.05
+    """Fraction of every text that is held out for evaluation."""
     suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".ndjson", ".parquet")
+    """Which files of a folder are read."""
 
     def __post_init__(self) -> None:
         if self.path == "":

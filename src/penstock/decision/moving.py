@@ -106,26 +106,26 @@ SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_o
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """Section `[placement]`: what moves, and how its destination is decided.
-
-    samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic between nodes.
-    experts: by which planner popular experts get guests on other ranks. "auto" = "none", unless
-    plan.source=auto finds in measured loads that moving pays.
-
-    guest_slots: experts of other ranks that every rank has room for, per MoE layer. split: how rows are
-    shared among the hosts of their expert: "exact" = by the loads of the step that runs, "last_step" = by
-    those from which the plan was made, "auto" = exactly where possible. every: the number of steps from one
-    plan of experts to the next. solver: what assigns samples. prediction: what predicts the rows of samples
-    in the next layer: its gate on the present input, a table of which experts follow which, or nothing.
-    """
+    """Section `[placement]`: what moves, and how its destination is decided."""
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
+    """What moves samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic
+    between nodes ([more](placement.md)); "none" = samples stay; "auto" = "none", unless `plan.source=auto`
+    finds that moving them pays."""
     experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
+    """By which planner popular experts get guests on other ranks; "none", "auto" as for samples."""
     guest_slots: GuestSlots = 1
+    """Experts of other ranks that each rank has room for, per MoE layer, where experts move."""
     split: Split = "auto"
+    """Where experts move, whether rows are shared among hosts by the loads of their own step ("exact") or
+    those of the step before ("last_step"); "auto" = exactly where that can be."""
     every: EverySteps = 1
+    """Steps between two plans of experts."""
     solver: Solver = "network_simplex"
+    """What assigns samples that move; "kuhn_munkres" for comparison."""
     prediction: Prediction = "next_gate"
+    """What samples are expected to need in the next layer: that layer's gate on the present input
+    ("next_gate"), "conditional" (a table of which experts follow which), or "none"."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

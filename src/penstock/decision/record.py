@@ -14,7 +14,8 @@ from math import lcm
 from typing import Annotated, Any, Final, Literal, Self
 
 from penstock.config import ConfigError, Items, Table, Within, check_bounds, check_name, check_value
-from penstock.config.bounds import Steps, bounded_fields
+from penstock.config.bounds import Steps
+from penstock.config.kinds import types_of
 from penstock.decision.field import READERS, Asked, Field
 from penstock.decision.moving import (
     EXPERTS,
@@ -149,45 +150,52 @@ PRIORITY = Field(
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Everything that a plan decides. A schedule declares which fields it reads; the others have no effect.
+    """Everything that a plan decides.
 
-    schedule: one of SCHEDULES.
-    microbatches: pieces of the batch that pass through whole blocks (flowmoe's R).
-    chunks: pieces of the tokens inside an MoE layer; none = the schedule's usual number.
-    backward_chunks: chunks in the backward pass; none = as many as forward. What is saved between the passes
-        is cut into the least common multiple of both numbers, and experts compute each slice separately;
-        MOST_SLICES at most.
-    all_reduce_chunk_bytes: FlowMoE's S_p.
-    dispatch: how rows travel.
-    compression: the format in which rows travel; none = as section [moe] says. Others only where plan.lossy
-        allows it.
-    expert_form: how rows reach all shards of their experts, where ranks share those or attention; none = the
-        schedule's usual form, which is `gather`. All others need a flat dispatch.
-    recompute: what runs a second time before its backward, so that memory need not hold what it saves until
-        then; no rows are sent again.
-    priority: the rule by which penstock orders; `search` starts from the others and is best and slowest.
-    partition: the gradients in each gap, for fsmoe; none = all of a layer's in the next gap below.
-    samples, experts: what moves samples, and experts. guest_slots: experts of other ranks that a rank has
-        room for in every MoE layer, where experts move. split: by which loads rows are shared among hosts.
-    more: registered decisions, by name, where they differ from the default.
+    A schedule declares which fields it reads; the others have no effect.
     """
 
     schedule: Annotated[str, SCHEDULE] = "sequential"
+    """One of SCHEDULES."""
     microbatches: Annotated[PieceCount, MICROBATCHES] = 1
+    """Pieces of the batch that pass through whole blocks (flowmoe's R)."""
     chunks: Annotated[PieceCount | None, CHUNK_NUMBERS] = 1
+    """Pieces of the tokens inside an MoE layer; none = the schedule's usual number."""
     backward_chunks: Annotated[PieceCount | None, BACKWARD_CHUNKS] = 1
+    """Chunks in the backward pass; none = as many as forward. What is saved between the passes is cut into
+    the least common multiple of both numbers, and experts compute each slice separately; MOST_SLICES at most.
+    """
     all_reduce_chunk_bytes: Annotated[ChunkBytes, ALL_REDUCE] = 1 << 20
+    """Size of an all-reduce piece (flowmoe, lina, penstock; FlowMoE's S_p)."""
     dispatch: Annotated[str, DISPATCH] = "flat"
+    """How rows travel."""
     compression: Annotated[RowForm, COMPRESSION] = "none"
+    """The format in which rows travel; none = as section [moe] says. Others only where plan.lossy allows it.
+    """
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
+    """Where ranks share attention or experts, how rows reach every shard of their experts
+    ([more](schedules.md)); none = the schedule's usual form, which is "gather"; all others need a flat
+    dispatch."""
     recompute: Annotated[Recompute, RECOMPUTE] = "none"
+    """What runs a second time before its backward, so that memory need not hold what it saves until then; no
+    rows are sent again."""
     priority: Annotated[PriorityName, PRIORITY] = "search"
+    """The rule by which penstock orders tasks: "critical_path" (the task with the longest chain of work after
+    it goes first), "all_to_all_first" (FlowMoE's), or "search", a local search that starts from both rules
+    and takes the most time."""
     samples: Annotated[SampleMoves, SAMPLES] = "none"
+    """What moves samples."""
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
+    """What moves experts."""
     guest_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
+    """Experts of other ranks that a rank has room for in every MoE layer, where experts move."""
     split: Annotated[Split, SPLIT] = "auto"
+    """By which loads rows are shared among hosts."""
     partition: Partition | None = None
+    """The gradients in each gap, for fsmoe; none = all of a layer's in the next gap below."""
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING
+    """A table of decisions that your own code registered, such as `schedule.more.late_weights=true`
+    ([more](extending.md#a-decision)), where they differ from the default."""
 
     def reads(self, name: str) -> bool:
         """Return whether the field has an effect with this schedule."""
@@ -289,16 +297,22 @@ def _crumbles(forward: int, backward: int) -> bool:
 class ScheduleConfig(Decision):
     """Section `[schedule]`: a decision without the fields that other sections (`[moe]`, `[placement]`,
     `[plan]`) or no section can set.
-
-    name: the schedule. refine_after: the number of steps after which the schedule is re-ordered by measured
-    durations; 0 = never.
     """
 
     name: str = "flowmoe"
+    """The schedule ([more](schedules.md))."""
     microbatches: PieceCount = 2
+    """Pieces of the batch that pass through whole blocks (flowmoe, penstock); 1 for a batch of one sample."""
     chunks: PieceCount | None = None
+    """Chunks of the tokens inside an MoE layer; none = the schedule's default (moe_pipeline, dense_overlap,
+    lina 2; fsmoe, penstock 1; sequential, flowmoe, baseline_esp and parm_s1 have no chunks). In parm_s2 it is
+    the number of slices of combine and the gather that runs beside it (2); with mp_size = 1 nothing is
+    gathered, and it has no effect."""
     backward_chunks: PieceCount | None = None
+    """Chunks in the backward pass; none = as in the forward pass. Experts compute in slices; their number,
+    the least common multiple of both, is at most 64."""
     refine_after: Steps = 4
+    """Re-order the schedule with measured task durations after this number of steps; 0 = never."""
     schedule: str = given(init=False)
     dispatch: str = given(default="flat", init=False)
     compression: RowForm = given(default="none", init=False)
@@ -318,7 +332,7 @@ class ScheduleConfig(Decision):
         self, dispatch: str, placement: PlacementConfig | None = None, recompute: Recompute = "none"
     ) -> Decision:
         """Return the decision as a plan has it, with every number set. Without `placement` nothing moves."""
-        said = {name: getattr(self, name) for name in bounded_fields(Decision)}
+        said = {name: getattr(self, name) for name in types_of(Decision)}
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
         found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
@@ -326,17 +340,17 @@ class ScheduleConfig(Decision):
 
     def saying(self, choice: Decision) -> Self:
         """Return the section that stands for `choice`."""
-        names = bounded_fields(Decision).keys() & bounded_fields(type(self)).keys()
+        names = types_of(Decision).keys() & types_of(type(self)).keys()
         return replace(self, name=choice.schedule, **{name: getattr(choice, name) for name in names})
 
 
 # ---- the register ------------------------------------------------------------------------------------------
 
 
-BUILT_IN: Final = frozenset(bounded_fields(Decision))
+BUILT_IN: Final = frozenset(types_of(Decision))
 FIELDS: dict[str, Field] = {
     name: replace(mark, name=name, default=getattr(Decision, name))
-    for name, tp in bounded_fields(Decision).items()
+    for name, tp in types_of(Decision).items()
     for mark in getattr(tp, "__metadata__", ())
     if isinstance(mark, Field)
 }

@@ -23,41 +23,49 @@ Symbols = Annotated[int, Within(1, 1 << 24, "the largest vocabularies have a mil
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder: Penstock's own, with the architecture of Qwen3-MoE, or a model of transformers.
-
-    preset: name of a published model that replaces the sizes of [model] and [moe]; none = as given here.
-    config: the config.json of a model of transformers, or its folder, which replaces them likewise; the
-    weights in a folder are where training begins. none = as given here.
-    model_type: architecture, as transformers names it. Others than qwen3_moe come from `config` alone.
-    config_sha256: of all that decides there what such a model computes. none = it is not one of transformers.
-    num_layers: blocks. hidden_size: width of the residual stream. num_heads: of queries.
-    num_key_value_heads: each serves as many heads of queries; must divide num_heads; none = num_heads.
-    head_dim: width of a head, even; none = hidden_size / num_heads.
-    seq_len: tokens per sample. vocab_size: 256 for bytes.
-    moe_layers: which layers have an MoE part, counted from 0; none = all of them.
-    ffn_hidden_size: hidden width of the dense layers; none = 4 * hidden_size.
-    rope_theta: base of the rotary positions. rms_norm_eps: what norms add to the mean square.
-    dropout: of embedding, attention output and feed-forward output; the same for every schedule and layout.
-    tie_word_embeddings: token embedding and output head are one matrix.
-    """
+    """A decoder: Penstock's own, with the architecture of Qwen3-MoE, or a model of transformers."""
 
     preset: str | None = None
+    """A published model by name, such as flowmoe/gpt2-tiny (all: `penstock list models`); its sizes replace
+    the defaults of `[model]`, `[moe]` and the batch; keys that you set take precedence; none = as given here.
+    """
     config: FilePath | None = None
+    """The `config.json` of a model of transformers, or its folder; its sizes replace those of `[model]` and
+    `[moe]` as a preset's do, and the weights in a folder are where training begins
+    ([more](training.md#a-model-of-transformers)); none = as given here."""
     model_type: Name = QWEN3_MOE
+    """Architecture, as transformers names it; others than qwen3_moe come from `config` alone."""
     config_sha256: Name | None = None
+    """Sha256 of all that decides in `config` what a model of transformers computes; `config` says it."""
     num_layers: Layers = 4
+    """Blocks of the decoder."""
     hidden_size: Width = 128
+    """Width of the residual stream."""
     num_heads: Width = 4
+    """Heads of queries."""
     num_key_value_heads: Width | None = None
+    """Heads of keys and values, each of which serves as many heads of queries; must divide `num_heads`; none
+    = `num_heads`."""
     head_dim: Width | None = None
+    """Width of a head, which is even; none = `hidden_size / num_heads`."""
     seq_len: Tokens = 128
+    """Tokens per sample."""
     vocab_size: Symbols = 256
+    """Symbols; 256 is bytes; it must hold every token of the text."""
     moe_layers: Annotated[tuple[Layer, ...], Items(MOST_LAYERS, "each layer once", least=1)] | None = None
+    """Numbers of the layers that have experts, from 0; none = all."""
     ffn_hidden_size: Width | None = None
+    """Hidden width of dense layers; none = 4 x `hidden_size`."""
     rope_theta: Annotated[float, Within(1, 1e12, "angles of neighbouring tokens differ by its powers")] = 1e4
+    """Base of the rotary positions."""
     rms_norm_eps: Annotated[float, Within(0, 1, "it is added to a mean square", above=True)] = 1e-6
+    """What norms add to the mean square."""
     dropout: Annotated[float, Within(0, 1, "it is a probability", below=True)] = 0.0
+    """Probability, of embedding, attention output and feed-forward output; the masks are the same for every
+    schedule and layout."""
     tie_word_embeddings: bool = False
+    """Token embedding and output head share one matrix, without weight decay as for any embedding; a
+    checkpoint written with one value cannot be resumed with the other."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

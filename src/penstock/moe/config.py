@@ -50,60 +50,67 @@ TOKENS_ONLY = (("norm_topk_prob", None), ("num_groups", None), ("expert_bias_rat
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The MoE layer.
-
-    num_experts: in total, over all ranks. top_k: experts per token (where experts choose: on average).
-    moe_ffn_hidden_size: hidden width of one expert. expert: its kind.
-    shared_ffn_hidden_size: hidden width of the shared experts that every token passes; 0 = none.
-    gate: softmax, noisy (softmax with learnt noise in training), sigmoid (DeepSeek-V3, BASE), cosine (X-MoE),
-        expert_choice or soft. The last two look at later tokens too: a causal model then sees the future.
-    gate_proj_size: width of the cosine gate's projection.
-    norm_topk_prob: whether the weights of the chosen experts are scaled to sum to one; none = if top_k > 1.
-        With one choice the weight would always be one and the router would get no gradient: refused.
-    routed_scaling_factor: multiplies the weights after that.
-    num_groups, group_top_k: a token's experts come from its group_top_k best of num_groups groups of experts.
-    expert_bias_rate: loss-free balance (DeepSeek-V3): step of the bias after each optimiser step; 0 = none.
-    capacity_factor: None is dropless; otherwise an expert takes ceil(f * k * tokens / num_experts) tokens
-        from each rank and microbatch, and drops the rest (first choices go first, then token order).
-    slots_per_expert: of each sample, with gate=soft.
-    min_capacity: the least number of slots with a capacity_factor.
-    bound_factor: of dropless routing whose sizes are known before the gates have chosen: how many rows each
-        expert gets from every rank and microbatch, over the most that it got in the last 32 steps. Ranks
-        exchange no counts then; a step that needs more rows is run again, counted. None = rows are counted.
-    order: sort (dropless), index or einsum (both need a capacity_factor); auto = the fastest that fits.
-    dispatch: one of DISPATCHES; auto = by the fitted models of the links. With node_once a token that goes to
-        several experts of a node crosses to it once, and its outputs are summed there.
-    one_copy_per_rank: a token that goes to several experts of a rank travels once, its outputs are summed
-        there. compression: of rows in transit, none, bfloat16 or int8 (a scale per row).
-    aux_loss_coeff: weight of the load-balance loss. z_loss_coeff: weight of the router z-loss.
-    aux_loss_group: over which tokens the balance of experts is judged: `global` (the whole batch of all
-        ranks), `sequence` (each sample by itself): splitting does not change these two; or `microbatch`
-        (each rank's microbatch by itself).
-    """
+    """The MoE layer."""
 
     num_experts: Experts = 8
+    """Experts in total, over all ranks."""
     top_k: Experts = 2
+    """Experts per token; where experts choose, on average."""
     moe_ffn_hidden_size: Width = 256
+    """Hidden width of an expert."""
     expert: ExpertKind = "swiglu"
+    """Kind of the experts."""
     shared_ffn_hidden_size: Annotated[int, Within(0, 1 << 20, "as experts' width; 0 = none")] = 0
+    """Total hidden width of the shared experts, which process every token; 0 = no shared experts."""
     gate: GateName = "softmax"
+    """Router: "softmax", "noisy" (softmax with learnt noise in training), "sigmoid" (DeepSeek-V3, BASE),
+    "cosine" (X-MoE), "expert_choice" or "soft"; the last two look at later tokens too: a causal model then
+    sees the future ([more](moe-layer.md))."""
     gate_proj_size: Width = 256
+    """Width of the cosine gate's projection."""
     norm_topk_prob: bool | None = None
+    """Scale the chosen weights to sum to one; none = if top_k > 1. With one choice the weight would always be
+    one and the router would get no gradient: refused."""
     routed_scaling_factor: Scale = 1.0
+    """Multiplies the weights of the chosen experts."""
     num_groups: Experts | None = None
+    """Groups of experts; a token's come from its best `group_top_k` of them (DeepSeek); none = no groups."""
     group_top_k: Experts | None = None
+    """How many groups of experts a token's experts come from."""
     expert_bias_rate: Coefficient = 0.0
+    """Loss-free balancing (DeepSeek-V3): how far the experts' bias moves after each optimiser step; 0 = off.
+    """
     capacity_factor: Capacity | None = None
+    """Limits every expert to that multiple of the even share, per rank and microbatch; first choices go
+    first, then earlier tokens; none = dropless."""
     min_capacity: Slots = 4
+    """The least number of slots with a `capacity_factor`."""
     bound_factor: BoundFactor | None = None
+    """Dropless routing without an exchange of counts: how many rows each expert is sent, over the most of the
+    last 32 steps; a step that needs more runs again, counted
+    ([more](gpu.md#rows-that-are-known-before-the-gates-choose)); none = rows are counted."""
     slots_per_expert: Slots = 4
+    """Slots per sample and expert with `gate = "soft"`."""
     order: OrderSetting = "auto"
+    """How rows are ordered: "sort" (dropless), "index" or "einsum" (both need a `capacity_factor`); "auto" =
+    the fastest that supports the gate and capacity."""
     dispatch: str = "auto"
+    """How rows reach their experts: "flat", "hierarchical_1d", "hierarchical_2d" or "node_once" (a token with
+    several experts on a node crosses to it once); "auto" = where experts span nodes, the fastest by the
+    measured links."""
     one_copy_per_rank: bool = False
+    """A token with several experts on one rank is sent to that rank once, and its outputs are summed there.
+    """
     compression: Compression | None = None
+    """Of rows in transit, in forward and backward: "bfloat16" or "int8" (one scale per row); none = as they
+    are."""
     aux_loss_coeff: Coefficient = 0.01
+    """Coefficient of the balance loss."""
     z_loss_coeff: Coefficient = 0.001
+    """Coefficient of the router z-loss."""
     aux_loss_group: BalanceGroup = "global"
+    """The tokens over which the balance loss is computed: the whole batch ("global"), each "sequence"
+    (splitting changes neither), or each rank's "microbatch"."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

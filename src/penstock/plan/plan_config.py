@@ -48,42 +48,47 @@ Budget = Annotated[float, Within(0, MOST_BUDGET, "it multiplies the usual search
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Section `[plan]`.
-
-    source: "given" = section [schedule] decides; "auto" = measured, searched and explained at the start; else
-    the path of a plan file to be replayed. layout: which ranks share attention and experts; "given" = section
-    [parallel] decides, "auto" = compared by quick plans at the start, with the samples per step of [parallel]
-    and with its ep_size if it has one. lossy: whether a search may let rows travel rounded, as bfloat16 or
-    int8 (`moe.compression`). recompute: what is recomputed before its backward, so that memory need not hold
-    what it saves; "auto" = nothing, unless a search (source = "auto") finds that nothing fits otherwise.
-    cluster: a cluster file, by name or path; none = measure.
-
-    profile_s: how long to measure at the start, and again when links have changed. budget: how many times as
-    much as usual a search examines, counted in simulated tasks and not in seconds. trials: the number of most
-    promising plans that are run for some steps each, of which the fastest is kept; 1 = the prediction
-    decides.
-
-    tuner: what tunes the size of all-reduce chunks while training; none = nothing does. samples: how many
-    sizes the tuner tries, sample_steps: how many steps with each.
-
-    watch: notice when steps take another time than before. drift_threshold: by which part they must
-    differ; drift_steps: over how many steps.
-    """
+    """Section `[plan]`: how the plan of a step is chosen and kept right."""
 
     source: Name = GIVEN
+    """What decides: "given" = run what `[schedule]` says; "auto" = measure, search and explain a plan at the
+    start; or the path of a plan file to replay ([more](training.md#how-the-plan-is-chosen))."""
     layout: Literal["given", "auto"] = "given"
+    """Layout of the ranks: "given" = `[parallel]` says which ranks share attention and experts; "auto" = they
+    are chosen at the start, with `plan.source=auto` ([more](training.md#which-ranks-share-what))."""
     lossy: bool = False
+    """Whether a search may let rows travel as bfloat16 or int8 (`moe.compression`), which rounds them; the
+    plan says what was chosen and the bytes that it saves; refused with `plan.source=given`, where nothing is
+    searched."""
     recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
+    """What runs a second time before its backward, so that memory need not hold until then what it saves:
+    "none", "experts", or "blocks" (attention, router and experts); no rows are sent again; "auto" = nothing,
+    unless `plan.source=auto` finds that nothing fits into memory otherwise."""
     cluster: Name | None = None
+    """A cluster file by name or path; none = measure."""
     profile_s: Seconds = 15.0
+    """Seconds of measuring at the start, and again when links have changed."""
     budget: Budget = 1.0
+    """Search effort as a multiple of the default, counted in simulated tasks and not in seconds
+    ([more](planning.md#search))."""
     trials: Trials = 3
+    """Number of promising plans that run for six steps each before the fastest is kept; trials take at most a
+    tenth of a run's steps, so three need 180 steps or more; after 30 minutes no other plan is tried; a plan
+    that moves samples or experts is tried later, in a run of 120 steps or more; 1 = the prediction decides.
+    """
     tuner: TunerName | None = None
+    """What tunes the size of all-reduce pieces during training: "bayesian" (FlowMoE), "grid" or "random";
+    none = nothing."""
     samples: Samples = 8
+    """Number of sizes that the tuner tries."""
     sample_steps: SampleSteps = 10
+    """Steps for each size that the tuner tries."""
     watch: bool = True
+    """Name slow ranks and what has changed, and plan (or tune) again, when the step time changes."""
     drift_threshold: Threshold = 0.15
+    """The fraction by which the step time must change for that."""
     drift_steps: DriftSteps = 8
+    """The number of steps over which it must."""
 
     def __post_init__(self) -> None:
         if not self.source:

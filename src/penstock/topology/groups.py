@@ -34,28 +34,7 @@ Summation = Literal["native", "in_order"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Section `[parallel]`.
-
-    processes: how many local ranks `penstock train` starts, unless another launcher did; none = one for each
-    GPU, or for each processor core, see `penstock.topology.local`.
-    ep_size: over how many ranks the experts of a layer are spread; none = all ranks, after `esp_size`.
-    mp_size: ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor
-    parallelism) and work on the same samples.
-    esp_size: ranks of a node that share every expert, each a part of its hidden width (expert sharding).
-    tokens: what ranks of one `mp` group hold between two blocks: "split" = each its part of every sample
-    (sequence parallelism), "replicated" = all of it.
-    ranks_per_node: how many consecutive ranks share a node; none = as detected when the ranks meet.
-    timeout_s: how long a rank waits for the others before it gives up with an error.
-    start_timeout_s: the same while ranks meet and connect; none = `timeout_s`.
-    checkpoint_timeout_s: the same while a checkpoint is written or read; none = `timeout_s`.
-    send_buffer_bytes: what may wait for the wire in one connection (CPU ranks); 0 leaves it to the system.
-    Too much delays the other side's announcements, less than rate times round trip slows the link down.
-    transport: how tensors of GPUs travel: "direct" = over NCCL, which takes one process for each GPU;
-    "staged" = through pinned memory of the host and over Gloo, for several processes on one GPU.
-    reduce_scatter: how ranks of GPUs sum what each of them keeps a part of: "native" = by NCCL, which adds in
-    an order of its own, where all parts have one size; "in_order" = every rank gets its parts, and adds them
-    in the order of ranks, in float32 at least, as ranks on CPUs do.
-    """
+    """Section `[parallel]`: which ranks there are and what they share."""
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
         "tensor_parallel_size": "mp_size",
@@ -66,17 +45,36 @@ class ParallelConfig:
     """Settings by Megatron's names."""
 
     processes: Processes | None = None
+    """Local processes, unless another launcher started them; none = one per GPU or processor core."""
     ep_size: Ranks | None = None
+    """Ranks over which the experts of a layer are spread; none = all, after `esp_size`."""
     mp_size: Ranks = 1
+    """Ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor parallelism) and
+    work on the same samples."""
     esp_size: Ranks = 1
+    """Ranks of a node that share every expert, each a part of its hidden width (expert sharding)."""
     tokens: TokenLayout = "split"
+    """What the ranks of one `mp` group hold between two blocks: "split" = each a part of every sample's
+    tokens (sequence parallelism), "replicated" = all tokens."""
     ranks_per_node: Ranks | None = None
+    """Consecutive ranks in a node; none = detected when the ranks join."""
     timeout_s: Timeout = 60.0
+    """Seconds to wait for a rank that does not answer."""
     start_timeout_s: Timeout | None = None
+    """The same while ranks meet and connect; none = `timeout_s`."""
     checkpoint_timeout_s: Timeout | None = None
+    """The same while a checkpoint is written or read; none = `timeout_s`."""
     send_buffer_bytes: BufferBytes = 64 * 1024
+    """Send buffer of each connection of a CPU rank: too much delays the other side's announcements, less than
+    rate times round trip slows the link down; 0 = the operating system's default ([more](performance.md))."""
     transport: TransportName = "direct"
+    """How tensors of GPUs travel: "direct", over NCCL, which takes one process for each GPU; "staged",
+    through pinned memory of the host and over Gloo, so that processes can share a GPU
+    ([more](gpu.md#several-ranks-on-one-gpu)); refused on CPUs."""
     reduce_scatter: Summation = "native"
+    """How GPUs sum what each rank keeps a part of (shards and tensor parallelism): "native" = by NCCL where
+    all parts have one size, "in_order" = added in the order of ranks, in float32 at least: the same bits on
+    every machine, for one buffer per rank and a kernel per addition. CPUs always add in order."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

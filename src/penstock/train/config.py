@@ -32,26 +32,32 @@ TracedSteps = Annotated[int, Within(0, 10_000, "every task of a traced step is i
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Section `[train]`.
-
-    steps: optimiser steps in all, counted from the first start. seed: of weights, data order and dropout.
-    resume: continue from the newest checkpoint in output.dir; `auto` = if there is one.
-    precision: `auto` is bfloat16 autocast where the device has it, float32 elsewhere.
-    eval_every, checkpoint_every, log_every: in steps; 0 = only at the end.
-    eval_batches: held-out batches per rank and evaluation. keep_checkpoints: older ones are removed.
-    max_skipped_steps: steps in a row that may be skipped because their loss or gradients are not finite.
-    """
+    """Section `[train]`: how long a run is, and what it does beside training."""
 
     steps: AtLeastOne = 200
+    """Optimiser steps in all, counted from the first start."""
     seed: Seed = 0
+    """Seed of weights, data order and dropout."""
     resume: Resume = False
+    """Whether to go on: true = resume from the newest complete checkpoint, an error if there is none; "auto"
+    = resume if there is one, otherwise start from the beginning, for jobs that a batch system restarts
+    ([more](training.md#resuming))."""
     precision: Precision = "auto"
+    """Format of computation: "auto" = bfloat16 autocast where the device supports it, otherwise float32;
+    plans are made for what it comes to."""
     eval_every: Steps = 100
+    """Steps between evaluations; 0 = only at the end."""
     eval_batches: Annotated[int, Within(1, MOST_STEPS, "an evaluation needs a batch")] = 4
+    """Held-out batches per rank and evaluation."""
     checkpoint_every: Steps = 100
+    """Steps between checkpoints; 0 = only at the end."""
     keep_checkpoints: Annotated[int, Within(1, MOST_STEPS, "a run resumes from the newest")] = 2
+    """How many checkpoints are kept; older ones are removed."""
     log_every: Steps = 10
+    """Steps between log lines; 0 = only at the end."""
     max_skipped_steps: Steps = 4
+    """Consecutive steps with a loss or gradients that are not finite that may be skipped; one more ends the
+    run ([more](training.md#non-finite-steps))."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -59,21 +65,22 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Section `[output]`.
-
-    dir: where checkpoints, metrics and the trace go. tensorboard: write event files, too.
-    trace_steps: how many of the last steps go into the trace; 0 = no trace. loads: gather once per step how
-    many tokens of every rank chose each expert, for metrics and pictures. routing: write how many tokens
-    chose each expert in every step, for virtual devices and plans that route as this run did;
-    routing_samples: also how many of every sample did.
-    """
+    """Section `[output]`: what a run leaves."""
 
     dir: FilePath = Path("runs/default")
+    """Folder for checkpoints, metrics and the trace."""
     tensorboard: bool = True
+    """Whether to write event files of TensorBoard, too."""
     trace_steps: TracedSteps = 2
+    """How many of the last steps are traced; 0 = no trace."""
     loads: bool = True
+    """Gather once per step how many tokens of every rank chose each expert, for metrics and pictures: a few
+    hundred bytes, in a gap of the backward half."""
     routing: bool = False
+    """Write `routing.jsonl`: how many tokens chose each expert in every step, for virtual devices and plans
+    that route as this run did."""
     routing_samples: bool = False
+    """Also how many of every sample did."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -85,14 +92,13 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Section `[metrics]`: where metrics go beside the run's own files.
-
-    wandb: to Weights & Biases: true = to its server, "offline" = into the run's folder, from where
-    `wandb sync` sends them. wandb_project: under which project.
-    """
+    """Section `[metrics]`: where metrics go beside the run's own files."""
 
     wandb: Literal[True, False, "offline"] = False
+    """Weights & Biases: true = metrics go to the server, too (`pip install 'penstock[wandb]'`); "offline" =
+    into the run's folder, from where `wandb sync` sends them."""
     wandb_project: Name = "penstock"
+    """Under which project."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -27,34 +27,32 @@ WeightDecay = Annotated[float, Within(0, 1e6, "times lr it is a fraction of the 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How parameters are updated.
-
-    `lr`              learning rate after the warm-up
-    `min_lr_ratio`    learning rate of the last step, as a share of `lr`
-    `warmup_steps`    steps over which the learning rate rises to `lr`; 0 for none
-    `weight_decay`    decoupled weight decay of matrices; embeddings, norms and biases have none
-    `beta1, beta2`    decay of the running averages of the gradient and of its square
-    `eps`             added to the denominator of an update
-    `clip_grad_norm`  largest gradient norm over the whole model; None leaves gradients as they are
-    `sharded`         every data-parallel rank keeps the moments of a share of the parameters and updates it,
-                      by tasks of the step's schedule (ZeRO, stage 1); `auto`: where a whole iteration is
-                      predicted to be shorter that way, or does not fit into memory otherwise
-    `shard_gradients` with `sharded`, gradients are released during backward as soon as they are summed,
-                      except for this rank's share (ZeRO, stage 2)
-
-    Raises `ConfigError` naming the field when a value cannot be used.
-    """
+    """How parameters are updated: AdamW, with linear warm-up and cosine decay."""
 
     lr: Positive = 3e-3
+    """Learning rate after the warm-up."""
     min_lr_ratio: Share = 0.1
+    """Learning rate of the last step, as a share of `lr`."""
     warmup_steps: Steps = 20
+    """Steps over which the learning rate rises to `lr`; 0 = none."""
     weight_decay: WeightDecay = 0.1
+    """Decoupled weight decay of matrices; embeddings, norms and biases have none."""
     beta1: Decay = 0.9
+    """Decay of the running average of the gradient."""
     beta2: Decay = 0.95
+    """Decay of the running average of its square."""
     eps: Positive = 1e-8
+    """Added to the denominator of an update."""
     clip_grad_norm: Positive | None = 1.0
+    """Largest gradient norm over the whole model, where every expert counts once; none = gradients stay as
+    they are."""
     sharded: Sharded = False
+    """Every data-parallel rank keeps the moments of a share of the parameters and updates it, by tasks of the
+    step (ZeRO, stage 1); "auto" = if a whole iteration is predicted to be shorter so, or does not fit into
+    memory otherwise ([more](training.md#a-sharded-optimiser))."""
     shard_gradients: bool = False
+    """With `sharded`, gradients are freed during backward as soon as they are summed, but for a rank's share
+    (ZeRO, stage 2; [more](training.md#shares-of-gradients))."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

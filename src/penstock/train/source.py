@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from penstock.checkpoint.folder import GLOBAL_BATCH
 from penstock.config import ConfigError
-from penstock.config.bounds import bounded_fields
+from penstock.config.kinds import types_of
 from penstock.data import DataConfig
 from penstock.data.corpus import Corpus, ToPrepare, check_alike, check_apart, load_corpora, to_prepare
 from penstock.data.files import HINT
@@ -199,7 +199,7 @@ def _located(error: ConfigError) -> ConfigError:
     """Return the error about a field with the field's full key."""
     if error.key == "--out":
         error = ConfigError("cache", error.value, error.why, error.hint)
-    return error.under("data" if error.key in bounded_fields(DataConfig) else "")
+    return error.under("data" if error.key in types_of(DataConfig) else "")
 
 
 def _open(config: RunConfig, layout: Layout) -> tuple[list[Corpus], BatchStream]:

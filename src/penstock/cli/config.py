@@ -1,0 +1,119 @@
+"""`penstock config`: settings as a run reads them, and what is wrong with a file of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from penstock.cli.codes import BAD_USAGE
+from penstock.cli.failing import say
+from penstock.cli.paths import config_and_settings, user_path
+from penstock.cli.run import exit_code
+from penstock.config import ConfigError, load, to_dict
+from penstock.config.described import help_text, json_schema, page
+from penstock.config.error import toml_value
+from penstock.config.kinds import leaves
+from penstock.config.load import sources
+from penstock.stops import STOPS
+from penstock.words import terminal_width
+
+DEFAULT: Final = "default"
+
+
+def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to `penstock`."""
+    config = commands.add_parser(
+        "config",
+        help="show, check and describe settings",
+        description="Shows settings as a run reads them, checks files of them, and says what each means.",
+        epilog="Example: penstock config show tiny train.steps=5. What settings mean: "
+        "penstock train --help-settings",
+    )
+    actions = config.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print every setting, its value, and where that comes from")
+    show.add_argument(
+        "config", nargs="?", metavar="FILE", help="TOML, YAML or JSON (default: defaults alone)"
+    )
+    show.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="override FILE")
+    show.add_argument("--format", choices=("toml", "yaml", "json"), default="toml", help="(default: toml)")
+    show.set_defaults(run=_show)
+    validate = actions.add_parser("validate", help="print everything that is wrong with files; code 2 if so")
+    validate.add_argument("files", nargs="+", type=user_path, metavar="FILE")
+    validate.set_defaults(run=_validate)
+    texts: dict[str, tuple[str, Callable[[type], str]]] = {
+        "schema": ("print a JSON schema, for editors", lambda cls: json.dumps(json_schema(cls), indent=2)),
+        "docs": ("print docs/settings.md", lambda cls: page(cls).rstrip("\n")),
+    }
+    for name, (words, make) in texts.items():
+        actions.add_parser(name, help=words).set_defaults(run=lambda options, given, make=make: _print(make))
+
+
+class HelpSettings(argparse.Action):
+    """Prints what settings mean, as --help prints what options do."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *values: object) -> None:
+        """Print those of the section that was named, and end the command."""
+        parser.exit(exit_code(lambda: print_settings(str(values[1]))))
+
+
+def print_settings(section: str) -> int:
+    """Print what every setting of a section means, and of all with ""; return the exit code."""
+    text = help_text(_run_config(), section, terminal_width())
+    if not text:
+        known = dict.fromkeys(key.partition(".")[0] for key, _ in leaves(_run_config()))
+        raise ConfigError(
+            section, ..., "there is no such section or setting", f"There are {', '.join(known)}."
+        )
+    print(text)
+    return 0
+
+
+def _run_config() -> type:
+    with STOPS.loading():
+        from penstock.train.config import RunConfig  # loads torch
+
+    return RunConfig
+
+
+def _print(make: Callable[[type], str]) -> int:
+    print(make(_run_config()))
+    return 0
+
+
+def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    path, overrides = config_and_settings(options)
+    cls = _run_config()
+    table, origin = to_dict(load(cls, path, overrides)), sources(cls, path, overrides)
+    rows = [(key, table[key.partition(".")[0]][key.partition(".")[2]]) for key, _ in leaves(cls)]
+    if options.format == "json":
+        found = {key: {"value": value, "from": origin.get(key, DEFAULT)} for key, value in rows}
+        print(json.dumps(found, indent=2))
+        return 0
+    yaml, before = options.format == "yaml", ""
+    for key, value in rows:
+        section, _, name = key.partition(".")
+        if section != before:
+            print(("\n" if before else "") + (f"{section}:" if yaml else f"[{section}]"))
+            before = section
+        text = json.dumps("none" if value is None else value) if yaml else toml_value(value)
+        print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {origin.get(key, DEFAULT)}")
+    return 0
+
+
+def _validate(options: argparse.Namespace, given: Sequence[str]) -> int:
+    del given
+    wrong = 0
+    for path in options.files:
+        try:
+            load(_run_config(), path)
+        except ConfigError as error:
+            found = (error, *error.others)
+            wrong += len(found)
+            for each in found:
+                say(str(each) if each.key == str(path) else f"{path}: {each}")
+        else:
+            print(f"{path}: valid")
+    return BAD_USAGE if wrong else 0

@@ -1,0 +1,138 @@
+"""What is said of every setting: in `--help`, on the page docs/settings.md, and in a JSON schema.
+
+All of it comes from the fields of the sections: their types, bounds and defaults, and the text below each.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, is_dataclass
+from functools import cache
+from typing import Any, Final, get_args
+
+from penstock.config.bounds import Within
+from penstock.config.error import dotted, toml_value
+from penstock.config.kinds import default_of, kind_of, may_be_none, section_of, settable, types_of
+from penstock.config.validate import adapter, plain_data
+
+MORE: Final = re.compile(r" ?\(?\[more\]\([^)]*\)\)?")
+"""A link of the page, for which a terminal has no use."""
+
+
+INTRODUCTION: Final = """\
+# Settings
+
+All settings of the file that [`penstock train`](training.md) reads, written by `penstock config docs`. The
+value `none` unsets a key. `penstock config show FILE` prints what a file comes to, `penstock config validate
+FILE` all that is wrong with it, and `penstock config schema > penstock.json` the schema by which an editor
+completes and checks a file that begins with `#:schema penstock.json`. Files are TOML, or YAML or JSON if
+their names end so.
+What the schedules do: [schedules.md](schedules.md).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting in words. kind: of its values. default: as TOML. meaning: Markdown with links."""
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+
+@cache
+def docs_of(cls: type) -> Mapping[str, str]:
+    """Return the text below each field of a section, those of its bases among them."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base) and isinstance(base, type):
+            (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(node, ast.ClassDef)
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    below = text.value if isinstance(text, ast.Expr) else None
+                    if isinstance(below, ast.Constant) and isinstance(below.value, str):
+                        found[field.target.id] = " ".join(below.value.split())
+    return found
+
+
+def described(cls: type, prefix: str = "", base: object = None) -> Iterator[Setting]:
+    """Yield every setting below `cls` in the order of its sections; base: a section with other defaults."""
+    for field in settable(cls):
+        tp, key = types_of(cls)[field.name], dotted(prefix, field.name)
+        default = default_of(field) if base is None else getattr(base, field.name)
+        if section := section_of(tp):
+            yield from described(section, key, default if is_dataclass(default) else None)
+        else:
+            shown = "none" if default is None else "" if default is MISSING else _toml(default)
+            meaning = docs_of(cls).get(field.name, "")
+            yield Setting(key=key, kind=_bounded(tp), default=shown, meaning=meaning)
+
+
+def _toml(value: Any) -> str:
+    plain = plain_data(value)
+    return "empty" if plain == [] else toml_value(plain)
+
+
+def _bounded(tp: Any) -> str:
+    """Return the kind of values of a type, with the range of its numbers."""
+    some = next((each for each in get_args(tp) if each is not type(None)), tp) if may_be_none(tp) else tp
+    words = [mark.words for mark in getattr(some, "__metadata__", ()) if isinstance(mark, Within)]
+    kind, optional, _ = kind_of(tp).partition(", or none")
+    return " ".join((kind, *words)) + optional
+
+
+def help_text(cls: type, section: str = "", width: int = 100) -> str:
+    """Return every setting below a section of `cls`, or below all, for a terminal."""
+    lines = []
+    for each in described(cls):
+        if f"{each.key}.".startswith(f"{section}." if section else ""):
+            default = f" (default: {each.default})" if each.default else ""
+            lines += textwrap.wrap(f"{each.key}: {each.kind}{default}", width, subsequent_indent="    ")
+            lines += textwrap.wrap(
+                MORE.sub("", each.meaning), width, initial_indent="    ", subsequent_indent="    "
+            )
+    return "\n".join(lines)
+
+
+def page(cls: type) -> str:
+    """Return docs/settings.md."""
+    lines = [INTRODUCTION]
+    for field in settable(cls):
+        section = section_of(types_of(cls)[field.name])
+        assert section is not None
+        lines += [f"## {field.name}", "", "| key | values | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{each.key}` | {each.kind} | {each.default} | {each.meaning} |".replace("<", "&lt;")
+            for each in described(section, field.name)
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def json_schema(cls: type) -> dict[str, Any]:
+    """Return the JSON schema of a file of settings, with what every setting means."""
+    schema: dict[str, Any] = adapter(cls).json_schema()
+    words = {name: docs_of(section) for name, section in _sections(cls)}
+    for name, table in schema.get("$defs", {}).items():
+        for key, value in table.get("properties", {}).items():
+            if text := words.get(name, {}).get(key):
+                value["description"] = MORE.sub("", text)
+            if {"type": "null"} in value.get("anyOf", ()):
+                value["anyOf"][value["anyOf"].index({"type": "null"})] = {"const": "none"}
+                if value.get("default", "") is None:
+                    del value["default"]
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#"
+    return schema
+
+
+def _sections(cls: type) -> Iterator[tuple[str, type]]:
+    yield cls.__name__, cls
+    for tp in types_of(cls).values():
+        if section := section_of(tp):
+            yield from _sections(section)

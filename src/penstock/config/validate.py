@@ -1,0 +1,235 @@
+"""Checks of tables against sections: pydantic finds what is wrong, and this module says it in our words.
+
+pydantic reads the dataclasses as they are, and in JSON, where its strict mode takes tables, lists and paths
+for what they mean and still no `true` for a number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import SchemaValidator
+
+from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown
+from penstock.config.files import expanded
+from penstock.config.kinds import (
+    default_of,
+    example,
+    inner,
+    kind_of,
+    leaves,
+    may_be_none,
+    present,
+    section_of,
+    settable,
+    types_of,
+)
+from penstock.config.other_names import NOT_HERE, rename
+from penstock.config.table import Table
+
+STRICT: Final = ConfigDict(extra="forbid")
+MOST_BITS = 4096
+"""Python writes no numbers of many more digits, and no bounds are so far."""
+
+UNKNOWN: Final = "unexpected_keyword_argument"
+
+
+def validated(tp: Any, table: object, key: str) -> Any:
+    """Return the `tp` that `table` describes, which came from `prepared`; `key` is its own dotted key.
+
+    Raises ConfigError for the first thing that does not fit, with all others in its `others`.
+    """
+    try:
+        text = json.dumps(over_defaults(tp, table), default=str)
+        return adapter(tp).validate_json(text, strict=True)
+    except ValidationError as found:
+        raise _first(tp, found, key) from found
+    except RecursionError:
+        raise ConfigError(key, UNSET, "is nested too deeply", "Check the file.") from None
+
+
+def check_value(tp: Any, value: object, key: str) -> None:
+    """Raise ConfigError about `key` unless `value`, from TOML or JSON, is a `tp` within its bounds."""
+    validated(tp, prepared(tp, value, key), key)
+
+
+def check_bounds(section: Any) -> None:
+    """Check every field of a dataclass against its type and bounds.
+
+    Raises ConfigError that names the field.
+    """
+    cls: type = type(section)
+    try:
+        _fields_of(cls).validate_python({name: getattr(section, name) for name in types_of(cls)})
+    except ValidationError as found:
+        raise _first(cls, found, "") from found
+
+
+@cache  # made when first needed: making one takes milliseconds
+def adapter(tp: Any) -> TypeAdapter[Any]:
+    """Return pydantic's reader of a type."""
+    if isinstance(tp, type) and is_dataclass(tp):
+        with_config(STRICT)(tp)
+    return TypeAdapter(tp)
+
+
+@cache
+def _fields_of(cls: type) -> SchemaValidator:
+    """Return a validator of the fields alone, which makes no object and so calls no `__post_init__`."""
+    schema: Any = adapter(cls).core_schema
+    whole = schema["schema"] if schema["type"] == "definitions" else schema
+    return SchemaValidator({**schema, "schema": whole["schema"]} if whole is not schema else whole["schema"])
+
+
+# ---- before ------------------------------------------------------------------------------------------------
+
+
+def prepared(tp: Any, value: Any, key: str) -> Any:
+    """Return a value of a file or the command line as JSON has it: own names, null for the word none.
+
+    Raises ConfigError for a text that no file can hold, and for a setting under two names.
+    """
+    if value is None or (isinstance(value, str) and value.lower() == "none" and may_be_none(tp)):
+        return None
+    section, there = section_of(tp), present(tp)
+    if isinstance(value, dict) and section:
+        types, table = types_of(section), rename(section, dict(value), key)
+        return {
+            name: prepared(types.get(name, object), each, dotted(key, name)) for name, each in table.items()
+        }
+    if isinstance(value, list) and get_origin(there) is tuple:
+        return [prepared(inner(there), item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return math.inf if value > 0 else -math.inf
+    if not isinstance(value, str):
+        return value
+    _check_text(key, value)
+    if there is Path and not value:
+        raise ConfigError(key, value, "must not be empty", "Name a path, or leave it out.")
+    return str(expanded(value, key)) if there is Path else value
+
+
+def _check_text(key: str, text: str) -> None:
+    """Raise ConfigError for a NUL or half of a surrogate pair, which neither paths nor files can hold."""
+    if "\0" in text:
+        raise ConfigError(key, text, "holds a NUL character", "Leave it out.")
+    if any("\ud800" <= each <= "\udfff" for each in text):
+        raise ConfigError(key, shorten(text), "is not valid Unicode", "Write it in UTF-8.")
+
+
+def over_defaults(tp: Any, value: Any, base: object = None) -> Any:
+    """Return a section's table laid over `base`, or over the defaults of those that stand in it.
+
+    A section's default may differ from its class's, and what a file says of it must not undo that.
+    """
+    section = section_of(tp)
+    if section is None or not isinstance(value, dict):
+        return value
+    table = plain_data(base) | value if base is not None else dict(value)
+    for field in settable(section):
+        below = default_of(field) if base is None else getattr(base, field.name)
+        own = types_of(section)[field.name]
+        if field.name in value:
+            table[field.name] = over_defaults(own, value[field.name], below if is_dataclass(below) else None)
+        elif below is MISSING and is_dataclass(own):
+            table[field.name] = over_defaults(own, {})
+    return table
+
+
+def plain_data(value: object) -> Any:
+    """Return a section, or what a field holds, as JSON has it: paths as text, tuples as lists."""
+    if isinstance(value, Table):
+        return dict(value)
+    if is_dataclass(value):
+        return {field.name: plain_data(getattr(value, field.name)) for field in settable(type(value))}
+    if isinstance(value, tuple):
+        return [plain_data(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+def _first(tp: Any, found: ValidationError, key: str) -> ConfigError:
+    """Return the first error with all others, unknown names before what may be missing for their sake."""
+    errors = sorted(found.errors(include_url=False), key=lambda each: each["type"] != UNKNOWN)
+    first, *others = (_error(tp, each, key) for each in errors)
+    first.others = tuple(others)
+    return first
+
+
+def _error(tp: Any, found: Any, key: str) -> ConfigError:
+    """Return what pydantic found as an error with the full key, the value, the reason and a hint."""
+    kind, value = found["type"], found["input"]
+    here = tp
+    for part in found["loc"][:-1] if kind == UNKNOWN else found["loc"]:
+        key, section = f"{key}[{part}]" if isinstance(part, int) else dotted(key, part), section_of(here)
+        here = types_of(section)[part] if section else inner(present(here))
+    own = found.get("ctx", {}).get("error")
+    if isinstance(own, ConfigError):
+        return own.under(key)
+    if kind == UNKNOWN:
+        return _unknown(section_of(here) or type(None), key, found["loc"][-1], value)
+    if kind == "json_invalid":
+        return ConfigError(key, UNSET, "is nested too deeply, or not valid text", "Check it.")
+    if kind == "missing":
+        return ConfigError(key, UNSET, f"is missing; it must be {kind_of(here)}", _for_example(here, key))
+    if section := section_of(here):
+        hint = f"Set what is inside it, such as {example_override(section, key)}."
+        return ConfigError(key, value, "is a section of settings and cannot be set as one", hint)
+    return ConfigError(key, value, f"must be {kind_of(here)}", _near_choice(here, value, key))
+
+
+def _for_example(tp: Any, key: str) -> str:
+    return f"For example {key}={example(tp)}."
+
+
+def _near_choice(tp: Any, value: object, key: str) -> str:
+    tp, said = present(tp), value if isinstance(value, str) else shown(value)
+    choices = [str(choice) for choice in get_args(tp)] if get_origin(tp) is Literal else []
+    near = get_close_matches(shorten(said), choices, n=1)
+    return f"Did you mean {near[0]}?" if near else _for_example(tp, key)
+
+
+def example_override(cls: type, prefix: str = "") -> str:
+    """Return an override of a number if there is one: not every text fits every setting."""
+    every = list(leaves(cls, prefix))
+    key, tp = next((leaf for leaf in every if present(leaf[1]) is int), every[0])
+    return f"{key}={example(tp)}"
+
+
+def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
+    """Return the error for an unknown name, with the nearest one, its place below, or all names."""
+    rest = list(_first_path(value))
+    key, last = ".".join((dotted(section, name), *rest)), rest[-1] if rest else name
+    if last in NOT_HERE:
+        return ConfigError(key, UNSET if rest else value, *NOT_HERE[last])
+    every = [each for each, _ in leaves(cls, section)]
+    names = [each for each, tp in types_of(cls).items() if not rest or section_of(tp)]
+    nearest = [dotted(section, each) for each in get_close_matches(shorten(name), names, n=1)]
+    within = [whole for each in nearest if (whole := ".".join((each, *rest))) in every]
+    near = [*(nearest if not rest else within), *_named(every, last), *nearest]
+    what = f"section {dotted(section, name)}" if rest else "such setting"
+    place = f"[{section}]" if section else "The top level"
+    all_names = f"{'There are' if rest else f'{place} has'} {', '.join(names) or 'settings alone'}."
+    hint = f"Did you mean {near[0]}?" if near else all_names
+    return ConfigError(key, UNSET if rest else value, f"there is no {what}", hint)
+
+
+def _named(keys: Sequence[str], name: str) -> list[str]:
+    return [key for key in keys if key.rpartition(".")[2] == name]
+
+
+def _first_path(value: object) -> Iterator[str]:
+    """Yield the names that lead to the first setting in a table."""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        yield str(name)

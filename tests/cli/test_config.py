@@ -1,0 +1,76 @@
+"""`penstock config`: what settings come to, where from, what is wrong with them, and their schema."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.config import load
+from penstock.train.config import RunConfig
+
+WRONG = '[moe]\ntop_k = "x"\nnum_expert = 3\n[train]\nsteps = 0\n'
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What the command prints."""
+    assert main(["config", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["toml", "yaml"])
+def test_what_is_shown_is_a_file_of_the_same_settings(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"shown.{ending}"
+    path.write_text(output(capsys, "show", "tiny", "train.steps=5", "--format", ending))
+    assert load(RunConfig, path) == load(RunConfig, Path("tiny"), ["train.steps=5"])
+
+
+def test_where_a_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nsteps = 7\nseed = 1\n")
+    shown = json.loads(output(capsys, "show", path, "train.steps=5", "--format", "json"))
+    assert shown["train.steps"] == {"value": 5, "from": "command line"}
+    assert shown["train.seed"] == {"value": 1, "from": str(path)}
+    assert shown["train.log_every"] == {"value": 10, "from": "default"}
+    assert "steps = 5  # command line" in output(capsys, "show", path, "train.steps=5")
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(WRONG)
+    assert main(["config", "validate", "tiny", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "tiny: valid\n"
+    assert [line.split(": ")[2].split(" ")[0] for line in said.err.splitlines()] == [
+        "moe.num_expert",
+        "moe.top_k",
+        "train.steps",
+    ]
+    assert "Did you mean moe.num_experts?" in said.err and "Nearest valid: 1." in said.err
+
+
+def test_the_schema_knows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = json.loads(output(capsys, "schema"))
+    moe: dict[str, Any] = schema["$defs"]["MoEConfig"]
+    assert moe["additionalProperties"] is False
+    assert moe["properties"]["top_k"].items() >= {"minimum": 1, "maximum": 65536, "default": 2}.items()
+    assert moe["properties"]["expert"]["enum"] == ["gelu", "swiglu"]
+    assert {"const": "none"} in moe["properties"]["capacity_factor"]["anyOf"], "as a file of TOML says it"
+    assert all(each["description"] for each in moe["properties"].values())
+    sections = tomllib.loads((Path(__file__).parents[2] / "configs" / "tiny.toml").read_text())
+    assert sections.keys() <= schema["properties"].keys()
+
+
+def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help-settings", "train"])
+    assert "train.steps: a whole number from 1 to 99999999 (default: 200)" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--help-settings", "trains"])
+    assert "There are model, moe" in capsys.readouterr().err
