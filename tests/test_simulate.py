@@ -276,7 +276,8 @@ def test_the_host_waits_for_counts_before_it_hands_out_what_they_cut() -> None:
     times = simulate(
         plan.schedule, plan.graph, lambda task: 5.0 if task is counts else 0.01, issuing=issuing
     ).times
-    order = slot_order(plan.schedule.lanes, plan.graph.needs.__getitem__)
+    orders = plan.schedule.places(plan.graph)
+    order = [plan.graph.tasks[place] for place in slot_order(orders, plan.graph.links, plan.graph.tasks)]
     reader = next(place for place, task in enumerate(order) if counts in plan.graph.needs[task])
     assert all(times[task].start[0] >= times[counts].end[0] for task in order[reader:])
     assert any(times[task].start[0] < times[counts].end[0] for task in order[:reader] if task is not counts)

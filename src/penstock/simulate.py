@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
 
 from penstock.cost import Issuing
 from penstock.graph import Graph, Interval, Lane, Task, longest_path
-from penstock.graph.paths import Clock, path_ends, slot_order
+from penstock.graph.paths import Clock, issue_order, path_ends, slot_order
 from penstock.mesh import Mesh, Seconds
 from penstock.schedule import Schedule
 from penstock.trace.records import TaskRecord
@@ -67,7 +68,7 @@ class _RankClock:
 class _AlikeClock:
     """A clock for ranks that all take the same time for every task, so that one number stands for all."""
 
-    seconds: Mapping[Task, float]
+    cost: RankCost
 
     def zero(self) -> float:
         return 0.0
@@ -76,7 +77,8 @@ class _AlikeClock:
         return first if first >= second else second
 
     def end(self, task: Task, start: float) -> float:
-        return start + self.seconds[task]
+        seconds: float = self.cost(task)
+        return start + seconds
 
 
 def simulate(
@@ -92,37 +94,66 @@ def simulate(
     """
     mesh = mesh or Mesh()
     seconds = {task: cost(task) for order in schedule.lanes.values() for task in order}
+    known = seconds.__getitem__
     if any(isinstance(each, np.ndarray) for each in seconds.values()):
-        clock = _RankClock(seconds.__getitem__, mesh)
-        return Timeline(_times(schedule, graph, clock, seconds.__getitem__, issuing), mesh)
-    alike = _times(schedule, graph, _AlikeClock(seconds), seconds.__getitem__, issuing)
+        clock = _RankClock(known, mesh)
+        if issuing is None:
+            return Timeline(longest_path(schedule.lanes, graph.needs.__getitem__, clock), mesh)
+        return Timeline(dict(_issued(schedule, graph, clock, known, issuing)), mesh)
+    if issuing is None:
+        alike = _alike(schedule, graph, seconds)
+    else:
+        alike = dict(_issued(schedule, graph, _AlikeClock(known), known, issuing))
     times = np.array(list(alike.values()), dtype=np.float64).reshape(-1, 2, 1)
     shown = np.broadcast_to(times, (len(times), 2, mesh.world_size))  # no copy per rank
     return Timeline({task: Interval(*both) for task, both in zip(alike, shown, strict=True)}, mesh)
 
 
-def _times(
-    schedule: Schedule, graph: Graph, clock: Clock[Any], cost: RankCost, issuing: Issuing | None
-) -> dict[Task, Interval[Any]]:
-    """Return the start and the end of every task."""
-    if issuing is None:
-        return longest_path(schedule.lanes, graph.needs.__getitem__, clock)
-    times: dict[Task, Interval[Any]] = {}
-    free = {lane: clock.zero() for lane in schedule.lanes}
-    host = clock.zero()
-    for task in slot_order(schedule.lanes, graph.needs.__getitem__):
+def _alike(schedule: Schedule, graph: Graph, seconds: Mapping[Task, float]) -> dict[Task, Interval[float]]:
+    """Return the start and the end of every task, where ranks are alike and every lane has its own thread.
+
+    Starts are not computed from ends: rounding would put a task before one that it reads.
+    """
+    orders, times = schedule.places(graph), dict[Task, Interval[float]]()
+    ends = path_ends(orders, graph.links, [seconds.get(task, 0.0) for task in graph.tasks])
+    _check_ends(schedule, graph, sum(end < inf for end in ends))
+    for order in orders:
+        free = 0.0
+        for place in order:
+            start = max([free, *[ends[need] for need in graph.links[place]]])
+            times[graph.tasks[place]] = Interval(start, free := ends[place])
+    return times
+
+
+def _issued(
+    schedule: Schedule, graph: Graph, clock: Clock[Any], cost: RankCost, issuing: Issuing
+) -> Iterator[tuple[Task, Interval[Any]]]:
+    """Yield every task with its start and its end, where one thread hands out those of all lanes."""
+    tasks, ends = graph.tasks, [clock.zero()] * len(graph.tasks)
+    order = slot_order(schedule.places(graph), graph.links, tasks)
+    _check_ends(schedule, graph, len(order))
+    heard = [not task.lane.is_issued or issuing.reads(task) for task in tasks]
+    free, host = {lane: clock.zero() for lane in schedule.lanes}, clock.zero()
+    for place in order:
+        task = tasks[place]
         ready = free[task.lane]
-        for need in graph.needs[task]:
-            ready = clock.latest(ready, times[need].end)
-            if not need.lane.is_issued or issuing.reads(need):
-                host = clock.latest(host, times[need].end)
+        for need in graph.links[place]:
+            ready = clock.latest(ready, ends[need])
+            if heard[need]:
+                host = clock.latest(host, ends[need])
         start = clock.latest(ready, host)
         if task.lane.is_issued:  # others have a thread of their own
             host = host + issuing.seconds(task)
             start = clock.latest(start, host - cost(task))  # it ends after its last operation was issued
-        times[task] = Interval(start, clock.end(task, start))
-        free[task.lane] = times[task].end
-    return times
+        ends[place] = free[task.lane] = clock.end(task, start)
+        yield task, Interval(start, ends[place])
+
+
+def _check_ends(schedule: Schedule, graph: Graph, ended: int) -> None:
+    """Raise ScheduleError naming tasks that wait for each other, if fewer ended than the schedule has."""
+    if ended < sum(map(len, schedule.lanes.values())):
+        for _ in issue_order(schedule.lanes, graph.needs.__getitem__):
+            pass
 
 
 def iteration_s(
@@ -134,10 +165,14 @@ def iteration_s(
 ) -> float:
     """Return the seconds of a simulated iteration, as `simulate` would; faster, as no timeline is made."""
     seconds = [cost(task) for task in graph.tasks]
-    if issuing is not None or any(isinstance(each, np.ndarray) for each in seconds):
+    if any(isinstance(each, np.ndarray) for each in seconds):
         known = dict(zip(graph.tasks, seconds, strict=True))
         return simulate(schedule, graph, known.__getitem__, mesh, issuing).iteration_s
-    return max(path_ends(schedule.places(graph), graph.links, seconds))
+    if issuing is None:
+        return max(path_ends(schedule.places(graph), graph.links, seconds))
+    clock = _AlikeClock(cost)
+    last_s: float = max(span.end for _, span in _issued(schedule, graph, clock, cost, issuing))
+    return last_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.cli.plan import _found
+from penstock.cli.plan_search import find_best
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.plan import PlanFile, published_problem
@@ -67,7 +67,7 @@ def searched_once() -> Iterator[None]:
         return known[asked]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.cli.plan.find_plan", found)
+        patch.setattr("penstock.cli.plan_search.find_plan", found)
         yield
 
 
@@ -163,7 +163,7 @@ def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
 
     slow, fast = problem(batch=2), problem(batch=1)
     for best, given in ((slow, fast), (fast, slow)):
-        found, plan, lines = _found(subject(best, subject(given)), find)
+        found, plan, lines = find_best(subject(best, subject(given)), find)
         assert found.problem is fast and plan.best.predicted_s < find(slow).best.predicted_s
         assert lines[0].startswith("Layout") and ("given" in lines[0]) is (given is slow)
 
@@ -190,7 +190,7 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 ) -> None:
     path = tmp_path / "plan.json"
     words = [*SMALL, "--budget", "0.0001", "--out", str(path)]
-    said = "The budget of 0.0001 (80 simulated tasks) was used up in stage 'better cuts'"
+    said = "The budget of 0.0001 (25 simulated tasks) was used up in stage 'better cuts'"
     assert said in " ".join(run(words, capsys).split())
     found = json.loads(run([*words, "--json"], capsys))
     assert found["search"]["stopped"] == "better cuts" and not found["complete"]
@@ -205,7 +205,10 @@ def test_it_ends_by_the_clock_and_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a machine where nothing gets done: with the first plans and the first layout."""
-    monkeypatch.setattr("penstock.cli.plan.time_limit", lambda clock, budget: lambda: budget > 0)
+    for module in ("plan_search", "plan_subject"):
+        monkeypatch.setattr(
+            f"penstock.cli.{module}.time_limit", lambda clock, budget, most_s: lambda: most_s > 0
+        )
     words = [*SMALL, "--layout", "auto"]
     said = " ".join(run(words, capsys).split())
     for part in (
@@ -460,7 +463,7 @@ def test_a_search_that_is_stopped_prints_what_it_has(
         yield lambda step: signal.raise_signal(signal.SIGINT) if next(first) else None
 
     first = chain([True], repeat(False))
-    monkeypatch.setattr("penstock.cli.plan._progress", stopping)
+    monkeypatch.setattr("penstock.cli.plan_search._progress", stopping)
     before = signal.getsignal(signal.SIGINT)
     assert main([*SMALL, "--json", "--seq-len", "384", "--out", str(tmp_path / "plan.json")]) == 130
     found = json.loads(capsys.readouterr().out)

@@ -238,7 +238,8 @@ def test_a_simulation_issues_in_the_same_order(plan: StepPlan) -> None:
     ]
     assume(halves == [{True}, {False}])
     issued = [call.task for span in spans for _, call in in_issue_order(span)]
-    assert issued == slot_order(plan.schedule.lanes, plan.graph.needs.__getitem__)
+    orders, graph = plan.schedule.places(plan.graph), plan.graph
+    assert issued == [graph.tasks[place] for place in slot_order(orders, graph.links, graph.tasks)]
 
 
 def test_counts_are_waited_for_with_work_in_the_queues() -> None:

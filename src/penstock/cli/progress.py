@@ -27,22 +27,26 @@ def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
         with console.status("measuring") as status:
             yield lambda text: status.update(text[: console.width - LEAD])
     else:
-        yield _Lines().say
+        yield Lines(LINE_EVERY_S).say
 
 
 LEAD: Final = 4
 """Columns that the moving sign takes."""
 
 
-class _Lines:
-    """Prints what it is told, unless it printed another line a moment ago."""
+class Lines:
+    """Prints what it is told on standard error, unless it printed another line a moment ago.
 
-    def __init__(self) -> None:
-        self._told_s = -LINE_EVERY_S
+    every_s: seconds between lines. begins: whether the first line is printed at once, and not after as long.
+    """
+
+    def __init__(self, every_s: float, *, begins: bool = True) -> None:
+        self._every_s = every_s
+        self._told_s = time.monotonic() - (every_s if begins else 0.0)
 
     def say(self, text: str) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s >= LINE_EVERY_S:
+        if now_s - self._told_s >= self._every_s:
             self._told_s = now_s
             print(text, file=sys.stderr, flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Computing = Literal["float32", "bfloat16"]
@@ -84,6 +85,7 @@ DEVICES = (
 """Devices by the names that their makers give them, with their makers' data sheets' numbers."""
 
 
+@cache
 def find_device(name: str) -> Device | None:
     """Return the device of which a name speaks, such as `NVIDIA H100 80GB HBM3`; None = unknown."""
     found = [each for each in DEVICES if _is_in(name, each.name)]

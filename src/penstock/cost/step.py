@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost.cluster import ClusterConfig
+from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_sizes
 from penstock.graph import Task
-from penstock.mesh import Group, stays_inside
+from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.optimizer import KINDS
 from penstock.ops.samples import CARRIED_COLUMNS
@@ -31,6 +31,7 @@ class StepCost:
     cluster: ClusterConfig
     _seconds: dict[Task, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _alike: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _lines: dict[object, AlphaBeta] = field(default_factory=dict, init=False, repr=False, compare=False)
     _reduced: dict[tuple[int, str], tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -112,22 +113,28 @@ class StepCost:
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
+        if not work.collective:
+            return self.cluster.nominal_s(0.0, load * work.copied_bytes)
+        key = work.collective, task.op, task.axes
+        if key not in self._lines:
+            self._lines[key] = self._line(*key)
+        return self._lines[key].seconds(load * work.sent_bytes if work.follows_rows else work.sent_bytes)
+
+    def _line(self, collective: Any, op: str, axes: Axes) -> AlphaBeta:
+        """Return the line of a collective in the groups along these axes."""
         cluster, sizes = self.cluster, self.workload
-        sent_bytes = load * work.sent_bytes if work.follows_rows else work.sent_bytes
-        match work.collective:
-            case "":
-                return cluster.nominal_s(0.0, load * work.copied_bytes)
+        match collective:
             case "leg":
-                axes = Group.EXPERT_SHARDS if task.axes == Group.EXPERT_SHARDS else Group.EXPERT
-                return cluster.leg(sizes.dispatch, task.op, sizes.span(axes), axes).seconds(sent_bytes)
+                met = Group.EXPERT_SHARDS if axes == Group.EXPERT_SHARDS else Group.EXPERT
+                return cluster.leg(sizes.dispatch, op, sizes.span(met), met)
             case "all_to_all":
-                return cluster.all_to_all(sizes.span(task.axes), task.axes).seconds(sent_bytes)
-            case "all_reduce" if not stays_inside(task.axes):
-                return cluster.all_reduce(sizes.span(task.axes)).seconds(sent_bytes)
-            case "all_gather" | "reduce_scatter" if not stays_inside(task.axes):
-                return cluster.parts(sizes.span(task.axes), task.axes).seconds(sent_bytes)
-            case collective:
-                return cluster.inside(collective, sizes.mesh.size(task.axes)).seconds(sent_bytes)
+                return cluster.all_to_all(sizes.span(axes), axes)
+            case "all_reduce" if not stays_inside(axes):
+                return cluster.all_reduce(sizes.span(axes))
+            case "all_gather" | "reduce_scatter" if not stays_inside(axes):
+                return cluster.parts(sizes.span(axes), axes)
+            case _:
+                return cluster.inside(collective, sizes.mesh.size(axes))
 
     def forward_work(self, task: Task) -> tuple[float, float]:
         """Return the floating-point operations and copied bytes of the forward task."""

@@ -11,6 +11,9 @@ from penstock.graph.errors import ScheduleError
 from penstock.graph.state import check_state
 from penstock.graph.task import Name, Task
 
+MOST_WITH_BITS = 1 << 14
+"""The most tasks of a graph that keeps, for each, what leads to it: as many bits as tasks, 16 MiB in all."""
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -77,24 +80,15 @@ class Graph:
         """Return `text` with how every task is cut and which state it touches: what ranks compare."""
         return "".join(f"{t.text} | {t.cut.text} {t.accumulates, t.reads, t.writes}\n" for t in self.tasks)
 
-    def behind(self, reader: int, first: int) -> set[int]:
-        """Return the places of the tasks, from `first` on, from which edges lead to the task at `reader`."""
-        found: set[int] = set()
-        left = [reader]
-        while left:
-            for need in self.links[left.pop()]:
-                if need >= first and need not in found:
-                    found.add(need)
-                    left.append(need)
-        return found
-
     def leads(self, first: int, last: int) -> bool:
         """Return whether edges lead from the task at `first` to the one at `last`.
 
-        Most that are asked about are near each other, so the search ends as soon as it has met the first.
+        In a graph of very many tasks it is searched for: most that are asked about are near each other.
         """
         if first >= last:
             return False
+        if len(self.tasks) <= MOST_WITH_BITS:
+            return bool(self._behind[last] >> first & 1)
         found: set[int] = set()
         left = [last]
         while left:
@@ -106,6 +100,17 @@ class Graph:
                     found.add(need)
                     left.append(need)
         return False
+
+    @cached_property
+    def _behind(self) -> list[int]:
+        """By position of a task, all tasks from which edges lead to it, as the bits of one number."""
+        found: list[int] = []
+        for needs in self.links:
+            bits = 0
+            for need in needs:
+                bits |= found[need] | 1 << need
+            found.append(bits)
+        return found
 
     def check(self) -> Graph:
         """Return self. Raises ScheduleError for a missing task, a cycle, or unordered access to state."""

@@ -87,36 +87,41 @@ def issue_order(
             raise ScheduleError(_deadlock(lanes, heads, needs, done))
 
 
-def slot_order(lanes: Mapping[Lane, Sequence[Task]], needs: Callable[[Task], Sequence[Task]]) -> list[Task]:
-    """Return all tasks in the order in which they start where every task takes one slot, as in a picture.
+def slot_order(
+    orders: Sequence[Sequence[int]], links: Sequence[Sequence[int]], tasks: Sequence[Task]
+) -> list[int]:
+    """Return all positions in the order in which tasks start where each takes one slot, as in a picture.
 
     One thread that hands out all tasks takes this order. Forward tasks come first: the other half of a step
-    is handed out when its loss is asked for gradients. A task stands after what it needs.
+    is handed out when its loss is asked for gradients. A task stands after what it needs; one for which lanes
+    wait in a circle is left out. orders: see `path_ends`.
     """
-    order: list[Task] = []
-    done: set[Task] = set()
-    place = {lane: number for number, lane in enumerate(Lane)}
-
-    def needs_of_half(task: Task) -> list[Task]:
-        return [need for need in needs(task) if need not in done]
-
+    found: list[int] = []
+    place, slots = {lane: number for number, lane in enumerate(Lane)}, [1.0] * len(tasks)
+    lane_of, ends = [place[task.lane] for task in tasks], [inf] * len(tasks)
     for forward in (True, False):
-        half = {lane: [task for task in tasks if task.forward is forward] for lane, tasks in lanes.items()}
-        times = longest_path(half, needs_of_half, SlotClock())
-        order += sorted(times, key=lambda task: (times[task].start, place[task.lane]))
-        done.update(times)
-    return order
+        half = [[i for i in order if tasks[i].forward is forward] for order in orders]
+        ends = path_ends(half, links, slots, ends)
+        begun = (i for order in half for i in order if ends[i] < inf)
+        found += sorted(begun, key=lambda i: (ends[i], lane_of[i]))
+        for i in found:
+            ends[i] = 0.0
+    return found
 
 
 def path_ends(
-    orders: Sequence[Sequence[int]], links: Sequence[Sequence[int]], seconds: Sequence[float]
+    orders: Sequence[Sequence[int]],
+    links: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    known: Sequence[float] = (),
 ) -> list[float]:
     """Return when every task ends, by its position in a graph: `longest_path` for plain numbers.
 
-    orders: for every lane the positions of its tasks. A task for which lanes wait in a circle never ends: its
-    end is `inf`.
+    orders: for every lane the positions of its tasks. known: the ends of tasks that are on no lane, and `inf`
+    for the others. A task for which lanes wait in a circle never ends: its end is `inf`.
     """
-    ends, free_s, heads = [inf] * len(links), [0.0] * len(orders), [0] * len(orders)
+    ends = list(known) or [inf] * len(links)
+    free_s, heads = [0.0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
         moved = False

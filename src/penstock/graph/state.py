@@ -97,10 +97,8 @@ class _Check:
                     self._read(reader, writer)
 
     def _complete(self, reader: int) -> None:
-        adding = self.touching.adding
-        behind = self.graph.behind(reader, min(adding, default=reader))
-        for adder in adding:
-            if adder != reader and adder not in behind:
+        for adder in self.touching.adding:
+            if adder != reader and not self._before(adder, reader):
                 raise ScheduleError(
                     f"{self._task(reader)} reads {self.state} before {self._task(adder)} has added to it: no "
                     "edge leads from one to the other"

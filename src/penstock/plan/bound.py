@@ -26,6 +26,7 @@ from penstock.simulate import chain_ends, lower_bound
 from penstock.step import StepShape, build_graph
 from penstock.step.passes.gradient_pieces import reductions
 from penstock.step.passes.sharded_optimizer import norm_of, updates_of
+from penstock.step.shape import Updating
 
 USUAL = Decision()
 
@@ -69,6 +70,25 @@ class _Kind:
     once: tuple[Task, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What a cut consists of, however many its layers.
+
+    kinds: by whether a layer has experts. first, last: of the first and the last layer. reduced: by layer,
+    its reductions and updates. once, sums_s, norm_s: see `QuickBounds._once`. updating: None where nothing is
+    updated.
+    """
+
+    kinds: Mapping[bool, _Kind]
+    first: _Part
+    last: _Part
+    reduced: Sequence[_Part]
+    once: Work
+    sums_s: float
+    norm_s: Any
+    updating: Updating | None
+
+
 class QuickBounds:
     """Lower bounds on the predicted times of one problem's cuts.
 
@@ -98,6 +118,7 @@ class QuickBounds:
         self._known: dict[Hashable, _Kind] = {}
         self._known_reductions: dict[Hashable, _Part] = {}
         self._known_once: dict[Hashable, tuple[float, Any, Work]] = {}
+        self._known_parts: dict[Decision, _Parts | None] = {}
         self._known_seconds: dict[Decision, float] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
@@ -106,6 +127,8 @@ class QuickBounds:
             return self
         other = QuickBounds(problem)
         other._known, other._known_reductions = self._known, self._known_reductions
+        if other._few == self._few:  # they differ in the numbers of their layers alone
+            other._known_once, other._known_parts = self._known_once, self._known_parts
         return other
 
     def seconds(self, choice: Decision) -> float:
@@ -116,33 +139,53 @@ class QuickBounds:
         return self._known_seconds[cut]
 
     def _seconds(self, choice: Decision) -> float:
-        problem, counts = self._few, self._counts
         if choice.partition is not None:  # a partition places every single layer's gradients
-            problem, counts = self._problem, (1,) * self._problem.shape.num_layers
-        cut = problem.cut(choice)
-        if cut.more:
+            parts, counts = self._parts(self._problem, choice), (1,) * self._problem.shape.num_layers
+        else:
+            if choice not in self._known_parts:
+                self._known_parts[choice] = self._parts(self._few, choice)
+            parts, counts = self._known_parts[choice], self._counts
+        if parts is None:
             return self._whole_graph_s(choice)
-        kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
-        ends, reduced = next(iter(kinds.values())).ends, self._reductions(problem, choice, cut)
-        sums_s, norm_s, once = self._once(choice, kinds.values())
+        kinds, reduced = parts.kinds, parts.reduced
+        ends = next(iter(kinds.values())).ends
         counted = [
             (1, ends.work),
-            (1, once),
+            (1, parts.once),
             *((count, kinds[is_moe].layer.work) for is_moe, count in self._moe_counts.items()),
             *((count, each.work) for count, each in zip(counts, reduced, strict=True)),
         ]
-        updating = cut.updating if any(each.work for each in reduced) else None
-        if updating is not None:
-            counted.append((1, {_slot(NORM): norm_s}))
-        first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
+        if parts.updating is not None:
+            counted.append((1, {_slot(NORM): parts.norm_s}))
         work = _total(counted)
-        forward_s = _half_s(work, forward=True, waits_s=first.first_s + last.last_s)
-        backward_s = _half_s(work, forward=False, waits_s=last.back_s)
+        forward_s = _half_s(work, forward=True, waits_s=parts.first.first_s + parts.last.last_s)
+        backward_s = _half_s(work, forward=False, waits_s=parts.last.back_s)
         chain_s = ends.chain_s + reduced[0].chain_s
         chain_s += sum(count * kinds[is_moe].layer.chain_s for is_moe, count in self._moe_counts.items())
-        if updating is not None and updating.clips and reduced[0].chain_s:
-            chain_s += fastest(norm_s)
-        return sums_s + max(chain_s, forward_s + backward_s)
+        if parts.updating is not None and parts.updating.clips and reduced[0].chain_s:
+            chain_s += fastest(parts.norm_s)
+        return parts.sums_s + max(chain_s, forward_s + backward_s)
+
+    def _parts(self, problem: Problem, choice: Decision) -> _Parts | None:
+        """Return what a cut consists of, of the layers that `problem` has; None if its passes may treat every
+        layer differently."""
+        cut = problem.cut(choice)
+        if cut.more:
+            return None
+        kinds = {is_moe: self._kind(choice, cut, is_moe) for is_moe in self._moe_counts}
+        reduced = self._reductions(problem, choice, cut)
+        sums_s, norm_s, once = self._once(choice, kinds.values())
+        first, last = (kinds[is_moe].layer for is_moe in (cut.moe_layers[0], cut.moe_layers[-1]))
+        return _Parts(
+            kinds=kinds,
+            first=first,
+            last=last,
+            reduced=reduced,
+            once=once,
+            sums_s=sums_s,
+            norm_s=norm_s,
+            updating=cut.updating if any(each.work for each in reduced) else None,
+        )
 
     def _whole_graph_s(self, choice: Decision) -> float:
         cut = self._problem.cut(choice)

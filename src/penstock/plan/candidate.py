@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.decision import Decision
 from penstock.plan.memory import estimate_memory
-from penstock.plan.predict import bound, closing_s, interval_s, predict_s
+from penstock.plan.predict import adding_s, bound, closing_s, interval_s, predict_s
 from penstock.plan.prices import impossible
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
@@ -40,8 +40,14 @@ class Candidate:
 
 
 def whole_s(problem: Problem, candidate: Candidate) -> float:
-    """Return the predicted seconds of a whole iteration, clipping and updates included: what runs measure."""
-    return candidate.predicted_s + closing_s(problem)
+    """Return the predicted seconds of a whole iteration, clipping and updates included: what runs measure.
+
+    Of all its passes, where gradients are accumulated.
+    """
+    added_s = 0.0
+    if problem.passes > 1:
+        added_s = min(candidate.predicted_s, adding_s(problem, candidate.choice, candidate.plan))
+    return (problem.passes - 1) * added_s + candidate.predicted_s + closing_s(problem)
 
 
 def evaluate(problem: Problem, choice: Decision) -> Candidate:

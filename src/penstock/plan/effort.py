@@ -17,9 +17,9 @@ from penstock.plan.problem import Problem
 from penstock.schedule.penstock import trials
 from penstock.words import counted
 
-Effort = Literal["low", "usual"]
+Effort = Literal["low", "quick", "usual"]
 
-PLACEMENTS = {"low": 30_000, "usual": 800_000}
+PLACEMENTS = {"low": 30_000, "quick": 30_000, "usual": 250_000}
 """Task placements in a budget of 1: one per task when its cut is ordered, and one on each timeline."""
 
 PER_PLANNER = 5_000
@@ -92,10 +92,19 @@ SEARCH_S = 120.0
 """Seconds for a search, or for a comparison of layouts, with the usual budget: several times what either
 takes on a machine that is not busy. A larger budget has as many times more."""
 
+COMMAND_S = 30.0
+"""Seconds of processor time for all that `penstock plan` searches, with the usual budget: several times what
+it takes. A busy machine finds the same plan as an idle one; a slow machine, or a very large step, ends."""
 
-def time_limit(clock: Callable[[], float], budget: float = 1.0) -> Callable[[], bool]:
-    """Return what tells, by this clock, whether the time is over for a search that begins now."""
-    until_s = clock() + SEARCH_S * max(1.0, budget)
+
+def time_limit(
+    clock: Callable[[], float], budget: float = 1.0, most_s: float = SEARCH_S
+) -> Callable[[], bool]:
+    """Return what tells, by this clock, whether the time is over for a search that begins now.
+
+    most_s: with the usual budget.
+    """
+    until_s = clock() + most_s * max(1.0, budget)
     return lambda: clock() > until_s
 
 

@@ -145,7 +145,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     most = int(np.argmax(kept_P + buffers_P))
     return MemoryEstimate(
         weights_bytes=_weights_bytes(problem) + guests,
-        gradients_bytes=_gradients_bytes(problem, choice) + guests,
+        gradients_bytes=_gradients_bytes(problem, choice) + _added_bytes(problem) + guests,
         optimizer_bytes=MOMENTS * _updated_bytes(problem),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
@@ -186,6 +186,20 @@ def _gradients_bytes(problem: Problem, choice: Decision) -> int:
     sizes = problem.workload.gradients_of(choice.form)
     layers = [sum(sizes[op][layer] for op in released) for layer in range(problem.shape.num_layers)]
     return _updated_bytes(problem) + max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
+
+
+def _added_bytes(problem: Problem) -> int:
+    """Return the bytes of sums of earlier passes, which are put aside while a pass makes its own.
+
+    Gradients that no other rank adds to are added to in place, and released ones to the share that is kept.
+    """
+    updating = problem.shape.updating
+    if problem.passes == 1 or (updating is not None and updating.releases):
+        return 0
+    if updating is not None:
+        return _updated_bytes(problem)
+    owners = _owners(problem)
+    return sum(size for op, size in trained_bytes(problem).items() if owners[op] > 1)
 
 
 def _updated_bytes(problem: Problem) -> int:

@@ -62,6 +62,7 @@ class PlanSizes:
     tokens: TokenLayout = "split"
     sharded_optimizer: bool = False
     shard_gradients: bool = False
+    passes: Size = 1
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -88,6 +89,7 @@ class PlanSizes:
             tokens=problem.shape.sharing.tokens,
             sharded_optimizer=problem.shape.updating is not None,
             shard_gradients=problem.shape.updating is not None and problem.shape.updating.releases,
+            passes=problem.passes,
         )
 
 

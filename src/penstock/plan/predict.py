@@ -22,7 +22,7 @@ from penstock.decision import Decision
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
 from penstock.ops import Op
-from penstock.ops.optimizer import UPDATE_COPIES
+from penstock.ops.optimizer import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.plan.memory import trained_bytes
 from penstock.plan.problem import Problem
 from penstock.schedule import StepPlan
@@ -70,6 +70,14 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
     issuing = problem.issuing
     before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh, issuing) for each in costs)
     return predict_s(problem, choice, plan) * now_s / before_s
+
+
+def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
+    """Return the seconds of a pass whose gradients are only added to those of others: it updates nothing,
+    and its parameters were gathered before."""
+    if problem.shape.updating is None:
+        return predict_s(problem, choice, plan)
+    return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *GATHERS, Op.NORM), 0.0))
 
 
 def _cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:

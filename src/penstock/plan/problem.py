@@ -81,6 +81,7 @@ class Problem:
     evidence: how steps are routed; none = evenly. observed: how they were routed, as far as memory counts: a
     search prices even routing, with which moves gain nothing, but its plans must hold the rows that come.
     forced: decisions that are set, by name; every choice has them (see `space.forced`).
+    passes: forward and backward passes whose gradients add up to those of one update.
     """
 
     shape: StepShape
@@ -96,6 +97,7 @@ class Problem:
     evidence: Evidence | None = None
     observed: Evidence | None = None
     forced: Table = OPEN
+    passes: int = 1
 
     @property
     def has_nodes(self) -> bool:

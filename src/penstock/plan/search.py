@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
@@ -44,7 +45,7 @@ CHECKPOINT = 20_000
 FINALISTS = 4
 """The number of cuts of a long model that are simulated in full."""
 
-SEARCHED = {"low": 0, "usual": 1}
+SEARCHED = {"low": 0, "quick": 0, "usual": 1}
 """The number of plans ordered by a full local search, each time orders are searched."""
 
 SHOWN = 5
@@ -85,16 +86,20 @@ def find_plan(
     budget: float = 1.0,
     effort: Effort = "usual",
     ends: Callable[[], bool] = lambda: False,
+    starts: Sequence[Decision] = (),
 ) -> FoundPlan:
     """Find the fastest plan that fits `memory`. Raises ConfigError if none does, or if costs are not finite.
 
     budget: how many times as much as usual is examined, in simulated tasks; below 1 even published planners
-    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each. ends: tells
-    whether the time is over; the best plan found by then is returned.
+    may be left out. effort: `low` for thousands of small problems, a few dozen simulations each; `quick` for
+    plans that are only compared: nothing but what lies on the way is looked at. ends: tells
+    whether the time is over; the best plan found by then is returned. starts: choices with which the search
+    begins, besides its own.
     """
     check_prices(problem)
     with _without_collector():
-        return _Search(problem, memory, progress or (lambda _: None), budget, effort, ends).run()
+        search = _Search(problem, memory, progress or (lambda _: None), budget, effort, ends)
+        return search.run(starts)
 
 
 @contextmanager
@@ -168,10 +173,13 @@ class _Search:
         self._stage, self._unplanned = "", list(self._planners)
         self._partition: Partition | None = None
 
-    def run(self) -> FoundPlan:
+    def run(self, starts: Sequence[Decision]) -> FoundPlan:
         everything = self._everything()
-        least = map(self._room.with_least_again, first_choices(self._problem))
-        firsts = [choice for choice in least if choice is not None] or everything[:1]
+        wanted = dict.fromkeys((*starts, *first_choices(self._problem)))
+        least = map(self._room.with_least_again, wanted)
+        firsts = [choice for choice in least if choice is not None] or self._any_that_fits()
+        if self._effort == "quick":
+            return self._quickly(firsts)
         stopped, late = None, False
         for stage in (
             lambda: self._begin(firsts),
@@ -189,11 +197,30 @@ class _Search:
             raise self._too_big()
         return self._found(everything, stopped, late=late)
 
+    def _quickly(self, firsts: list[Decision]) -> FoundPlan:
+        """Look at the first plans and go down from the best, on the short model; simulate one in full."""
+        self._stage, screen = "quick plans", self._screen
+        for choice in firsts:
+            screen.look(replace(choice, partition=None), always=True)
+        if not screen.candidates:
+            raise self._too_big()
+        try:
+            self._descend([screen.ranked()[0]])
+        except OutOfBudgetError:  # the best so far is taken
+            self._stage = "quick plans"
+        self._full.look(screen.ranked()[0], always=True)
+        if not self._full.candidates:  # the short model is smaller than what has to fit
+            raise self._too_big()
+        return self._found([], "quick plans", late=self._meter.late)
+
     def _everything(self) -> list[Decision]:
         """Return all possible choices. With low effort only choices on the way are examined."""
-        if self._effort == "low" and self._memory is None:
+        if self._effort == "quick" or (self._effort == "low" and self._memory is None):
             return []
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
+
+    def _any_that_fits(self) -> list[Decision]:
+        return list(islice(filter(self._fits, space(self._problem)), 1))
 
     def _begin(self, firsts: list[Decision]) -> None:
         """Simulate the first plans whatever the budget, so that there is an answer."""
@@ -246,7 +273,7 @@ class _Search:
         """Examine the remaining choices in the order of their bounds, until none is below the best time."""
         self._stage = "all cuts by their bounds"
         screen, meter = self._screen, self._meter
-        if self._effort == "low" or meter.used_up:
+        if self._effort != "usual" or meter.used_up:
             raise OutOfBudgetError
         bounds = sorted((self._bounds.seconds(choice), number) for number, choice in enumerate(choices))
         begin = checked = meter.spent

@@ -94,7 +94,17 @@ class PlanReport:
 
     def _why(self) -> Iterator[str]:
         plan, time, *others = self.explanation.lines
-        yield from (plan, time, *self.throughput.lines(), *others, *self.updates)
+        yield from (plan, time, *self._passes(), *self.throughput.lines(), *others, *self.updates)
+
+    def _passes(self) -> Iterator[str]:
+        """Yield a line on accumulated gradients, where there are such."""
+        problem, best = self.subject.problem, self.found.best
+        if problem.passes > 1:
+            work = problem.workload
+            samples = problem.passes * work.batch * (work.world_size // work.mp_size)
+            of = f"{samples:,} samples ({samples * work.seq_len:,} tokens) for each update"
+            whole = milliseconds(whole_s(problem, best))
+            yield f"Batch    {of}: {problem.passes} passes, whose gradients are accumulated; {whole}"
 
     def _search(self) -> Iterator[str]:
         yield f"Search   {self.seconds:.1f} s: {self.found.searched.words}"
@@ -168,7 +178,7 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     words = 1 + sum(not each.cuts for each in fields)
     head = ("", *(each.head for each in fields), "step", "", "bound", "memory")
     rows = [head, *(_row(candidate, candidates[0], fields) for candidate in candidates)]
-    columns = [_column(column, left=place < words) for place, column in enumerate(zip(*rows, strict=True))]
+    columns = [padded(each, left=place < words) for place, each in enumerate(zip(*rows, strict=True))]
     alike = [place for place in range(2, len(fields) + 1) if len(set(columns[place][1:])) == 1]
     last = len(columns) - 1
     shown = list(range(len(columns)))
@@ -187,7 +197,7 @@ def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
     return field.may_be_left_out and values == {field.default}
 
 
-def _column(cells: Sequence[str], *, left: bool) -> list[str]:
+def padded(cells: Sequence[str], *, left: bool) -> list[str]:
     """Return the cells of one column, all as wide as the widest."""
     width = max(map(len, cells))
     return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]

@@ -1,0 +1,179 @@
+"""`penstock plan --against` and `--sweep`: plans beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.cli.paths import user_path
+from penstock.cli.plan_search import find_best, searching
+from penstock.cli.plan_subject import (
+    OF_CONFIGURATIONS,
+    SIZES,
+    budget_of,
+    cluster_of,
+    memory_of,
+    option,
+    subject_of,
+)
+from penstock.config import ConfigError, is_folder, parse_json
+from penstock.cost.clusters.line import in_line
+from penstock.plan import PlanFile
+from penstock.plan.explain import reasons
+from penstock.plan.room import NothingFitsError
+from penstock.report.plans_compared import Side, Sweep, TwoPlans
+
+OF_LINES: Final = ("net", "inside")
+"""Parts of a cluster in a line that a sweep may change."""
+
+WORDS: Final = {
+    "precision": ("float32", "bfloat16", "float16", "auto"),
+    "recompute": ("auto", "none", "experts", "blocks"),
+    "sharded_optimizer": ("false", "true", "auto"),
+    "layout": ("given", "auto"),
+}
+"""Options that take a word, with these words."""
+
+ALONE: Final = ("out", "show", "routing", "price")
+"""Options of one plan, which have no meaning for several."""
+
+
+def compared(options: argparse.Namespace, width: int) -> int:
+    """Print two plans beside each other; return the exit code."""
+    _check_alone("--against", options)
+    one = _own(options)
+    print_found(TwoPlans(one=one, other=_other(options, options.against)), options, width)
+    return 0
+
+
+def swept(options: argparse.Namespace, width: int) -> int:
+    """Print a plan for every value of a setting; return the exit code."""
+    _check_alone("--sweep", options)
+    name, equals, listed = options.sweep.partition("=")
+    name, values = name.strip(), [each.strip() for each in listed.split(",") if each.strip()]
+    if not equals or not values:
+        why = "is no setting with values"
+        raise ConfigError("--sweep", options.sweep, why, "Write it like net=25,100,400 or ep_size=8,16,32.")
+    sides: list[tuple[str, Side | str]] = []
+    for value in values:
+        changed = _with(options, "--sweep", name, value)
+        try:
+            sides.append((value, _searched(changed)))
+        except NothingFitsError as error:
+            sides.append((value, f"nothing fits: {error.why}"))
+    print_found(Sweep(name=name, sides=sides), options, width)
+    return 0
+
+
+def print_found(found: TwoPlans | Sweep, options: argparse.Namespace, width: int) -> None:
+    """Print what was found, as text or as one JSON object."""
+    print(json.dumps(found.to_dict()) if options.json else found.to_text(width), end="")
+
+
+def _check_alone(key: str, options: argparse.Namespace) -> None:
+    for name in ALONE:
+        if getattr(options, name) is not None:
+            value = getattr(options, name)
+            why = f"is an option for one plan, and {key} makes several"
+            raise ConfigError(option(name), str(value), why, "Remove one of the two options.")
+
+
+def _own(options: argparse.Namespace) -> Side:
+    """Return the plan that the command's own options ask for, or that a file has."""
+    if options.config is not None and (file := _saved(options.config)) is not None:
+        return Side.of_file(file)
+    return _searched(options)
+
+
+def _searched(options: argparse.Namespace) -> Side:
+    """Return the plan that a search with these options finds."""
+    subject = subject_of(options, cluster_of(options))
+    memory = memory_of(options.memory_gib, subject.memory_bytes)
+    with searching(memory, budget_of(options, subject)) as search:
+        subject, found, _ = find_best(subject, search.find, search.quick)
+    return Side.of(subject, found, reasons(subject.problem, found, memory))
+
+
+def _other(options: argparse.Namespace, what: str) -> Side:
+    """Return the other plan: of a file, of changed options, or of another model or configuration."""
+    path = user_path(what)
+    if (file := _saved(path)) is not None:
+        return Side.of_file(file)
+    if "=" in what and not path.exists():
+        return _searched(_changed(options, what))
+    alone: dict[str, Any] = {"config": None, "model": None, "overrides": []}
+    if path.suffix == ".toml":
+        return _searched(_replaced(options, {**alone, "config": path}))
+    if path.suffix == ".json" and not is_folder(path) and not path.is_file():
+        raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
+    return _searched(_replaced(options, {**alone, "model": what}))
+
+
+def _saved(path: Path) -> PlanFile | None:
+    """Return the plan in a file; None for a file that is something else, or that is not there."""
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    table = parse_json(path.read_text())
+    if not (isinstance(table, dict) and {"choice", "sizes"} <= table.keys()):
+        return None
+    file = PlanFile.read(path)
+    file.check_alone(str(path))
+    return file
+
+
+def _changed(options: argparse.Namespace, what: str) -> argparse.Namespace:
+    """Return the options with changes such as `ep_size=8,mp_size=2`, or with another `cluster=`."""
+    if what.startswith("cluster="):
+        return _replaced(options, {"cluster": what.removeprefix("cluster=")})
+    for each in what.split(","):
+        name, _, value = (part.strip() for part in each.partition("="))
+        options = _with(options, "--against", name, value)
+    return options
+
+
+def _with(options: argparse.Namespace, key: str, name: str, value: str) -> argparse.Namespace:
+    """Return the options with one changed. Raises ConfigError about `key` for what cannot be."""
+    own = name.replace("-", "_")
+    if own in OF_LINES:
+        return _replaced(options, {"cluster": _with_part(options.cluster, key, own, value)})
+    if "." in name or (options.model is None and own in OF_CONFIGURATIONS):
+        setting = name if "." in name else OF_CONFIGURATIONS[own]
+        return _replaced(options, {"overrides": [*options.overrides, f"{setting}={value}"]})
+    if own in SIZES:
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{key} {name}", value, "must be a whole number from 1 up", "Such as 8.")
+        return _replaced(options, {own: int(value)})
+    if own in WORDS:
+        if value not in WORDS[own]:
+            raise ConfigError(
+                f"{key} {name}", value, "is none of its values", f"Use {', '.join(WORDS[own])}."
+            )
+        return _replaced(options, {own: value})
+    known = ", ".join((*OF_LINES, *SIZES, *WORDS))
+    hint = f"Use one of {known}, or a setting section.key."
+    raise ConfigError(key, name, "is nothing that a plan can change", hint)
+
+
+def _with_part(cluster: str | None, key: str, name: str, value: str) -> str:
+    """Return a cluster's line with another rate; a plain number is in Gbit/s."""
+    if cluster is None or in_line(cluster) is None:
+        why = "is a part of a cluster in a line, and --cluster names a file or one that comes with Penstock"
+        hint = "Describe the cluster in a line, such as 4x8xA100-80GB,net=100gbit."
+        raise ConfigError(f"{key} {name}", value, why, hint)
+    rate = f"{value}gbit" if value.replace(".", "", 1).isdecimal() else value
+    others = [part for part in cluster.split(",") if not part.strip().startswith(f"{name}=")]
+    line = ",".join([*others, f"{name}={rate}"])
+    try:
+        in_line(line)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{key} {name}", value, error.why, "Write a rate such as 100 or 8x400gbit."
+        ) from error
+    return line
+
+
+def _replaced(options: argparse.Namespace, changes: Mapping[str, Any]) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(options), **changes})

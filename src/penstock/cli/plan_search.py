@@ -1,0 +1,172 @@
+"""The searches of one `penstock plan`: their effort, their end, and what they show meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from penstock.cli.progress import Lines
+from penstock.config import ConfigError
+from penstock.decision import Decision
+from penstock.plan import MemoryBudget, Problem, Progress, Subject, find_plan
+from penstock.plan.candidate import whole_s
+from penstock.plan.effort import COMMAND_S, Effort, time_limit
+from penstock.plan.optimizers import NEAR, Find, find_updated
+from penstock.plan.search import FoundPlan
+from penstock.words import milliseconds
+
+LINE_EVERY_S: Final = 10.0
+"""Seconds between lines on progress where standard error is no terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searching:
+    """What the searches of one command share.
+
+    stopped: tells whether they have been asked to end. over: whether their processor time is over.
+    """
+
+    memory: MemoryBudget | None
+    budget: float
+    progress: Callable[[Progress], None]
+    stopped: Callable[[], bool]
+    over: Callable[[], bool]
+
+    def find(
+        self, problem: Problem, starts: tuple[Decision, ...] = (), effort: Effort = "usual"
+    ) -> FoundPlan:
+        """Return the best plan that is found with this effort. starts: see `find_plan`."""
+        return find_plan(
+            problem,
+            memory=self.memory,
+            progress=self.progress,
+            budget=self.budget,
+            ends=lambda: self.stopped() or self.over(),
+            starts=starts,
+            effort=effort,
+        )
+
+    def quick(self, problem: Problem, starts: tuple[Decision, ...] = ()) -> FoundPlan:
+        """Return a plan that is nearly as good as that of a search in full."""
+        return self.find(problem, starts, "quick")
+
+
+@contextmanager
+def searching(memory: MemoryBudget | None, budget: float) -> Iterator[Searching]:
+    """Yield what searches inside share; the first Ctrl-C ends them."""
+    over = time_limit(time.process_time, budget, COMMAND_S)
+    with _progress() as progress, _stopped_by_hand() as stopped:
+        yield Searching(memory=memory, budget=budget, progress=progress, stopped=stopped, over=over)
+
+
+@contextmanager
+def _stopped_by_hand() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C inside end the search alone, so that what it has found is printed.
+
+    Yields what tells whether there was one. The next Ctrl-C ends the command, as usual.
+    """
+    asked, before = list[int](), signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        del frame
+        asked.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+Planned = tuple[Subject, FoundPlan, tuple[str, ...]]
+"""A subject with what was chosen for it, its plan, and lines on the choice."""
+
+
+def find_best(subject: Subject, find: Find, quick: Find | None = None) -> Planned:
+    """Return the subject with the optimiser and in the layout whose plan is faster.
+
+    The given layout is taken only for a faster plan. quick: see `find_updated`. Raises ConfigError if nothing
+    fits.
+    """
+    if subject.given is None:
+        return _updated(subject, find, quick)
+    both: list[Planned] = []
+    for each in (subject, subject.given):
+        try:
+            both.append(_updated(each, quick or find, None))
+        except ConfigError as error:
+            refused = error
+    if not both:
+        raise refused
+    if quick is not None:
+        both = [_in_full(each, find, both) for each in both]
+    best, *others = sorted(both, key=_seconds)
+    lines = list(best[2])
+    for other, plan, _ in others:
+        which = "the given layout" if other.given is None else "the best layout by quick plans"
+        seconds = milliseconds(whole_s(other.problem, plan.best))
+        lines.append(f"Layout   {which} takes {seconds} for a whole iteration, by its own search")
+    return best[0], best[1], tuple(lines)
+
+
+def _seconds(planned: Planned) -> float:
+    return whole_s(planned[0].problem, planned[1].best)
+
+
+def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Planned:
+    """Return a layout by a search in full, if by quick plans it is nearly as fast as any."""
+    subject, found, lines = planned
+    if _seconds(planned) > NEAR * min(map(_seconds, all_quick)):
+        return planned
+    again = find(subject.problem)
+    return subject, min(found, again, key=lambda each: each.best.predicted_s), lines
+
+
+def _updated(subject: Subject, find: Find, quick: Find | None) -> Planned:
+    """Return the subject with the given or chosen optimiser, its plan, and a line on any choice."""
+    if subject.sharded is None:
+        return subject, find(subject.problem), ()
+    problem, found, line = find_updated(subject.problem, subject.sharded, find, quick)
+    return replace(subject, problem=problem), found, (line,)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """Show on standard error how far a search is: a bar on a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        lines = Lines(LINE_EVERY_S, begins=False)
+        yield lambda step: lines.say(f"planning: {_words(step)}")
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[best]}"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(file=sys.stderr, stderr=True), transient=True) as bar:
+        line = bar.add_task("planning", total=None, best="")
+
+        def show(step: Progress) -> None:
+            bar.update(line, description=step.stage, completed=step.done, total=step.total, best=_best(step))
+
+        yield show
+
+
+def _words(step: Progress) -> str:
+    best = _best(step)
+    return f"{step.stage}, {step.done:,} of {step.total:,}" + (f", {best}" if best else "")
+
+
+def _best(step: Progress) -> str:
+    return "" if step.best_s is None else f"best {milliseconds(step.best_s)}"

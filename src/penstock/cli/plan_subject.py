@@ -1,0 +1,244 @@
+"""What `penstock plan` plans for: the step and the cluster that its options name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.cli.paths import user_path
+from penstock.config import UNSET, ConfigError, check_name, is_folder
+from penstock.cost import ClusterFile
+from penstock.cost.clusters import UNNAMED, find_cluster
+from penstock.cost.clusters.line import in_line
+from penstock.plan import MemoryBudget, Problem, Subject, published_problem
+from penstock.plan.effort import COMMAND_S, check_budget, time_limit
+from penstock.plan.layouts import find_layouts, with_layout
+from penstock.plan.models import MODELS, open_models
+from penstock.plan.moving import with_routing
+from penstock.plan.optimizers import sharing_updates
+from penstock.plan.plan_config import AUTO
+from penstock.plan.subject import Overrides
+from penstock.words import counted
+from penstock.workloads import RoutingConfig
+
+MOST_PASSES = 1 << 16
+"""The most passes for an update."""
+
+SIZES = {
+    "layers": "number of layers, instead of the model's",
+    "batch": "samples per rank, instead of the model's",
+    "seq_len": "tokens per sample, instead of the model's",
+    "top_k": "experts per token, instead of the model's",
+    "num_experts": "number of experts, instead of the model's",
+    "nodes": "number of nodes, instead of the cluster's",
+    "ranks_per_node": "ranks per node, instead of the cluster's",
+    "ep_size": "ranks over which the experts are spread, instead of the model's",
+    "mp_size": "ranks of a node that share attention and samples, instead of the model's",
+    "esp_size": "ranks of a node that share every expert, instead of the model's",
+}
+"""Sizes of a published model and its cluster that options may replace."""
+
+OF_CONFIGURATIONS = {
+    "batch": "data.batch_per_device",
+    "seq_len": "model.seq_len",
+    "ep_size": "parallel.ep_size",
+    "mp_size": "parallel.mp_size",
+    "esp_size": "parallel.esp_size",
+    "recompute": "plan.recompute",
+    "precision": "train.precision",
+    "sharded_optimizer": "optimizer.sharded",
+    "shard_gradients": "optimizer.shard_gradients",
+}
+"""Settings for which options stand where a model of transformers is planned."""
+
+USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "sharded_optimizer": "auto"}
+"""Options of such a model that are not given."""
+
+
+def option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def cluster_of(options: argparse.Namespace) -> ClusterFile:
+    """Return the cluster. Raises ConfigError unless there are one and a step to plan."""
+    if (options.config is None) == (options.model is None):
+        why = "needs either a configuration or --model"
+        raise ConfigError(
+            "plan",
+            UNSET,
+            why,
+            "For example, penstock plan --model fsmoe/mixtral-7b-layers --cluster fsmoe-testbed-b.",
+        )
+    if options.cluster is None:
+        why = "is needed: the cluster on which the plan will run"
+        raise ConfigError(
+            "--cluster", UNSET, why, "For example, --cluster fsmoe-testbed-b, or a cluster file."
+        )
+    file = find_cluster(options.cluster)
+    return replace(file, name=options.cluster) if file.name == UNNAMED else file
+
+
+def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
+    """Return what a plan is sought for on this cluster; its plans must hold the rows of a given routing."""
+    subject = _loaded(_stepping(options, file), options.imbalance)
+    if in_line(options.cluster) is not None:
+        subject = subject.changed(lambda problem: problem, file.source)
+    if options.global_batch is not None:
+        subject = _accumulating(subject, options.global_batch)
+    return subject if options.routing is None else _observing(subject, options)
+
+
+def _accumulating(subject: Subject, samples: int) -> Subject:
+    """Return the subject with as many passes for an update as have these samples.
+
+    Raises ConfigError unless they are whole passes.
+    """
+    work = subject.problem.workload
+    groups = work.world_size // work.mp_size
+    each = work.batch * groups
+    passes, left = divmod(samples, each)
+    if left or not 1 <= passes <= MOST_PASSES:
+        near = each * min(MOST_PASSES, max(1, round(samples / each)))
+        why = (
+            f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {each} samples, {work.batch} for "
+        )
+        why += f"each of {counted(groups, 'rank' if work.mp_size == 1 else 'group')}"
+        raise ConfigError("--global-batch", samples, why, f"Nearest valid: {near}; or change --batch.")
+    return subject.changed(lambda problem: replace(problem, passes=passes))
+
+
+def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
+    """Return the step of the model or of the configuration, in the given or the best layout."""
+    if options.model is not None and (config := of_transformers(options.model)) is not None:
+        return _configured(config, options, file, title=options.model)
+    if options.model is not None:
+        if options.overrides:
+            why = "is a setting of a configuration, and --model has none"
+            raise ConfigError(options.overrides[0], UNSET, why, "Use options such as --batch 8.")
+        again = None if options.recompute in (None, AUTO) else options.recompute
+        precision = None if options.precision in (None, AUTO) else options.precision
+        if options.precision == AUTO:
+            precision, _ = file.usual_precision
+        given = {name: getattr(options, name) for name in SIZES}
+        sizes = Overrides(**given, recompute=again, precision=precision)
+        if options.layout != "auto":
+            return _shared(published_problem(options.model, file, sizes), options)
+        memory = memory_of(options.memory_gib, file.memory_bytes)
+        found = find_layouts(
+            options.model,
+            file,
+            sizes,
+            memory,
+            time_limit(time.process_time, options.budget or 1.0, COMMAND_S),
+        )
+        subject = with_layout(options.model, file, sizes, found.best.sizes)
+        subject = replace(subject, notes=(*subject.notes, *found.lines))
+        model = options.model
+        return _shared(subject, options).beside(
+            lambda: _shared(published_problem(model, file, sizes), options)
+        )
+    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
+        if getattr(options, name) is not None:
+            why = "is an option for --model; a configuration has settings"
+            raise ConfigError(option(name), getattr(options, name), why, "Write it as section.key=value.")
+    return _configured(options.config, options, file)
+
+
+def of_transformers(model: str) -> Path | None:
+    """Return the configuration of an open model, or that at a path; None for a model of a study."""
+    if (found := open_models().get(model)) is not None or model in MODELS:
+        return found
+    path = user_path(model)
+    if is_folder(path) or path.suffix == ".json":
+        return path
+    check_name("--model", model, (*open_models(), *MODELS), "model")
+    return None
+
+
+def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
+    """Return the subject with the optimiser that `--sharded-optimizer` asks for, or with both of them.
+
+    Raises ConfigError for `--shard-gradients` without a sharded optimiser.
+    """
+    sharded, releases = options.sharded_optimizer, bool(options.shard_gradients)
+    if sharded not in ("true", "auto"):
+        if releases:
+            why = "keeps a share of every gradient, for an optimizer that updates shares"
+            raise ConfigError("--shard-gradients", True, why, "Add --sharded-optimizer true, or auto.")
+        return subject
+    problem = sharing_updates(subject.problem, releases=releases)
+    return replace(subject, sharded=problem) if sharded == "auto" else replace(subject, problem=problem)
+
+
+def _loaded(subject: Subject, imbalance: float | None) -> Subject:
+    """Return the subject with a busiest rank."""
+    if imbalance is None:
+        return subject
+    note = f"the busiest rank of every expert group gets {imbalance:g} times the mean number of tokens"
+    return subject.changed(lambda problem: problem.with_imbalance(imbalance), note)
+
+
+def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
+    """Return the subject whose plans must hold the rows of --routing.
+
+    Raises ConfigError where --imbalance is set, too.
+    """
+    if options.imbalance is not None:
+        why, hint = "says which ranks get how many tokens, and so does --imbalance", "Remove one of the two."
+        raise ConfigError("--routing", options.routing, why, hint)
+    try:
+        routing = RoutingConfig.parse(options.routing)
+    except ConfigError as error:
+        raise ConfigError("--routing", options.routing, error.why, error.hint) from error
+
+    def observing(problem: Problem) -> Problem:
+        return replace(problem, observed=with_routing(problem, routing, subject.movable).evidence)
+
+    return subject.changed(observing)
+
+
+def _configured(
+    config: Path, options: argparse.Namespace, file: ClusterFile, title: str | None = None
+) -> Subject:
+    """Return the problem of a training run on this cluster's ranks.
+
+    title: of a model of transformers, for which options stand in place of settings.
+    """
+    from penstock.autopilot.run_subject import run_subject
+
+    settings = [] if title is None else _settings(options)
+    memory = memory_of(options.memory_gib, file.memory_bytes)
+    given = [*settings, *options.overrides]
+    subject = run_subject(config, given, file, layout=options.layout, memory=memory)
+    return subject if title is None else replace(subject, title=title)
+
+
+def _settings(options: argparse.Namespace) -> list[str]:
+    """Return what options say of a model of transformers as settings of a run."""
+    for name in SIZES.keys() - OF_CONFIGURATIONS.keys():
+        if getattr(options, name) is not None:
+            where = "--cluster" if name in ("nodes", "ranks_per_node") else "the model's config.json"
+            why = "is a size of this model, or of its cluster, that no option replaces"
+            raise ConfigError(option(name), getattr(options, name), why, f"Say it in {where}.")
+    given = ((key, getattr(options, name), name) for name, key in OF_CONFIGURATIONS.items())
+    chosen = ((key, USUAL.get(name) if value is None else value) for key, value, name in given)
+    return [f"{key}={str(value).lower()}" for key, value in chosen if value is not None]
+
+
+def memory_of(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:
+    if wanted_gib is None:
+        return MemoryBudget.of(known_bytes)
+    wanted_bytes = wanted_gib * 2**30
+    if not 0 < wanted_bytes < math.inf:
+        raise ConfigError("--memory-gib", wanted_gib, "must be positive and finite", "Such as 11.")
+    return MemoryBudget(bytes=int(wanted_bytes))
+
+
+def budget_of(options: argparse.Namespace, subject: Subject) -> float:
+    """Return the effort of searches. Raises ConfigError if it is out of range."""
+    budget: float = subject.budget if options.budget is None else options.budget
+    check_budget("--budget", budget)
+    return budget

@@ -1,0 +1,98 @@
+"""`penstock plan --against`, `--sweep`, `--global-batch`: plans beside each other, updates of many passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+
+STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "2", "--budget", "0.0001"]
+STUDY = [*STEP, "--cluster", "flowmoe-cluster-2"]
+LINE = [*STEP, "--cluster", "2x4xA100-80GB,net=100gbit"]
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def found(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(printed([*words, "--json"], capsys))
+    return table
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_a_faster_network_never_makes_a_longer_step(capsys: pytest.CaptureFixture[str]) -> None:
+    swept = [*LINE, "--sweep", "net=25,100,2x400gbit"]
+    rows = found(swept, capsys)["rows"]
+    assert [row["value"] for row in rows] == ["25", "100", "2x400gbit"]
+    seconds = [row["step_s"] for row in rows]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    assert rows[0]["cluster"].endswith("net=25gbit") and rows[0]["tokens_per_s"] > 0
+    text = printed(swept, capsys)
+    assert "tokens/s" in text and "net=100: " in text
+
+
+def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = found([*STUDY, "--memory-gib", "2", "--sweep", "seq_len=128,65536"], capsys)["rows"]
+    assert "step_s" in rows[0] and "no plan fits" in rows[1]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sweep", "net"], "net=25,100,400"),
+        (["--sweep", "net=25"], "Describe the cluster in a line"),
+        (["--sweep", "colour=1"], "colour"),
+        (["--sweep", "seq_len=0"], "seq_len"),
+        (["--against", "ep_size=x"], "whole number"),
+        (["--against", "recompute=much"], "none, experts, blocks"),
+        (["--against", "missing.json"], "there is no such file"),
+        (["--against", "ep_size=1", "--sweep", "ep_size=1,2"], "--against"),
+        (["--sweep", "ep_size=1,2", "--out", "plan.json"], "--out"),
+        (["--global-batch", "3"], "Nearest valid"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused([*STUDY, *words], capsys)
+
+
+def test_a_wrong_rate_names_the_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([*LINE, "--sweep", "net=fast"], capsys)
+    assert "net" in said and "fast" in said and "8x400gbit" in said
+
+
+def test_two_plans_tell_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    both = found([*STUDY, "--against", "seq_len=512"], capsys)
+    assert "seq_len" in both["differing"] and both["b"]["step_s"] > both["a"]["step_s"]
+    assert any("busy for" in line for line in both["why"])
+    path = tmp_path / "plan.json"
+    printed([*STUDY, "--out", str(path)], capsys)
+    same = found(["plan", str(path), "--against", str(path)], capsys)
+    assert same["differing"] == {} and same["a"] == same["b"]
+    assert same["a"]["tokens_per_s"] == pytest.approx(both["a"]["tokens_per_s"])
+    assert "B against A" in printed([*STUDY, "--against", str(path)], capsys)
+
+
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_an_update_takes_its_passes(sharded: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without shares a pass is a step without its update; shares are updated and gathered once."""
+    words = [*STUDY, "--sharded-optimizer", sharded]
+    once = found(words, capsys)
+    samples = 2 * once["sizes"]["ranks"] // once["sizes"]["mp_size"] * once["sizes"]["batch_per_rank"]
+    twice = found([*words, "--global-batch", str(samples)], capsys)
+    assert twice["sizes"]["passes"] == 2 and once["sizes"]["passes"] == 1
+    assert once["predicted_s"] < twice["predicted_s"] <= 2 * once["predicted_s"]
+    assert twice["throughput"]["tokens_per_s"] >= once["throughput"]["tokens_per_s"]
+    assert twice["memory_bytes"] > once["memory_bytes"], "sums of the first pass are put aside"
+    assert "2 passes" in " ".join(printed([*words, "--global-batch", str(samples)], capsys).split())
