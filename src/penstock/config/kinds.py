@@ -29,9 +29,13 @@ def settable(cls: type) -> list[Field[Any]]:
     return [field for field in fields(cls) if field.init]
 
 
-@cache  # resolving annotations takes a while
 def types_of(cls: type) -> Mapping[str, Any]:
     """Return the fields that a caller may set, in order: name and type with its bounds."""
+    return _types_of(cls)
+
+
+@cache  # resolving annotations takes a while
+def _types_of(cls: type) -> Mapping[str, Any]:
     hints = get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in settable(cls)}
 

@@ -39,6 +39,9 @@ STRICT: Final = ConfigDict(extra="forbid")
 MOST_BITS = 4096
 """Python writes no numbers of many more digits, and no bounds are so far."""
 
+MOST_LEVELS = 100
+"""pydantic reads JSON of up to 200 levels, and no setting has more than three."""
+
 UNKNOWN: Final = "unexpected_keyword_argument"
 
 
@@ -107,6 +110,8 @@ def prepared(tp: Any, value: Any, key: str) -> Any:
         }
     if isinstance(value, list) and get_origin(there) is tuple:
         return [prepared(inner(there), item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if _deep(value):
+        raise ConfigError(key, value, "is nested too deeply", "Write it without so many brackets.")
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return math.inf if value > 0 else -math.inf
     if not isinstance(value, str):
@@ -115,6 +120,11 @@ def prepared(tp: Any, value: Any, key: str) -> Any:
     if there is Path and not value:
         raise ConfigError(key, value, "must not be empty", "Name a path, or leave it out.")
     return str(expanded(value, key)) if there is Path else value
+
+
+def _deep(value: object, left: int = MOST_LEVELS) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left == 0 or any(_deep(each, left - 1) for each in inside)
 
 
 def _check_text(key: str, text: str) -> None:
