@@ -54,7 +54,7 @@ def test_every_module_can_be_imported_without_extras() -> None:
 def test_every_extra_is_one_of_the_installation() -> None:
     extras = PROJECT["optional-dependencies"]
     for package, extra in EXTRAS.values():
-        (named,) = extras[extra]
+        named = extras[extra][0]
         assert re.match(r"[\w-]+", named)[0] == package.split()[0]  # type: ignore[index]  # names match
         assert extra in re.findall(r"penstock\[(.*?)\]", extras["dev"][0])[0].split(",")
 
