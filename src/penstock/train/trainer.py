@@ -37,7 +37,7 @@ from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, ScalarLog, StepMetrics
+from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
@@ -50,6 +50,7 @@ from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.tracing import StepAnalysis, analyse
 from penstock.train.update import ADVICE, DivergedError, build_update
+from penstock.writing import LineFile
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -279,7 +280,7 @@ class Trainer:
         self.history.add(metrics)
         self.progress.update(metrics)
         if self.writer is not None:
-            with written(self.writer.file.path):
+            with written(self.output.path / METRICS_FILE):
                 self.writer.write(metrics)
             if (loads_PYE := self.stack.loads.last) is not None:
                 loads_YE = loads_PYE.sum(axis=0, dtype=np.int64)
@@ -400,16 +401,16 @@ class Trainer:
 
     def _open_records(self, closing: ExitStack, first: int) -> None:
         """Open what metrics and routing are written to; if that fails, all ranks raise the reason."""
-        logs: list[ScalarLog] = []
         output = self.config.output
 
         def prepare() -> None:
-            self.writer = closing.enter_context(MetricsWriter(output.dir, first, logs))
+            self.writer = closing.enter_context(MetricsWriter())
+            for log in open_logs(self.config, self.moe_layers, first):
+                self.writer.logs.append(log)
+                if isinstance(log, LineFile | TensorBoard):
+                    self.output.records.append(log)
             self._save_settings(first)
             self.loads = LoadBook.resumed(output.dir, first)
-            logs.extend(open_logs(self.config, self.moe_layers, first))
-            self.output.records.append(self.writer.file)
-            self.output.records += [log for log in logs if isinstance(log, TensorBoard)]
 
         def prepare_routing() -> None:
             self.routing = RoutingFile(self.config, self.control, self.layout, first)
