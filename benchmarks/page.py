@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.views import (
@@ -20,10 +22,9 @@ from benchmarks.views import (
     tint,
     view,
 )
-from penstock.report.page.style import FONT, GRID, QUIET, TEXT, Figure
-from penstock.report.page.template import figure, page, paragraph
+from penstock.report.page.render import Row, render
+from penstock.report.page.style import BOX, LIMIT, QUIET, TEXT, Figure
 
-LIMIT: Final = "#B3202C"
 SHIPPED_SHARE: Final = 0.45
 
 HEAD: Final = (
@@ -39,19 +40,34 @@ HEAD: Final = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A run in the page. name: of its figure."""
+
+    name: str
+    title: str
+    facts: str
+    rows: tuple[Row, ...]
+
+
 def write_page(results: Mapping[str, Result], title: str = "Penstock benchmarks", subtitle: str = "") -> str:
     """HTML with everything in it, plotly.js included. results: by a name that is unique and made of letters,
     digits, `-` and `_`."""
     runs = {name: view(result) for name, result in results.items()}
     palette = colours(runs.values())
     figures = {name: run_figure(run, palette) for name, run in runs.items()}
-    sections = {name: _run_section(name, run, palette) for name, run in runs.items()}
+    sections = [_section(name, run, palette) for name, run in runs.items()]
     overview = _overview(list(runs.values()), palette)
-    links = {name: run.title for name, run in runs.items()}
-    anchors = "".join(f'<a href="#{name}-run">{escape(text)}</a>' for name, text in links.items())
-    sections_of = [*(_overview_section(name) for name in overview), *sections.values()]
-    head = f"<h1>{escape(title)}</h1>{paragraph(subtitle)}<nav>{anchors}</nav>"
-    return page(title, "\n".join([head, *sections_of]), overview | figures)
+    return render(
+        "page.html.j2",
+        overview | figures,
+        folder=Path(__file__).parent,
+        title=title,
+        subtitle=subtitle,
+        overview=tuple(overview),
+        sections=sections,
+        head=HEAD,
+    )
 
 
 def _overview(runs: Sequence[RunView], palette: Mapping[str, str]) -> dict[str, Figure]:
@@ -75,9 +91,7 @@ def run_figure(run: RunView, palette: Mapping[str, str]) -> Figure:
         xaxis={
             "title": {"text": "iteration in ms", "standoff": 8},
             "range": [0, 1040 * longest_s],
-            "gridcolor": GRID,
-        }
-        | {"zerolinecolor": GRID},
+        },
         yaxis={"autorange": "reversed", "tickfont": {"size": 13, "color": TEXT}, "automargin": True},
         shapes=[_limit_line(x=1e3 * run.limit_s)],
         annotations=[
@@ -109,9 +123,7 @@ def _bar(run: RunView, case: CaseView, colour: str) -> Figure:
         "y": [f"<b>{escape(case.title)}</b><br>efficiency {case.efficiency:.2f}"],
         "marker": marker,
         "text": [f"&nbsp;<b>{case.speedup:.2f}{TIMES}</b>&nbsp; {milliseconds(case.iteration_s)}"],
-        "textposition": "inside",
         "insidetextanchor": "start",
-        "textangle": 0,
         "textfont": {"color": ink(fill), "size": 13},
         "error_x": {
             "type": "data",
@@ -140,7 +152,7 @@ def rates_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Figure:
             "title": {"text": "rate between nodes (logarithmic)"},
             "showgrid": False,
         },
-        yaxis={"title": {"text": "efficiency"}, "gridcolor": GRID, "tickformat": ".1f"},
+        yaxis={"title": {"text": "efficiency"}, "tickformat": ".1f"},
         shapes=[_limit_line(y=1.0)],
     )
     return {"data": [_line(line, palette) for line in found.values()], "layout": layout}
@@ -157,7 +169,7 @@ def _line(line: Mapping[float, tuple[RunView, CaseView]], palette: Mapping[str, 
         "x": sorted(line),
         "y": [case.efficiency for _, case in points],
         "line": {"color": colour, "width": 2.5, "dash": "dash" if first.shipped else "solid"},
-        "marker": {"size": 9, "color": "white" if first.shipped else colour, "line": _edge(colour)},
+        "marker": {"size": 9, "color": BOX if first.shipped else colour, "line": _edge(colour)},
         "error_y": {
             "type": "data",
             "symmetric": False,
@@ -179,7 +191,7 @@ def prediction_figure(runs: Sequence[RunView], palette: Mapping[str, str]) -> Fi
     diagonal |= {"line": {"color": QUIET, "width": 1.5, "dash": "dot"}, "hoverinfo": "skip"}
     names = dict.fromkeys(case.schedule for _, case in points)
     clouds = [_cloud(name, [p for p in points if p[1].schedule == name], palette[name]) for name in names]
-    axis = {"type": "log", "gridcolor": GRID, "nticks": 8}
+    axis = {"type": "log", "nticks": 8}
     layout = _layout(
         height=520,
         title=_title("Predicted against measured iteration", "hollow points: virtual devices"),
@@ -198,7 +210,7 @@ def _cloud(name: str, points: Sequence[tuple[RunView, CaseView]], colour: str) -
         "y": [1e3 * (case.simulated_s or 0.0) for _, case in points],
         "marker": {
             "size": 11,
-            "color": ["white" if run.virtual else colour for run, _ in points],
+            "color": [BOX if run.virtual else colour for run, _ in points],
             "line": _edge(colour),
         },
         "hovertemplate": [f"{_hover(run, case)}<extra></extra>" for run, case in points],
@@ -222,12 +234,7 @@ def _layout(height: int, **more: Any) -> Figure:
     base = {
         "height": height,
         "margin": {"l": 70, "r": 20, "t": 70 if "title" in more else 34, "b": 54},
-        "legend": {"font": {"size": 14, "color": TEXT}},
-        "font": {"family": FONT, "size": 12, "color": QUIET},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hoverlabel": {"bgcolor": "white", "align": "left", "font": {"color": TEXT, "size": 12}},
-        "hovermode": "closest",
+        "legend": {"orientation": "v", "x": 1.02, "y": 1, "yanchor": "auto", "font": {"size": 14}},
     }
     return base | more
 
@@ -256,25 +263,13 @@ def _edge(colour: str) -> Figure:
 # ---- text --------------------------------------------------------------------------------------------------
 
 
-def _overview_section(name: str) -> str:
-    return f"<section>{figure(name, name)}</section>"
-
-
-def _run_section(name: str, run: RunView, palette: Mapping[str, str]) -> str:
+def _section(name: str, run: RunView, palette: Mapping[str, str]) -> Section:
     wire = "link rate not known" if run.wire_s is None else f"the bytes alone {milliseconds(run.wire_s)}"
     facts = f"{run.ranks} ranks, {run.shape}; computation alone {milliseconds(run.compute_s)}; {wire}"
-    rows = "".join(_table_row(case, palette[case.schedule]) for case in run.cases)
-    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
-    return (
-        f'<section id="{name}-run"><h2>{escape(run.title)}</h2>{paragraph(facts)}{figure(name, run.title)}'
-        f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div></section>'
+    rows = tuple(
+        Row(title=case.title, colour=palette[case.schedule], cells=_cells(case)[1:]) for case in run.cases
     )
-
-
-def _table_row(case: CaseView, colour: str) -> str:
-    first, *rest = _cells(case)
-    dot = f'<span class="dot" style="background: {colour}"></span>'
-    return f"<tr><td>{dot}{escape(first)}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>"
+    return Section(name=name, title=run.title, facts=facts, rows=rows)
 
 
 def _cells(case: CaseView) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from penstock.topology import Layout
 from penstock.trace import occupation
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.update import Update, build_update
 
 PLAIN, SHARDED = "AdamW", "sharded"
@@ -104,7 +105,8 @@ def measure(config: BenchConfig, layout: Layout, emulate: EmulateConfig | None) 
     del emulate
     base, rounds = run_config_of(config), config.compare.rounds
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    file = profile_run(base, machinery, budget_s=config.compare.profile_s, say=BOARD.say)
+    with telling(BOARD.say):
+        file = profile_run(base, machinery, budget_s=config.compare.profile_s)
     batch = batch_of(config, layout)
     ways = {
         f"{name}, {kind}": running(_with(base, name, kind), machinery, file, batch)

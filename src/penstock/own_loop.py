@@ -29,6 +29,7 @@ from penstock.topology.join import ALONE, joined
 from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device
 from penstock.train.config import RunConfig
+from penstock.train.logs import show_unless_told
 from penstock.train.pilot import Ranks
 
 MakeLayer = Callable[[int, int, int], MoELayer]
@@ -144,17 +145,18 @@ def _read(config: RunConfig | str | Path | None, settings: Sequence[str]) -> Run
 
 def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple[RunConfig, Ranks]:
     """Return the configuration with its layout chosen, and the ranks that run it."""
+    show_unless_told(sys.stderr, shown=info.rank == 0)
     control = Control(info.rank, info.world_size)
     config = on_device(resolved_alike(config, control), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
-    return Autopilot.layout(config, ranks, None, _speaker(info.rank)), ranks
+    return Autopilot.layout(config, ranks, None), ranks
 
 
 def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) -> Session:
     """Build the model with its first plan, as `penstock train` does."""
     layout = machinery.layout
-    pilot = Autopilot(config, machinery, None, _speaker(layout.rank))
+    pilot = Autopilot(config, machinery, None)
     if make_moe is None:
         made = model_of_run(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving, begins=True)
         stack = made.stack
@@ -170,15 +172,3 @@ def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) 
 
 def _layer(make_moe: MakeLayer, layout: Layout, number: int) -> MoELayer:
     return make_moe(number, layout.ep_size, layout.ep_rank)
-
-
-def _speaker(rank: int) -> Callable[[str], None]:
-    return _say if rank == 0 else _silent
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    del text

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final, TextIO
 
 PART: Final = ".part"
 TOKEN_BYTES: Final = 4
@@ -104,7 +104,7 @@ def _begun(path: Path, lines: Iterable[bytes]) -> BinaryIO:
         raise
 
 
-def leads_to(path: Path, file: BinaryIO) -> bool:
+def leads_to(path: Path, file: IO[Any]) -> bool:
     """Tell whether a path is the name of an open file; True where the system does not say."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(file.fileno()))
@@ -158,6 +158,12 @@ def open_lock(path: Path, *, makes: bool = True) -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, f"{path.name} in it is not a regular file")
     return open(handle, "rb")  # noqa: PTH123  # a descriptor
+
+
+def open_log(path: Path) -> TextIO:
+    """Open a file to which lines are added at its end; make it where it is missing. Refuses a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o666), "a", encoding="utf-8")  # noqa: PTH123  # a descriptor
 
 
 def try_to_write(folder: Path, name: str = "penstock") -> None:

@@ -32,7 +32,7 @@ def estimated(model: Any) -> MemoryEstimate:
     engine: Engine = model.__dict__["_penstock"]
     given = engine._planner
     assert isinstance(given, GivenPlan)
-    searched = SearchedPlan(given, ParallelConfig(), say=lambda _: None)
+    searched = SearchedPlan(given, ParallelConfig())
     return estimate_memory(searched.problem(engine.stack, CLUSTER, 4, 12), Decision())
 
 
@@ -87,7 +87,7 @@ def by_all_ways(rank: int, world: int) -> tuple[tuple[str, ...], float]:
     engine = engine_of(model)
     stack, given = engine.stack, engine._planner
     assert isinstance(given, GivenPlan)
-    searched = SearchedPlan(given, ParallelConfig(), say=lambda _: None)
+    searched = SearchedPlan(given, ParallelConfig())
     ways = searched.problem(stack, replace(CLUSTER, nodes=2, ranks_per_node=2), 2, 12).dispatches
     tokens_BL = torch.arange(24).reshape(2, 12) + rank
     found = []

@@ -18,6 +18,7 @@ from penstock.plan.candidate import whole_s
 from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.metrics import read_metrics
 from penstock.train.optimizer import OptimizerConfig
 from tests.support.ranks import Pools
@@ -38,7 +39,8 @@ def problems(file: ClusterFile) -> list[Problem]:
 
 def chosen(file: ClusterFile) -> tuple[int, list[str]]:
     said: list[str] = []
-    number, found, lines = _fastest(problems(file), file, 0.02, said.append)
+    with telling(said.append):
+        number, found, lines = _fastest(problems(file), file, 0.02)
     assert "with a sharded AdamW (" in lines[-1]
     wanted = "forward and backward" if number == 0 else "the step, updates included"
     assert f"predicted for {wanted}" in lines[1]

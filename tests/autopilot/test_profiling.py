@@ -37,6 +37,7 @@ from penstock.plan.published.parm import parm_models
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from tests.support.card import CardDevice, install
 from tests.support.ranks import Pools
 
@@ -227,7 +228,8 @@ def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:
     config = tiny(*overrides)
     layout = Layout(world_size=1, ep_size=1, rank=0)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    file = profile_run(config, machinery, budget_s=BUDGET_S, say=said.append)
+    with telling(said.append):
+        file = profile_run(config, machinery, budget_s=BUDGET_S)
     machinery.lanes.close()
     check(file)
     assert (file.ranks, file.links, file.transfers_beside_compute) == (1, (), 1.0)
@@ -265,7 +267,8 @@ def profiled_by_slow_clocks(rank: int, slow: tuple[int, ...]) -> tuple[ClusterFi
     layout = Layout.build(config.parallel, 2, rank, 4)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     limits = Limits(clock=ticking(3600.0 if rank in slow else 0.0001))
-    file = profile_run(config, machinery, budget_s=BUDGET_S, say=said.append, limits=limits)
+    with telling(said.append):
+        file = profile_run(config, machinery, budget_s=BUDGET_S, limits=limits)
     machinery.lanes.close()
     return file, len(said)
 

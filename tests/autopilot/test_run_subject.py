@@ -146,6 +146,9 @@ NO_MATTER = {
     "output.routing_samples": "true output.routing=true",
     "metrics.wandb": "true",
     "metrics.wandb_project": "x",
+    "metrics.wandb_entity": "x",
+    "metrics.wandb_name": "x",
+    "metrics.wandb_tags": '["x"]',
 }
 
 ELSEWHERE = {

@@ -20,6 +20,7 @@ from penstock.plan.plan_config import PlanConfig
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 
 ALONE = Layout(world_size=1, ep_size=1, rank=0)
 CONFIG = RunConfig(
@@ -39,7 +40,8 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
     ) -> list[str]:
         said: list[str] = []
         config = replace(CONFIG, plan=PlanConfig(source=str(path)), placement=placement, schedule=schedule)
-        assert start(config, machinery, said.append).choice.samples == "netmoe"
+        with telling(said.append):
+            assert start(config, machinery).choice.samples == "netmoe"
         return [line for line in said if line.startswith("warning: ")]
 
     assert warnings() == warnings(placement=PlacementConfig(samples="netmoe", guest_slots=2)) == []
@@ -71,7 +73,7 @@ def test_what_helps_against_rough_measurements_is_said_where_the_plan_is_shown()
     file = replace(find_cluster("fsmoe-testbed-b"), doubts=("a doubt",))
 
     def caution(*remedy: str) -> str:
-        _, lines = find(assumed_problem(CONFIG, ALONE), file, 0.01, print, *remedy)
+        _, lines = find(assumed_problem(CONFIG, ALONE), file, 0.01, *remedy)
         return lines[-1]
 
     assert "plan.profile_s" in caution() and "cluster.json" in caution()

@@ -27,6 +27,7 @@ from penstock.moe import MoEConfig
 from penstock.train.assemble import build_optimizer, build_stack
 from penstock.train.checkpoint import Checkpoints
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.trainer import Trainer
 from tests.support.adapted import small
 from tests.support.parity import machinery
@@ -80,7 +81,8 @@ def test_what_can_be_done_with_a_run(
     assert found["loss"] == pytest.approx(float((folder / "loss").read_text()), rel=1e-5)
     assert "perplexity" in said(capsys, "evaluate", checkpoint, sample, "--length", "5")
     told = list[str]()
-    loss = judge(open_model(folder, None), SAMPLE, 1, say=told.append).loss
+    with telling(told.append):
+        loss = judge(open_model(folder, None), SAMPLE, 1).loss
     assert len(told) > 1 and told[-1] == f"16 of 16 tokens, loss so far {loss:.4f}"
 
     asked = ("--prompt", "line 1", "--max-new-tokens", "24")  # more than the model has positions for

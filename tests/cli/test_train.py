@@ -355,6 +355,16 @@ def test_every_step_is_recorded_once_also_where_a_run_goes_on(recorded_run: Path
         assert (samples.sum(axis=2) == 16 * 2).all()
 
 
+def test_every_rank_keeps_a_log_and_that_of_rank_0_has_what_the_terminal_showed(pair_run: Whole) -> None:
+    first, second = ((pair_run.folder / "logs" / f"rank-0000{rank}.log").read_text() for rank in (0, 1))
+    shown = [line for line in pair_run.said.splitlines() if line.startswith(("step ", "flowmoe"))]
+    assert shown, pair_run.said
+    for line in shown:
+        assert line.partition("  eta")[0] in first
+        assert " ".join(line.split()[:2]) in second
+    assert "trained     " in first and "trained     " not in second, "the summary"
+
+
 def test_loads_are_drawn_and_told_for_every_layer(pair_run: Whole) -> None:
     assert (pair_run.folder / "loads.png").stat().st_size > 1000
     steps = read_metrics(pair_run.folder / "metrics.jsonl")

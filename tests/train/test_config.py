@@ -143,7 +143,7 @@ OTHER = RunConfig(
     optimizer=OptimizerConfig(lr=1e-5, clip_grad_norm=None),
     train=TrainConfig(steps=3, seed=9, resume=True, precision="bfloat16"),
     output=OutputConfig(dir=Path("some where"), tensorboard=False, trace_steps=0, loads=False),
-    metrics=MetricsConfig(wandb="offline", wandb_project="mine"),
+    metrics=MetricsConfig(wandb="offline", wandb_project="mine", wandb_name="a run", wandb_tags=("a", "b")),
     cluster=ClusterConfig(flops_per_s=2.5e12),
 )
 

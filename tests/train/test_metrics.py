@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.train.curves import TensorBoard, WeightsAndBiases
-from penstock.train.metrics import MetricsWriter, StepMetrics, read_metrics
+from penstock.train.metrics import JsonLines, MetricsWriter, StepMetrics, read_metrics
 from tests.support.metrics import EXAMPLE, step
 
 LAYERS = (1, 3)
@@ -45,7 +46,7 @@ records = st.builds(
 
 
 def record(folder: Path, numbers: range, resume_step: int) -> Path:
-    with MetricsWriter(folder, resume_step=resume_step) as writer:
+    with closing(JsonLines(folder, resume_step=resume_step)) as writer:
         for number in numbers:
             writer.write(step(number))
     return folder / "metrics.jsonl"
@@ -66,19 +67,19 @@ def test_hidden_communication(exposed_s: float, total_s: float, hidden: float) -
 @given(records)
 def test_a_step_is_read_as_it_was_written(metrics: StepMetrics) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with MetricsWriter(Path(folder), resume_step=0) as writer:
+        with closing(JsonLines(Path(folder), resume_step=0)) as writer:
             writer.write(metrics)
         assert read_metrics(Path(folder, "metrics.jsonl")) == [metrics]
 
 
 def test_a_line_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "new" / "run", resume_step=0) as writer:
+    with closing(JsonLines(tmp_path / "new" / "run", resume_step=0)) as writer:
         writer.write(step(1))
         assert steps_in(tmp_path / "new" / "run" / "metrics.jsonl") == [1]
 
 
 def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, resume_step=0) as writer:
+    with closing(JsonLines(tmp_path, resume_step=0)) as writer:
         writer.write(replace(EXAMPLE, loss=math.nan, grad_norm=math.inf))
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
     assert line["loss"] is None
@@ -105,7 +106,7 @@ def test_every_metric_is_explained() -> None:
 
 def test_steps_must_ascend(tmp_path: Path) -> None:
     record(tmp_path, range(1, 5), resume_step=0)
-    with MetricsWriter(tmp_path, resume_step=3) as writer:
+    with closing(JsonLines(tmp_path, resume_step=3)) as writer:
         with pytest.raises(AssertionError, match="step 3 after step 3"):
             writer.write(step(3))
         writer.write(step(4))
@@ -144,7 +145,7 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_place(tmp_path: Path, brok
     path.write_bytes(first + broken + b"\n" + third)
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a training step"):
-        MetricsWriter(tmp_path, resume_step=3)
+        JsonLines(tmp_path, resume_step=3)
     assert path.read_bytes() == before
 
 
@@ -154,15 +155,15 @@ def test_steps_out_of_order_are_an_error_with_their_place(tmp_path: Path) -> Non
     for lines, place in (((first, third, second), 3), ((first, first, third), 2)):
         path.write_bytes(b"".join(lines))
         with pytest.raises(ValueError, match=rf"metrics\.jsonl, line {place}: is step"):
-            MetricsWriter(tmp_path, resume_step=3)
+            JsonLines(tmp_path, resume_step=3)
         assert path.read_bytes() == b"".join(lines)
 
 
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, 0, [TensorBoard(tmp_path, 0, LAYERS)]) as writer:
+    with MetricsWriter(JsonLines(tmp_path, 0), TensorBoard(tmp_path, 0, LAYERS)) as writer:
         for number in range(1, 5):
             writer.write(step(number, eval_loss=3.0 if number == 2 else None))
-    with MetricsWriter(tmp_path, 2, [TensorBoard(tmp_path, 2, LAYERS)]) as writer:
+    with MetricsWriter(JsonLines(tmp_path, 2), TensorBoard(tmp_path, 2, LAYERS)) as writer:
         last = replace(step(3), loss=7.0, total_loss=7.5, aux_loss_global=1.25, z_loss=4.0)
         writer.write(replace(last, rows_crossing_nodes=(0.25, 0.75)))
         for number in (1, 3, 20):
@@ -199,9 +200,9 @@ class Noted:
         self.finished += 1
 
 
-def test_another_place_gets_the_same_curves_by_step(tmp_path: Path) -> None:
+def test_another_place_gets_the_same_curves_by_step() -> None:
     noted = Noted()
-    with MetricsWriter(tmp_path, 0, [WeightsAndBiases(noted, np.shape, LAYERS)]) as writer:
+    with MetricsWriter(WeightsAndBiases(noted, np.shape, LAYERS)) as writer:
         writer.write(replace(step(1), aux_loss_global=1.5, aux_loss_by_layer=(1.0, 2.0)))
         writer.draw(1, np.array([[1, 3, 0], [2, 2, 1]]))
         writer.write(step(2))

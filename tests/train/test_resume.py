@@ -20,6 +20,7 @@ from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, 
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.trainer import Trainer
 from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
@@ -294,7 +295,8 @@ def test_a_setting_added_since_the_checkpoint_had_its_default(tmp_path: Path) ->
     before = replace(went_on.resumption, record=replace(went_on.resumption.record, settings=settings))
     said: list[str] = []
     config = load(RunConfig, tmp_path / "tiny.toml", ["parallel.processes=1", "train.steps=6"])
-    Autopilot(config, went_on.stack.machinery, before, said.append)
+    with telling(said.append):
+        Autopilot(config, went_on.stack.machinery, before)
     assert "continued from step-00000005" in said[0]
 
 
@@ -324,6 +326,7 @@ def test_the_saved_plan_is_checked_like_any_other(copied: Path) -> None:
     plan.write_text(json.dumps(table))
     damaged = replace(settled.resumption, record=record)
     said: list[str] = []
-    pilot = Autopilot(settled.config, settled.stack.machinery, damaged, said.append)
+    with telling(said.append):
+        pilot = Autopilot(settled.config, settled.stack.machinery, damaged)
     assert not pilot.settled and pilot.plan.schedule.text()
     assert "instead of continuing" in said[0]

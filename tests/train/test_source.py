@@ -15,6 +15,7 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.topology import Control, Layout
 from penstock.train.config import RunConfig, TrainConfig
+from penstock.train.logs import telling
 from penstock.train.source import HELD_OUT_BLOCKS, check_source, open_source
 from tests.support.ranks import Pools
 
@@ -160,7 +161,8 @@ def opened_lines(rank: int, config: RunConfig) -> tuple[object, list[str]]:
     """The identity of the text, and what was told meanwhile; the last rank neither prepares nor scans."""
     told: list[str] = []
     layout = Layout(world_size=2, ep_size=1, rank=rank)
-    source = open_source(config, layout, Control(rank, 2), scans=rank == 0, say=told.append)
+    with telling(told.append):
+        source = open_source(config, layout, Control(rank, 2), scans=rank == 0)
     documents_BL = source.stream.batch(0).documents_BL
     assert documents_BL is not None and documents_BL.any()
     return dict(source.identity), told

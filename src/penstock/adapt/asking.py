@@ -5,6 +5,7 @@ Shapes: B windows, L tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from penstock.families.described import GENERATION, in_one_line, setting_of
 from penstock.families.model_folder import ModelFolder
 from penstock.models.config import QWEN3_MOE
 from penstock.models.qwen3_moe import CONFIG, model_type_of
+
+logger = logging.getLogger(__name__)
 
 MOST_NATS = 700
 """Largest loss whose perplexity is a finite number."""
@@ -246,18 +249,11 @@ def _naming(what: str) -> Iterator[None]:
         raise ValueError(f"the model cannot {what}: {in_one_line(error)}") from error
 
 
-def judge(
-    opened: Opened,
-    text: str,
-    length: int | None = None,
-    name: str = "the text",
-    say: Callable[[str], None] = lambda _: None,
-) -> Judgement:
+def judge(opened: Opened, text: str, length: int | None = None, name: str = "the text") -> Judgement:
     """Judge how well a model predicts a text: every token but the first, from those before it in its window.
 
     length: tokens of a window; None = the number of positions that the model has, at most `LONGEST`. name: of
-    the text. say: called after every batch with the progress. Raises ValueError for a text of fewer than two
-    tokens.
+    the text. Raises ValueError for a text of fewer than two tokens.
     """
     config = opened.model.config.get_text_config()
     most = setting_of(config, "max_position_embeddings")
@@ -281,7 +277,7 @@ def judge(
             done += wanted_BL.numel()
             if not math.isfinite(total):
                 raise ValueError(f"the model gives numbers that are not finite for {name}: {NOT_FINITE}")
-            say(f"{done:,} of {len(tokens) - 1:,} tokens, loss so far {total / done:.4f}")
+            logger.debug(f"{done:,} of {len(tokens) - 1:,} tokens, loss so far {total / done:.4f}")
     return Judgement(loss=total / (len(tokens) - 1), tokens=len(tokens) - 1)
 
 

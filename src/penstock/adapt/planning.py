@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args
 
@@ -28,7 +29,10 @@ from penstock.step.shape import Recompute
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import expert_moving
 from penstock.train.config import RunConfig
+from penstock.train.logs import show_unless_told
 from penstock.words import folded
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 PROFILE_S = 10.0
@@ -114,13 +118,11 @@ class SearchedPlan:
     """The best plan for the cluster as it is measured at the first step.
 
     Links are measured directly, computation on a decoder of Penstock's own with the sizes of the model.
-    say: called on rank 0 with what is measured and chosen. measured: clusters by the sizes of the steps with
-    which they were measured.
+    measured: clusters by the sizes of the steps with which they were measured.
     """
 
     meanwhile: GivenPlan
     parallel: ParallelConfig
-    say: Callable[[str], None]
     measured: dict[object, ClusterFile] = field(default_factory=dict)
 
     def first(self, shape: StepShape, gradients: GradientBytes) -> StepPlan:
@@ -134,7 +136,7 @@ class SearchedPlan:
         problem = self.problem(stack, file, batch, length, recompute)
 
         def decide() -> tuple[Order, str, tuple[str, ...]]:
-            found, lines = find(problem, file, 1.0, self.say, REMEDY)
+            found, lines = find(problem, file, 1.0, REMEDY)
             return Order.of(found.best.plan), found.best.choice.dispatch, lines
 
         order, dispatch, lines = decided_slowly(
@@ -142,7 +144,7 @@ class SearchedPlan:
         )
         stack.send_by(dispatch)
         if layout.rank == 0:
-            self.say("\n".join(lines))
+            logger.info("\n".join(lines))
         return order.plan
 
     def problem(
@@ -178,7 +180,10 @@ class SearchedPlan:
 def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel: ParallelConfig) -> Planner:
     """Return the planner that `plan` asks for: "auto", a schedule's name, a decision."""
     given = GivenPlan(choice_of(plan, layout.world_size), sizes, layout)
-    return SearchedPlan(given, parallel, _say) if plan == AUTO and layout.world_size > 1 else given
+    if plan != AUTO or layout.world_size == 1:
+        return given
+    show_unless_told(sys.stdout, shown=layout.rank == 0, width=lambda line: folded(line, LINE))
+    return SearchedPlan(given, parallel)
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:
@@ -203,7 +208,3 @@ def choice_of(plan: str | Decision, ranks: int = 1) -> Decision:
                 raise ConfigError(f"plan.{name}", value, why, f"Use {usual!r}.")
         return plan
     return ScheduleConfig(name=plan).decision("flat", PlacementConfig())
-
-
-def _say(text: str) -> None:
-    print(folded(text, LINE), flush=True)

@@ -14,6 +14,7 @@ steps; rank 0 makes the decisions.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,10 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
 from penstock.trace.stragglers import stragglers, typical_seconds
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Forecast, Ranks, Resumption, Say
+from penstock.train.pilot import Forecast, Ranks, Resumption
 from penstock.words import milliseconds
+
+logger = logging.getLogger(__name__)
 
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
@@ -59,23 +62,20 @@ STAYS: Final = (
 class Autopilot:
     """Makes the first plan of a resolved configuration, and keeps it right; a `penstock.train.pilot.Pilot`.
 
-    resumption: a checkpoint whose plan is continued if that fits. say: prints progress and decisions. All
-    ranks make their autopilots together, which may measure the cluster. planned: the plan in use.
+    resumption: a checkpoint whose plan is continued if that fits. All ranks make their autopilots together,
+    which may measure the cluster. planned: the plan in use.
     """
 
     _stack: PipelinedStack
 
-    def __init__(
-        self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say
-    ) -> None:
-        self._say = say
+    def __init__(self, config: RunConfig, machinery: Machinery, resumption: Resumption | None) -> None:
         self._device = device_of(machinery.device).name(machinery.device)
         self._precision: Computing = "float32" if config.train.precision != "bfloat16" else "bfloat16"
-        continued = continued_plan(config, machinery, resumption, say) if resumption is not None else None
+        continued = continued_plan(config, machinery, resumption) if resumption is not None else None
         settled = continued is not None  # an earlier start has tried, ordered and tuned it already
-        self.planned = continued or start(config, machinery, say)
+        self.planned = continued or start(config, machinery)
         if resumption is not None and continued is None:
-            self.planned = remembering(self.planned, machinery, resumption, say)
+            self.planned = remembering(self.planned, machinery, resumption)
         self._asked = of_optimizer(config, sharded=self.planned.problem.shape.updating is not None)
         self._steps = 0
         self._tuned = settled or config.plan.tuner is None
@@ -92,9 +92,9 @@ class Autopilot:
         self._begin(settle=self._refines and self._trials is None and not settled)
 
     @staticmethod
-    def layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /) -> RunConfig:
+    def layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, /) -> RunConfig:
         """Return the run with the layout that it gets."""
-        return settled_layout(config, ranks, resumption, say)
+        return settled_layout(config, ranks, resumption)
 
     def take_over(self, stack: PipelinedStack) -> None:
         """Steer this stack, which was built with `plan`, from now on."""
@@ -177,7 +177,7 @@ class Autopilot:
         if trials.done:
             self._trials = None
             planned = trials.learned(planned, self._stack.machinery.control).noting(*trials.lines)
-            self._say(trials.said)
+            logger.info(trials.said)
         self._adopt(planned, settle=trials.done and trials.settles and self._refines)
         return True
 
@@ -217,7 +217,7 @@ class Autopilot:
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         planned = replace(self.planned, plan=self._stack.plan)
         line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"
-        self._say(line)
+        logger.info(line)
         self._kinds = cost.seconds
         self._go_by(planned.noting(line), settle=False)
         self._try_moves()
@@ -237,11 +237,11 @@ class Autopilot:
         self._weighs, self._weighing = False, None
         new = [line for line in planned.lines if line not in before.lines]
         if new and not (adopts and planned.choice != before.choice):
-            self._say(STAYS if adopts else "\n".join(new))
+            logger.info(STAYS if adopts else "\n".join(new))
         if planned.choice == before.choice:
             self.planned = planned
             return bool(new)  # so that the plan's file explains the choice
-        self._say(f"changing to {planned.name}: {planned.choice.words}")
+        logger.info(f"changing to {planned.name}: {planned.choice.words}")
         self._untried = before if worth_trying(self._asked) else None
         self._adopt(planned, settle=self._refines)
         self._try_moves()
@@ -259,7 +259,7 @@ class Autopilot:
         self._tuned = True
         if not self.planned.choice.reads("all_reduce_chunk_bytes"):
             schedule = self.planned.choice.schedule
-            self._say(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
+            logger.info(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
             return False
         control, train = self._stack.machinery.control, self._asked.train
         self._tuning = Tuning(self._asked.plan, self.planned, self._kinds, control, train.seed)
@@ -273,7 +273,7 @@ class Autopilot:
         done = tuning.best is not None
         if done:
             planned = planned.noting(tuning.line)
-            self._say(tuning.line)
+            logger.info(tuning.line)
             self._tuning = None
         self._adopt(planned, settle=done and self._refines)
         return True
@@ -299,17 +299,17 @@ class Autopilot:
         found = stragglers(everyone)
         slow = tuple(each.rank for each in found)
         if slow != self._slow and found:
-            self._say("; ".join(each.words for each in found))
+            logger.info("; ".join(each.words for each in found))
         self._slow = slow
 
     def _answer(self, drift: Drift) -> bool:
         """Find out what has changed, and react as section [plan] allows."""
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
-        self._say(f"the step time has changed from {before} to {now}")
+        logger.info(f"the step time has changed from {before} to {now}")
         if self._asked.plan.source == AUTO:
             return self._plan_again()
         diagnosis = self._diagnose()
-        self._say(diagnosis.text or "measured task durations show no change")
+        logger.info(diagnosis.text or "measured task durations show no change")
         if not diagnosis.text:
             self._calm_down()
         self._begin(settle=False)
@@ -319,7 +319,7 @@ class Autopilot:
     def _plan_again(self) -> bool:
         diagnosis = self._diagnose()
         if not diagnosis.text:
-            self._say(f"measured task durations show no change: keeping {self.planned.name}")
+            logger.info(f"measured task durations show no change: keeping {self.planned.name}")
             self._tuned = self._asked.plan.tuner is None
             self._calm_down()
             self._begin(settle=False)
@@ -327,7 +327,7 @@ class Autopilot:
         before = self.planned.choice
         # Moving is weighed after that, by what is measured then.
         config = replace(self.config, placement=self._asked.placement)
-        planned = replan(config, self._stack.machinery, self.planned, diagnosis, self._say)
+        planned = replan(config, self._stack.machinery, self.planned, diagnosis)
         self._weighs = is_open(self._asked, planned)
         plan = self._asked.plan
         if planned.choice == before:

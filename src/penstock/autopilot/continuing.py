@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from penstock.autopilot.deciding import decided
 from penstock.autopilot.planned import Planned
 from penstock.autopilot.profiling.machine import here
@@ -14,7 +16,9 @@ from penstock.plan.plan_file import PlanSizes
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
-from penstock.train.pilot import Resumption, Say
+from penstock.train.pilot import Resumption
+
+logger = logging.getLogger(__name__)
 
 PLANNING_AGAIN = (
     "planning again instead of continuing the plan of {path}, because {why}: "
@@ -25,7 +29,7 @@ COMPARED = ("plan", "schedule", "placement")
 """Sections of settings on which a plan depends."""
 
 
-def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, say: Say) -> Planned | None:
+def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned | None:
     """Return the plan under which a checkpoint was made; None, with the reason printed, if it cannot be used.
 
     The plan is continued with unchanged settings, as many ranks and the same machines, if its trials and its
@@ -35,9 +39,9 @@ def continued_plan(config: RunConfig, machinery: Machinery, from_: Resumption, s
         planned = _read(config, machinery, from_)
     except ConfigError as error:
         why = error.why if error.key in COMPARED else str(error).rstrip(".")
-        say(PLANNING_AGAIN.format(path=from_.path, why=why))
+        logger.info(PLANNING_AGAIN.format(path=from_.path, why=why))
         return None
-    say(f"{planned.name}, continued from {from_.path.name}: {planned.choice.words}")
+    logger.info(f"{planned.name}, continued from {from_.path.name}: {planned.choice.words}")
     return planned
 
 
@@ -65,7 +69,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
     return planned.knowing(paper)
 
 
-def remembering(planned: Planned, machinery: Machinery, from_: Resumption, say: Say) -> Planned:
+def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:
     """Return a newly made plan with what the run has learnt before from trials of moving.
 
     That holds for the same step on the same machines. All ranks call this together.
@@ -74,7 +78,7 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption, say: 
     try:
         paper, file = decided(control, lambda: _files(from_), f"reading the plan of {from_.path.name}")
     except ConfigError as error:
-        say(f"what the run has learnt from trials of moving cannot be read: {error}")
+        logger.info(f"what the run has learnt from trials of moving cannot be read: {error}")
         return planned
     if file is None or planned.file is None:
         return planned

@@ -6,6 +6,7 @@ rank by itself and once with pairs that share; rank 0 ranks all layouts by quick
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,10 @@ from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
 from penstock.train.fits import RankMemory, check_run, memory_of
 from penstock.train.output import PLAN_FILE
-from penstock.train.pilot import Ranks, Resumption, Say
+from penstock.train.pilot import Ranks, Resumption
 from penstock.train.possible import check_shares
+
+logger = logging.getLogger(__name__)
 
 CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
 NOTHING: Final[Mapping[str, Any]] = {}
@@ -37,15 +40,15 @@ OF_A_LAYOUT = ("mp_size", "ep_size", "esp_size", "tokens", "ranks_per_node")
 """Settings of section [parallel] that must stay the same for a run to keep its layout."""
 
 
-def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say) -> RunConfig:
+def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None) -> RunConfig:
     """Return the resolved configuration with the run's layout; all ranks call it and get the same.
 
     A resumed run keeps its layout, unless its ranks differ or another layout is requested.
     """
     if config.plan.layout != AUTO:
         return config
-    kept = None if resumption is None else _kept(config, ranks, resumption, say)
-    return with_layout(config, kept or _chosen(config, ranks, say))
+    kept = None if resumption is None else _kept(config, ranks, resumption)
+    return with_layout(config, kept or _chosen(config, ranks))
 
 
 def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
@@ -115,15 +118,15 @@ def run_layouts(
 # ---- keeping it --------------------------------------------------------------------------------------------
 
 
-def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption, say: Say) -> LayoutSizes | None:
+def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes | None:
     """Return the layout of the resumed run; None, with the reason printed, if it must be chosen again."""
     path = resumption.path
     try:
         sizes = decided(ranks.control, partial(_saved, config, ranks, resumption), f"reading {path.name}")
     except ConfigError as error:
-        say(CHOOSING_AGAIN.format(path=path, why=error.why))
+        logger.info(CHOOSING_AGAIN.format(path=path, why=error.why))
         return None
-    say(f"layout kept from {path.name}: {_words(sizes)}")
+    logger.info(f"layout kept from {path.name}: {_words(sizes)}")
     return sizes
 
 
@@ -151,16 +154,16 @@ def _words(sizes: LayoutSizes) -> str:
 # ---- choosing it -------------------------------------------------------------------------------------------
 
 
-def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
+def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
     """Choose the best layout by the cluster's file, or by a short measurement."""
     control = ranks.control
     possible = _layouts(config, control.world_size, control.rank, ranks.node_size)
     if len(possible) == 1:
-        say(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
+        logger.info(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
         return possible[0].sizes
     name = config.plan.cluster
     if name is None:
-        files = _measured(config, possible, ranks, say)
+        files = _measured(config, possible, ranks)
     else:
         files = (
             decided(control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file"),
@@ -174,12 +177,12 @@ def _chosen(config: RunConfig, ranks: Ranks, say: Say) -> LayoutSizes:
         return found.best.sizes, found.lines
 
     sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
-    say("\n".join(lines))
+    logger.info("\n".join(lines))
     return sizes
 
 
 def _measured(
-    config: RunConfig, possible: Sequence[_Possible], ranks: Ranks, say: Say
+    config: RunConfig, possible: Sequence[_Possible], ranks: Ranks
 ) -> tuple[ClusterFile, ClusterFile]:
     """Measure the cluster for layouts in which every rank works alone, and for those in which ranks share.
 
@@ -193,7 +196,7 @@ def _measured(
     )
     samples = [*alone, *sharing[-1:]]
     budget_s = config.plan.profile_s / len(samples)
-    say(f"measuring the cluster for about {config.plan.profile_s:.0f} s to choose a layout")
+    logger.info(f"measuring the cluster for about {config.plan.profile_s:.0f} s to choose a layout")
     files: list[ClusterFile] = []
     for each in samples:
         machinery = build_machinery(each.layout, ranks.device, config.parallel, config.train.precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from penstock.autopilot.deciding import decided_slowly
@@ -20,8 +21,9 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import interval_s
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Say
 from penstock.words import within
+
+logger = logging.getLogger(__name__)
 
 LINKS_SHARE = 0.5
 """Fraction of the profiling time at the start that measuring the links again may take."""
@@ -45,9 +47,7 @@ class Verdict:
     others: tuple[OtherPlan, ...]
 
 
-def replan(
-    config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis, say: Say
-) -> Planned:
+def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis) -> Planned:
     """Measure again what has changed, and return the best plan for it; all ranks call this together.
 
     config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
@@ -65,11 +65,11 @@ def replan(
     now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
     verdict = decided_slowly(
         machinery.control,
-        lambda: _decide(config, now, file, diagnosis, say),
+        lambda: _decide(config, now, file, diagnosis),
         "choosing another plan",
         config.parallel.timeout_s,
     )
-    say(verdict.line)
+    logger.info(verdict.line)
     plan, searched = verdict.order.plan, verdict.searched
     if verdict.choice != now.choice:
         now = replace(now, problem=problem, number=now.plans + 1, plans=now.plans + 1)
@@ -101,7 +101,7 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
-def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis, say: Say) -> Verdict:
+def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis) -> Verdict:
     """Return, on rank 0 only, the best plan found, or the present choice in a new order if that is as good.
 
     A search moves nothing that is open, since moving is weighed afterwards: the present choice is compared
@@ -109,7 +109,7 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     """
     problem = now.seeing(None).problem
     old = evaluate(problem, staying(problem, now.choice))
-    found, lines = find(problem, file, config.plan.budget, say)
+    found, lines = find(problem, file, config.plan.budget)
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)

@@ -6,6 +6,7 @@ loads a machine less than a search on every core.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -48,8 +49,9 @@ from penstock.plan.plan_file import OtherPlan
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Say
 from penstock.words import within
+
+logger = logging.getLogger(__name__)
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
@@ -58,31 +60,28 @@ _Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Search
 """Number of the problem, promising plans, explanation, how much was searched, and the other plans found."""
 
 UNUSED = (
-    "warning: section [schedule] (name {name}) is ignored because plan.source = {source}. "
+    "section [schedule] (name {name}) is ignored because plan.source = {source}. "
     "Set plan.source=given to use it"
 )
 
 UNMOVED = (
-    "warning: placement.{name} = {asked} is ignored because the plan in {source} has {planned}. "
+    "placement.{name} = {asked} is ignored because the plan in {source} has {planned}. "
     "Set plan.source=given to use it"
 )
 
 
-def start(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
-    """Return the first plan of a resolved configuration. All ranks call it; it may measure the cluster.
-
-    say: prints progress and decisions.
-    """
+def start(config: RunConfig, machinery: Machinery) -> Planned:
+    """Return the first plan of a resolved configuration. All ranks call it; it may measure the cluster."""
     if config.plan.source != GIVEN and config.schedule != unused(config.schedule):
-        say(UNUSED.format(source=config.plan.source, name=config.schedule.name))
+        logger.warning(UNUSED.format(source=config.plan.source, name=config.schedule.name))
     if config.plan.file is not None:
-        return replay(config, machinery, config.plan.file, say)
+        return replay(config, machinery, config.plan.file)
     if config.plan.source == AUTO:
-        return search(config, machinery, say)
-    return as_given(config, machinery, say)
+        return search(config, machinery)
+    return as_given(config, machinery)
 
 
-def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
+def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     """Return the plan that section [schedule] describes, ordered by the costs of section [cluster].
 
     Where the dispatch is open and ranks have a choice, links are measured for some seconds, and the dispatch
@@ -96,9 +95,11 @@ def as_given(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
         times_s = {name: evaluate(measured, replace(choice, dispatch=name)).predicted_s for name in names}
         choice = replace(choice, dispatch=min(times_s, key=times_s.__getitem__))
         times = ", ".join(f"{name} {1000 * seconds:.0f} ms" for name, seconds in times_s.items())
-        say(f"dispatch {choice.dispatch} chosen: predicted step times with the measured links: {times}")
+        logger.info(
+            f"dispatch {choice.dispatch} chosen: predicted step times with the measured links: {times}"
+        )
     planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice))
-    say(f"{planned.name}: {choice.words}")
+    logger.info(f"{planned.name}: {choice.words}")
     return planned
 
 
@@ -113,14 +114,14 @@ def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
     return problem, choice
 
 
-def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
+def search(config: RunConfig, machinery: Machinery) -> Planned:
     """Measure or read the cluster, and return the best plan for it."""
     check_shared(config.moe, config.parallel)
-    file = cluster_of(config, machinery, say)
+    file = cluster_of(config, machinery)
     problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
 
     def decide() -> _Found:
-        number, found, lines = _fastest(problems, file, config.plan.budget, say)
+        number, found, lines = _fastest(problems, file, config.plan.budget)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         problem = problems[number]
         orders = [(each.choice, Order.of(each.plan), whole_s(problem, each)) for each in promising]
@@ -128,7 +129,7 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, lines, searched, others = decided_slowly(*decided_by)
-    say("\n".join(numbered(shown(lines), 1)))
+    logger.info("\n".join(numbered(shown(lines), 1)))
     best, *rivals = [
         Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
     ]
@@ -145,26 +146,23 @@ def search(config: RunConfig, machinery: Machinery, say: Say) -> Planned:
 
 
 def _fastest(
-    problems: Sequence[Problem], file: ClusterFile, budget: float, say: Say
+    problems: Sequence[Problem], file: ClusterFile, budget: float
 ) -> tuple[int, FoundPlan, tuple[str, ...]]:
     """Solve all problems; return the one with the shortest iteration, its plan and explanation.
 
     A problem that fits into memory is preferred to any that does not.
     """
-    found: list[tuple[FoundPlan, tuple[str, ...]]] = []
-    warnings: list[list[str]] = []
-    for problem in problems:
-        warnings.append([])
-        found.append(find(problem, file, budget, warnings[-1].append))
-    times_s = [whole_s(each, plan.best) for each, (plan, _) in zip(problems, found, strict=True)]
-    number = min(range(len(found)), key=lambda i: (bool(warnings[i]), times_s[i]))
-    for warning in warnings[number]:
-        say(warning)
-    plan, lines = found[number]
+    found = [_searched(problem, file, budget, IN_A_RUN, time.monotonic) for problem in problems]
+    times_s = [whole_s(each, plan.best) for each, (plan, _, _) in zip(problems, found, strict=True)]
+    number = min(range(len(found)), key=lambda i: (found[i][2] is not None, times_s[i]))
+    plan, lines, warning = found[number]
+    if warning is not None:
+        logger.warning(warning)
     if len(problems) == 1:
         return number, plan, lines
     both = ", ".join(
-        Updated(problem=problem, found=each).words for problem, (each, _) in zip(problems, found, strict=True)
+        Updated(problem=problem, found=each).words
+        for problem, (each, _, _) in zip(problems, found, strict=True)
     )
     return (
         number,
@@ -190,7 +188,7 @@ def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
     return [*rest, *simplest]
 
 
-def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Planned:
+def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
@@ -198,33 +196,33 @@ def replay(config: RunConfig, machinery: Machinery, path: Path, say: Say) -> Pla
         config = settled(config, sharded=paper.sizes.sharded_optimizer)
     problem = assumed_problem(config, layout)
     if config.plan.cluster is not None:
-        file = cluster_of(config, machinery, say)
+        file = cluster_of(config, machinery)
         problem = run_problem(config, layout, file)
     for line in overruled(config.placement, paper.choice, path):
-        say(line)
+        logger.warning(line)
     plan = paper.step_plan(problem, str(path))
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
     where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
-    say(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
+    logger.info(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
     planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
     return planned.knowing(paper)
 
 
-def cluster_of(config: RunConfig, machinery: Machinery, say: Say) -> ClusterFile:
+def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
     """Return the cluster file that section [plan] names, or else a new measurement.
 
     A file that describes other machines causes a warning.
     """
     plan, layout = config.plan, machinery.layout
     if plan.cluster is None:
-        say(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
+        logger.info(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         return profile_run(config, machinery, budget_s=plan.profile_s)
     name = plan.cluster
     file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
     if warning is not None:
-        say(f"warning: {warning}")
+        logger.warning(warning)
     return file
 
 
@@ -232,7 +230,6 @@ def find(
     problem: Problem,
     file: ClusterFile,
     budget: float,
-    say: Say,
     remedy: str = IN_A_RUN,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -245,22 +242,27 @@ def find(
     measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
     plan by then.
     """
+    found, lines, warning = _searched(problem, file, budget, remedy, clock)
+    if warning is not None:
+        logger.warning(warning)
+    return found, lines
+
+
+def _searched(
+    problem: Problem, file: ClusterFile, budget: float, remedy: str, clock: Callable[[], float]
+) -> tuple[FoundPlan, tuple[str, ...], str | None]:
+    """Return what `find` returns, and the warning, if there is any."""
     ends = time_limit(clock, budget)
-    memory = MemoryBudget.of(file.memory_bytes)
-
-    def searched() -> FoundPlan:
-        return find_plan(problem, memory=memory, budget=budget, ends=ends)
-
+    memory, warning = MemoryBudget.of(file.memory_bytes), None
     try:
-        found = searched()
+        found = find_plan(problem, memory=memory, budget=budget, ends=ends)
     except ConfigError as error:
         if memory is None:
             raise
-        say(f"warning: {error}")
-        memory = None
-        found = searched()
+        memory, warning = None, str(error)
+        found = find_plan(problem, memory=None, budget=budget, ends=ends)
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts)
+    return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts), warning
 
 
 SHOWN: Final = ("Plan", "Time", "Limit", "Update", "Caution")

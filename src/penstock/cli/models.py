@@ -116,8 +116,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
     opened = open_model(options.checkpoint, options.tokenizer)
     text = _text_of(options.file)
-    with progress_line(shown=sys.stderr.isatty()) as say:
-        found = judge(opened, text, options.length, str(options.file), say)
+    with progress_line(shown=sys.stderr.isatty()):
+        found = judge(opened, text, options.length, str(options.file))
     if options.json:
         print(json.dumps({"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}))
     else:

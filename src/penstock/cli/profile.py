@@ -133,12 +133,11 @@ def _measure(config: RunConfig, wanted: Wanted, layout: Layout, device: torch.de
     fits = partial(check_run, config, layout, there_bytes=device_bytes(device, control))
     control.agreed(fits, "comparing memory with the model")
     machinery = build_machinery(layout, device, config.parallel, config.train.precision)
-    with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0) as say:
+    with StopRequests(machinery.control) as requests, progress_line(shown=layout.rank == 0):
         file = profile_run(
             config,
             machinery,
             budget_s=wanted.budget_s,
-            say=say,
             name=wanted.out.stem,
             limits=Limits(asked=lambda: requests.asked),
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Final
 
 from rich.console import Console
+from rich.status import Status
 
 LINE_EVERY_S: Final = 5.0
 """Seconds between lines in a log file, where every line stays."""
@@ -16,18 +18,22 @@ LINE_EVERY_S: Final = 5.0
 
 @contextmanager
 def progress_line(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the present work: a changing line on a terminal, else one now and then.
+    """Show the present work, as loggers tell it: a changing line on a terminal, else one now and then.
 
-    shown: whether this process is the one that shows it.
+    Yields a function that shows a line like that. shown: whether this process is the one that shows it.
     """
+    from penstock.train.logs import telling
+
     if not shown:
         yield _ignore
-    elif sys.stderr.isatty():
-        console = Console(stderr=True, markup=False, highlight=False)
-        with console.status("measuring") as status:
-            yield lambda text: status.update(text[: console.width - LEAD])
-    else:
-        yield Lines(LINE_EVERY_S).say
+        return
+    with ExitStack() as closing:
+        say: Callable[[str], None] = Lines(LINE_EVERY_S).say
+        if sys.stderr.isatty():
+            console = Console(stderr=True, markup=False, highlight=False)
+            say = partial(_update, console, closing.enter_context(console.status("measuring")))
+        closing.enter_context(telling(say))
+        yield say
 
 
 LEAD: Final = 4
@@ -49,6 +55,10 @@ class Lines:
         if now_s - self._told_s >= self._every_s:
             self._told_s = now_s
             print(text, file=sys.stderr, flush=True)
+
+
+def _update(console: Console, status: Status, text: str) -> None:
+    status.update(text[: console.width - LEAD])
 
 
 def _ignore(text: str) -> None:

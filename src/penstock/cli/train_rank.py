@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import traceback
 
 from penstock.autopilot import Autopilot
@@ -23,12 +24,15 @@ from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
 from penstock.train.config import RunConfig
+from penstock.train.logs import RankLog
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
 from penstock.train.update import DivergedError
 from penstock.words import terminal_width
 from penstock.writing import write_whole
+
+logger = logging.getLogger(__name__)
 
 EXPECTED = (
     TaskError,
@@ -45,14 +49,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def be_rank(config: RunConfig, info: ProcessInfo, json_wanted: bool) -> int:
     """Train as this rank, which joins the others and prints if it is rank 0; return its exit code."""
-    return end_of_rank(info, _Rank(config, info).code(json_wanted))
+    with RankLog(info.rank) as log:
+        code = _Rank(config, info, log).code(json_wanted)
+    return end_of_rank(info, code)
 
 
 class _Rank:
     """This rank's part in a run, as far as it has come."""
 
-    def __init__(self, config: RunConfig, info: ProcessInfo) -> None:
-        self._config, self._info = config, info
+    def __init__(self, config: RunConfig, info: ProcessInfo, log: RankLog) -> None:
+        self._config, self._info, self._log = config, info, log
         self._trainer: Trainer | None = None
         self._left = Left(config)
 
@@ -89,7 +95,10 @@ class _Rank:
             keep_freed_memory()
             waits = config.parallel
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
-            self._trainer = Trainer(config, info, device, Autopilot, quiet=False, make_model=_maker(config))
+            make_model, log = _maker(config), self._log
+            self._trainer = Trainer(
+                config, info, device, Autopilot, quiet=False, make_model=make_model, log=log
+            )
             self._trainer.run()
         except (ConfigError, RefusalError) as error:
             return refused(error)
@@ -132,11 +141,12 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpect
         except OSError as error:  # a full disk is a likely reason for being here
             shown = f"\n{details.strip()}\n" if unexpected else " "
             where = f"{shown}({report} could not be written: {error.strerror})"
+    logger.error(f"{headline}{where}")
     tell(f"{headline}{where}")
     return FAILED
 
 
 def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
-    print(
-        json.dumps(summary.to_dict()) if json_wanted else "\n" + summary.to_text(terminal_width()), flush=True
-    )
+    text = summary.to_text(terminal_width())
+    logger.debug(text)  # for the log of the rank: what follows is for the terminal
+    print(json.dumps(summary.to_dict()) if json_wanted else "\n" + text, flush=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import ConfigError
+from penstock.cost import Workload
 from penstock.mesh import Group
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import interval_s
@@ -56,10 +57,15 @@ def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
     replicas = problem.mesh.size(Group.EXPERT_REPLICAS) > 1
     updating = Updating(clips=True, replicas=replicas, releases=releases)
     work = problem.workload
-    if not replicas:  # nothing of experts is summed among ranks, and all of them are updated
-        own = int(work.expert_bytes) * work.placement.slots
-        work = replace(work, expert_all_reduce_bytes=tuple(own * each for each in problem.shape.moe_layers))
+    if not replicas:
+        work = updating_experts(work, problem.shape.moe_layers)
     return replace(problem, workload=work, shape=replace(problem.shape, updating=updating))
+
+
+def updating_experts(work: Workload, moe_layers: Sequence[bool]) -> Workload:
+    """Return the workload of ranks that each update all of their experts, of which nothing is summed."""
+    own = int(work.expert_bytes) * work.placement.slots
+    return replace(work, expert_all_reduce_bytes=tuple(own * each for each in moe_layers))
 
 
 def find_updated(

@@ -12,6 +12,7 @@ from penstock.config import ConfigError, check_name
 from penstock.cost import ClusterConfig, StepCost, Workload
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.mesh import holders
+from penstock.plan.optimizers import updating_experts
 from penstock.report.step_text import (
     again_text,
     cluster_text,
@@ -226,7 +227,7 @@ def describe_schedule(
     asked = replace(asked if placement is None else placement.applied(asked), recompute=recompute)
     workload = _workload(layers, microbatches, sharing, asked.form)
     updating = Updating(releases=shard_gradients) if sharded_optimizer or shard_gradients else None
-    workload = workload if updating is None else _with_updates(workload)
+    workload = workload if updating is None else updating_experts(workload, (True,) * layers)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
     run = _run(asked, workload, cluster, sharing, updating)
@@ -279,12 +280,6 @@ def _about(system: System) -> str:
 
 
 # ---- the representative step -------------------------------------------------------------------------------
-
-
-def _with_updates(workload: Workload) -> Workload:
-    """Return the workload of ranks that each update all of their experts."""
-    own = int(workload.expert_bytes) * workload.placement.slots
-    return replace(workload, expert_all_reduce_bytes=(own,) * len(workload.all_reduce_bytes))
 
 
 def usual_sharing(name: str) -> Sharing:

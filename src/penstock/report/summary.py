@@ -13,10 +13,12 @@ from penstock.config.bounds import MOST_RANKS
 from penstock.cost.json_file import write_json
 from penstock.report.timeline import duration_text
 from penstock.trace.stragglers import Straggler
-from penstock.words import UNKNOWN, folded
+from penstock.words import UNKNOWN, counted, folded
 
 LABEL_WIDTH = 12
 SUMMARY_FILE: Final = "summary.json"
+OUTPUTS: Final = ("checkpoint", "metrics", "trace", "tensorboard", "plan", "cluster", "loads")
+"""Fields that are paths of what a run has written."""
 REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 
@@ -98,47 +100,15 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for `--json`."""
+        plain = {
+            name: value for name, value in to_dict(self).items() if name not in (*OUTPUTS, "unigram_entropy")
+        }
         return {
-            "schedule": self.schedule,
-            "dispatch": self.dispatch,
-            "steps": self.steps,
-            "first_loss": self.first_loss,
-            "last_loss": self.last_loss,
-            "eval_loss": self.eval_loss,
-            "eval_noise": self.eval_noise,
+            **plain,
             "corpus_unigram_entropy": self.unigram_entropy,
-            "tokens_per_s": self.tokens_per_s,
-            "whole_tokens_per_s": self.whole_tokens_per_s,
-            "model_flops_utilisation": self.model_flops_utilisation,
-            "peak_flops": self.peak_flops,
-            "iteration_s_median": self.iteration_s_median,
-            "simulated_iteration_s": self.simulated_iteration_s,
-            "interrupted": self.interrupted,
-            "skipped_steps": self.skipped_steps,
-            "overlap_efficiency": self.overlap_efficiency,
-            "communication_s": self.communication_s,
-            "exposed_communication_s": self.exposed_communication_s,
             "hidden_communication": self.hidden_communication,
-            "processes": self.processes,
-            "mp_size": self.mp_size,
-            "esp_size": self.esp_size,
-            "num_experts": self.num_experts,
-            "num_local_experts": self.num_local_experts,
-            "rank_load_max_over_mean": self.rank_load_max_over_mean,
-            "rows_crossing_nodes": self.rows_crossing_nodes,
-            "loads_in_common": self.loads_in_common,
             "stragglers": {str(each.rank): each.factor for each in self.stragglers},
-            "parameters": self.parameters,
-            "corpus": self.corpus,
-            "outputs": {
-                "checkpoint": self.checkpoint,
-                "metrics": self.metrics,
-                "trace": self.trace,
-                "tensorboard": self.tensorboard,
-                "plan": self.plan,
-                "cluster": self.cluster,
-                "loads": self.loads,
-            },
+            "outputs": {name: getattr(self, name) for name in OUTPUTS},
         }
 
     def to_text(self, width: int = UNKNOWN) -> str:
@@ -171,7 +141,7 @@ class RunSummary:
     @property
     def subject(self) -> str:
         """What was trained, for how long, and on how many processes."""
-        processes = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         experts = f"{self.num_experts} experts per MoE layer"
         if self.num_local_experts != self.num_experts:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
-from penstock.config.bounds import MOST_STEPS, FilePath, Name, Seed, Steps
+from penstock.config.bounds import MOST_STEPS, FilePath, Items, Name, Seed, Steps
 from penstock.cost import ClusterConfig
 from penstock.data import DataConfig
 from penstock.decision import PlacementConfig, ScheduleConfig
@@ -99,6 +99,12 @@ class MetricsConfig:
     into the run's folder, from where `wandb sync` sends them."""
     wandb_project: Name = "penstock"
     """Under which project."""
+    wandb_entity: Name | None = None
+    """Of which user or team; none = the usual one of who is logged in."""
+    wandb_name: Name | None = None
+    """Name of the run; none = that of its folder."""
+    wandb_tags: Annotated[tuple[Name, ...], Items(100, "more tags find nothing")] = ()
+    """The run's labels."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -1,10 +1,10 @@
-"""Where the curves of a run are written in addition to its own file: TensorBoard events, Weights & Biases."""
+"""Where the metrics of a run go: its own file, and as curves TensorBoard events and Weights & Biases."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,7 @@ from typing import Any, Final
 from penstock.config import ConfigError, check_no_link, is_missing, read_text, to_dict
 from penstock.extras import is_there
 from penstock.train.config import MetricsConfig, RunConfig
-from penstock.train.metrics import BY_LAYER, Picture, ScalarLog, StepMetrics
+from penstock.train.metrics import BY_LAYER, JsonLines, MetricsLog, Picture, StepMetrics
 from penstock.writing import write_whole
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
@@ -87,18 +87,18 @@ class WeightsAndBiases:
         self._run.log({"step": step, HEAT_MAP: self._image(picture)})
 
 
-def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> list[ScalarLog]:
-    """Open the logs that the settings require, on one rank.
+def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[MetricsLog]:
+    """Open the logs that the settings require, one after the other, on one rank.
 
     layers: numbers of the MoE layers. first: steps that were done before. Raises ConfigError if one of them
     cannot be opened.
     """
-    output, logs = config.output, list[ScalarLog]()
+    output = config.output
+    yield JsonLines(output.dir, first)
     if output.tensorboard and is_there("tensorboard"):
-        logs.append(TensorBoard(output.dir, first, layers))
+        yield TensorBoard(output.dir, first, layers)
     if config.metrics.wandb:
-        logs.append(_open_wandb(config, layers, resumes=first > 0))
-    return logs
+        yield _open_wandb(config, layers, resumes=first > 0)
 
 
 def check_wandb(config: MetricsConfig) -> None:
@@ -110,14 +110,19 @@ def check_wandb(config: MetricsConfig) -> None:
 
 
 def _open_wandb(config: RunConfig, layers: Sequence[int], *, resumes: bool) -> WeightsAndBiases:
-    """Open a run named like its folder. Raises ConfigError where the package refuses, as without a key."""
+    """Open a run, which has its folder's name if the settings give none.
+
+    Raises ConfigError where the package refuses, as without a key.
+    """
     import wandb
 
     asked, folder = config.metrics, config.output.dir
     try:
         run = wandb.init(
             project=asked.wandb_project,
-            name=folder.name,
+            entity=asked.wandb_entity,
+            name=asked.wandb_name or folder.name,
+            tags=asked.wandb_tags or None,
             id=_id_in(folder, resumes=resumes),
             dir=str(folder),
             resume="allow",

@@ -2,7 +2,7 @@
 
 ::
 
-    StepMetrics -> MetricsWriter     -> metrics.jsonl, TensorBoard events and other curves (`curves`)
+    StepMetrics -> MetricsWriter     -> every `MetricsLog`: metrics.jsonl, and curves (`curves`)
                 -> progress.Progress -> a live line on a terminal, plain lines anywhere else
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -94,19 +93,20 @@ OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.defaul
 # ---------------------------------------------------------------- files
 
 
-class ScalarLog(Protocol):
-    """A place to which curves are written."""
+class MetricsLog(Protocol):
+    """A place to which metrics are written, step by step."""
 
-    def write(self, metrics: StepMetrics) -> None: ...
+    def write(self, metrics: StepMetrics) -> None:
+        """Record one step; steps ascend."""
 
     def draw(self, step: int, picture: Picture) -> None:
-        """Show loads as colours, [height, width, 3]."""
+        """Show loads of experts as colours, [height, width, 3], if the place has pictures."""
 
     def close(self) -> None: ...
 
 
-class MetricsWriter:
-    """Appends each step to `metrics.jsonl` in `folder`, and to the given logs, which it also closes.
+class JsonLines(LineFile):
+    """Appends each step to `metrics.jsonl` in `folder`.
 
     `resume_step` is the number of steps already done: 0 starts a new record. Lines of later steps, left by
     a run that was killed after its last checkpoint, are dropped, so that no step appears twice.
@@ -117,39 +117,49 @@ class MetricsWriter:
     Raises `ConfigError` about the file for a record that cannot be continued.
     """
 
-    def __init__(self, folder: Path, resume_step: int, logs: Sequence[ScalarLog] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int) -> None:
         path = folder / METRICS_FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
             kept = [m for m in read_metrics(path) if m.step <= resume_step] if path.exists() else []
-            self.file = LineFile(path, (_to_line(metrics).encode() for metrics in kept))
+            super().__init__(path, (_to_line(metrics).encode() for metrics in kept))
         except OSError as error:
             why = f"cannot be written ({error.strerror})"
             raise ConfigError(str(path), UNSET, why, "Move away what is there, or make room.") from error
         self._last_step = kept[-1].step if kept else 0
-        self._logs = logs
+
+    def write(self, metrics: StepMetrics) -> None:
+        assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
+        self.add(_to_line(metrics).encode())
+        self._last_step = metrics.step
+
+    def draw(self, step: int, picture: Picture) -> None:
+        """Do nothing: the loads have a file of their own."""
+
+
+class MetricsWriter:
+    """Writes to all of a run's logs, and closes them."""
+
+    def __init__(self, *logs: MetricsLog) -> None:
+        self.logs = list(logs)
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step; steps must ascend."""
-        assert metrics.step > self._last_step, f"step {metrics.step} after step {self._last_step}"
-        self.file.add(_to_line(metrics).encode())
-        for log in self._logs:
+        for log in self.logs:
             log.write(metrics)
-        self._last_step = metrics.step
 
     def draw(self, step: int, loads_YE: Whole) -> None:
         """Show how often each expert was chosen, by MoE layer, as a heat map, in some of the steps."""
-        if self._logs and (step == 1 or step % HEAT_MAP_EVERY == 0):
+        if step == 1 or step % HEAT_MAP_EVERY == 0:
             picture = colours(loads_YE)
-            for log in self._logs:
+            for log in self.logs:
                 log.draw(step, picture)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self.file.close()
-        for log in self._logs:
+        for log in self.logs:
             log.close()
 
 

@@ -27,7 +27,7 @@ MARKS = ("metrics.jsonl", "checkpoints", "trace.json")
 CLUSTER_FILE, PLAN_FILE = "cluster.json", "plan.json"
 """The cluster that a run's plans are made for, and the plan in use: in its folder and in every checkpoint."""
 
-FOLDERS = ("checkpoints", "tensorboard", "wandb")
+FOLDERS = ("checkpoints", "logs", "tensorboard", "wandb")
 """Folders in the folder of a run into which the run writes."""
 
 CONFIG = "config.toml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,8 +18,6 @@ from penstock.simulate import Timeline
 from penstock.topology import Control
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +101,8 @@ class Ranks:
 class MakePilot(Protocol):
     """Makes pilots. All ranks call both methods, with a resolved configuration."""
 
-    def layout(
-        self, config: RunConfig, ranks: Ranks, resumption: Resumption | None, say: Say, /
-    ) -> RunConfig:
+    def layout(self, config: RunConfig, ranks: Ranks, resumption: Resumption | None, /) -> RunConfig:
         """Return the run with a layout, decided where its configuration leaves it open."""
 
-    def __call__(
-        self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, say: Say, /
-    ) -> Pilot:
+    def __call__(self, config: RunConfig, machinery: Machinery, resumption: Resumption | None, /) -> Pilot:
         """Make the first plan, or continue with a checkpoint's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from rich.progress import Progress as RichProgress
 from penstock.stops import mute
 from penstock.train.metrics import StepMetrics
 from penstock.words import folded, percent, terminal_width
+
+logger = logging.getLogger(__name__)
 
 SHOWN_STEPS = 10
 LEAST_BAR = 10
@@ -37,19 +40,24 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, *, every: int = 10, quiet: bool = False) -> None:
-        self._total_steps = total_steps
+        self._total_steps, self._every = total_steps, every
         self._display = _Silence()
         if not quiet:
             live = sys.stderr.isatty()
-            self._display = _LiveLine(total_steps) if live else _PlainLines(total_steps, every)
+            self._display = _LiveLine(total_steps) if live else _PlainLines(total_steps)
         self._recent: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
 
     def update(self, metrics: StepMetrics) -> None:
         """Show a step that has ended: its loss, and speed and overlap over the last ten steps."""
         self._recent.append(metrics)
         shown = _averaged(self._recent)
+        left = self._total_steps - metrics.step
+        due = left == 0 or metrics.eval_loss is not None or (self._every and metrics.step % self._every == 0)
+        if due:
+            words = describe(shown, left * shown.iteration_s)
+            logger.debug(f"step {metrics.step}/{self._total_steps}  {words}")
         with self._unless_lost():
-            self._display.show(shown, (self._total_steps - metrics.step) * shown.iteration_s)
+            self._display.show(shown, left * shown.iteration_s, due=bool(due))
 
     def say(self, message: str) -> None:
         """Show a message that stays, above the line that changes."""
@@ -88,7 +96,7 @@ def _averaged(recent: Sequence[StepMetrics]) -> StepMetrics:
     )
 
 
-def describe(metrics: StepMetrics, eta_s: float, width: int) -> str:
+def describe(metrics: StepMetrics, eta_s: float, width: int = sys.maxsize) -> str:
     """Return the step on one line: loss, speed, share of hidden communication if there is any, time left.
 
     Where that is longer than `width`, the communication is left out first, then the speed, then the time
@@ -111,7 +119,7 @@ class _Silence:
 
     def start(self) -> None: ...
 
-    def show(self, metrics: StepMetrics, eta_s: float) -> None: ...
+    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None: ...
 
     def say(self, message: str) -> None: ...
 
@@ -119,13 +127,11 @@ class _Silence:
 
 
 class _PlainLines(_Silence):
-    def __init__(self, total_steps: int, every: int) -> None:
-        self._total_steps, self._every, self._stream = total_steps, every, sys.stderr
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps, self._stream = total_steps, sys.stderr
 
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
-        is_last = metrics.step == self._total_steps
-        due = self._every > 0 and metrics.step % self._every == 0
-        if is_last or due or metrics.eval_loss is not None:
+    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None:
+        if due:
             head = f"step {metrics.step}/{self._total_steps}  "
             left = terminal_width(self._stream) - len(head)
             print(head + describe(metrics, eta_s, left), file=self._stream, flush=True)
@@ -152,7 +158,8 @@ class _LiveLine(_Silence):
     def start(self) -> None:
         self._bar.start()
 
-    def show(self, metrics: StepMetrics, eta_s: float) -> None:
+    def show(self, metrics: StepMetrics, eta_s: float, *, due: bool) -> None:
+        del due  # the line changes with every step
         left = self._console.width - LEAST_BAR - 2 * len(f" {self._bar.tasks[self._task].total}")
         words = describe(metrics, eta_s, left)
         self._bar.update(self._task, completed=metrics.step, description=words)

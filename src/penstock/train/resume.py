@@ -5,6 +5,7 @@ All of this is decided before anything is measured or written, and by all ranks 
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from penstock.checkpoint.folder import Record, all_checkpoints, step_of
@@ -13,8 +14,10 @@ from penstock.config import ConfigError
 from penstock.topology import Control
 from penstock.train.checkpoint import Checkpoints, verify
 from penstock.train.config import IF_PRESENT, RunConfig
-from penstock.train.pilot import Resumption, Say
+from penstock.train.pilot import Resumption
 from penstock.train.resume_settings import changes, check_model
+
+logger = logging.getLogger(__name__)
 
 
 def checkpoints_folder(config: RunConfig) -> Path:
@@ -44,7 +47,7 @@ def require_checkpoint(config: RunConfig) -> None:
         raise ConfigError("train.resume", True, f"{folder} contains no checkpoint to continue from", hint)
 
 
-def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption | None:
+def find_resumption(config: RunConfig, control: Control) -> Resumption | None:
     """Return the checkpoint to continue from; None for a run that starts afresh. All ranks call it.
 
     Raises ConfigError if a required checkpoint is missing, if none can be used, or if the run was another.
@@ -57,41 +60,39 @@ def find_resumption(config: RunConfig, control: Control, say: Say) -> Resumption
     found = control.gather(mine, purpose)[0]
     if not found:
         require_checkpoint(config)
-        say(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")
+        logger.info(f"{checkpoints_folder(config)} contains no checkpoint: starting from the beginning")
         return None
-    return _newest_whole(config, control, tuple(reversed(found)), (), say)
+    return _newest_whole(config, control, tuple(reversed(found)), ())
 
 
-def restore(
-    config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption, say: Say
-) -> int:
+def restore(config: RunConfig, control: Control, checkpoints: Checkpoints, resumption: Resumption) -> int:
     """Load the checkpoint, or an older one if it turns out to be damaged; return the steps already done."""
     while True:
         try:
             done = checkpoints.load(resumption.path, verified=True)
         except DamagedCheckpointError as error:
-            say(f"{error}: trying the previous checkpoint")
+            logger.info(f"{error}: trying the previous checkpoint")
             damaged = (*resumption.damaged, resumption.path)
-            resumption = _newest_whole(config, control, resumption.older, damaged, say)
+            resumption = _newest_whole(config, control, resumption.older, damaged)
             continue
         for path in resumption.damaged:
             checkpoints.set_aside(path)
-            say(f"{path} is damaged; it was renamed to damaged-{path.name}")
-        say(f"continuing from {resumption.path}")
+            logger.info(f"{path} is damaged; it was renamed to damaged-{path.name}")
+        logger.info(f"continuing from {resumption.path}")
         return done
 
 
 def _newest_whole(
-    config: RunConfig, control: Control, candidates: tuple[Path, ...], damaged: tuple[Path, ...], say: Say
+    config: RunConfig, control: Control, candidates: tuple[Path, ...], damaged: tuple[Path, ...]
 ) -> Resumption:
     for number, path in enumerate(candidates):
         try:
             record = verify(path, control)
         except DamagedCheckpointError as error:
-            say(f"{error}: trying the previous checkpoint")
+            logger.info(f"{error}: trying the previous checkpoint")
             damaged = (*damaged, path)
             continue
-        _check(config, control, record, path, say)
+        _check(config, control, record, path)
         return Resumption(path=path, record=record, older=candidates[number + 1 :], damaged=damaged)
     folder = checkpoints_folder(config)
     why = f"none of the checkpoints in {folder} can be used ({', '.join(path.name for path in damaged)})"
@@ -99,7 +100,7 @@ def _newest_whole(
     raise ConfigError("train.resume", config.train.resume, why, hint)
 
 
-def _check(config: RunConfig, control: Control, record: Record, path: Path, say: Say) -> None:
+def _check(config: RunConfig, control: Control, record: Record, path: Path) -> None:
     """Raise ConfigError for another model and for a run that is over; report what else has changed."""
     steps = config.train.steps
     if (done := step_of(path)) >= steps:
@@ -112,4 +113,4 @@ def _check(config: RunConfig, control: Control, record: Record, path: Path, say:
     if record.processes != control.world_size:
         found.append(f"processes {record.processes} -> {control.world_size}")
     if found:
-        say(f"changed since {path.name}: {'; '.join(found)}")
+        logger.info(f"changed since {path.name}: {'; '.join(found)}")

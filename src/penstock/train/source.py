@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from penstock.data.text import Readable, TextError
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig
-from penstock.train.pilot import Say
+
+logger = logging.getLogger(__name__)
 
 HELD_OUT_BLOCKS: Final = "data.held_out_fraction (blocks held out of so many)"
 """Key of uneven fractions alone: earlier versions held out one block of some, whatever the fraction."""
@@ -86,16 +88,14 @@ def check_source(config: RunConfig) -> None:
         raise _located(error) from None
 
 
-def open_source(
-    config: RunConfig, layout: Layout, control: Control, *, scans: bool = True, say: Say = lambda _: None
-) -> Source:
+def open_source(config: RunConfig, layout: Layout, control: Control, *, scans: bool = True) -> Source:
     """Open the texts and check them. A problem of one rank is raised alike on all ranks.
 
     scans: whether this rank prepares texts that are not yet prepared, and reads all texts once, which takes
     seconds per gigabyte; one rank of each machine does, rank 0 among them. The others compare sizes and some
     pages.
     """
-    _take_turns(config, control, _prepare(config, say) if scans else iter(()), "preparing the training text")
+    _take_turns(config, control, _prepare(config) if scans else iter(()), "preparing the training text")
     problem, opened, glimpse = None, None, None
     try:
         opened = _open(config, layout)
@@ -120,19 +120,19 @@ def open_source(
     )
 
 
-def _prepare(config: RunConfig, say: Say) -> Iterator[None]:
+def _prepare(config: RunConfig) -> Iterator[None]:
     """Prepare the texts that are not yet prepared; report progress from time to time."""
     for each in to_prepare(config.data):
         if each.is_done:
             continue
         _check_waiting(config, each)
-        say(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
+        logger.info(f"preparing {each.work.source} in {each.folder}; the next run finds it there")
         told_s = time.monotonic()
         for progress in each.work.run(each.folder, waits=True):
             if time.monotonic() - told_s > TOLD_EVERY_S:
                 told_s = time.monotonic()
                 done = 100 * progress.read_bytes // max(1, progress.total_bytes)
-                say(f"prepared {done} %: {progress.tokens:,} tokens")
+                logger.info(f"prepared {done} %: {progress.tokens:,} tokens")
             yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -36,8 +37,9 @@ from penstock.train.curves import TensorBoard, check_wandb, open_logs
 from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
+from penstock.train.logs import RankLog, show
 from penstock.train.measuring import measured
-from penstock.train.metrics import MetricsWriter, ScalarLog, StepMetrics
+from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
@@ -50,6 +52,9 @@ from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
 from penstock.train.tracing import StepAnalysis, analyse
 from penstock.train.update import ADVICE, DivergedError, build_update
+from penstock.writing import LineFile
+
+logger = logging.getLogger(__name__)
 
 ANALYSED_STEPS, TYPICAL_STEPS = 2, 10
 """Last steps that are traced at least, and last steps over which median durations of tasks are taken."""
@@ -65,7 +70,8 @@ class Trainer:
     """Trains what a configuration describes, on this rank of a group that has joined already.
 
     make_pilot: makes the pilot, which decides by which plan steps run. make_model: builds the model. on_step:
-    called before a step's checkpoint is written; the output folder exists by then.
+    called before a step's checkpoint is written; the output folder exists by then. log: gets its file in the
+    output folder, when that is there.
     """
 
     began = False
@@ -86,26 +92,28 @@ class Trainer:
         quiet: bool,
         make_model: MakeModel = decoder_of,
         on_step: OnStep | None = None,
+        log: RankLog | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
         self._asked = config = resolved_alike(config, control)
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
-        self.leader, self.on_step = info.rank == 0, on_step
+        self.leader, self.on_step, self.log = info.rank == 0, on_step, log
         every, quiet = config.train.log_every, quiet or not self.leader
         self.progress = Progress(config.train.steps, every=every, quiet=quiet)
-        node_size, say = find_node_size(control, info.local_rank), self.progress.say
+        show(self.progress.say)
+        node_size = find_node_size(control, info.local_rank)
         with self._waiting_for_a_checkpoint():
-            self.resumption = find_resumption(config, control, say)  # before anything is measured
+            self.resumption = find_resumption(config, control)  # before anything is measured
         folder, begins = config.output.dir, self.resumption is None
         control.agreed(lambda: check_output(folder, keep=not begins), "trying output.dir", by=0)
         self.output = OutputFolder(folder, keep=not begins)
         ranks = Ranks(control=control, device=device, node_size=node_size)
-        config = make_pilot.layout(on_device(config, device), ranks, self.resumption, say)
+        config = make_pilot.layout(on_device(config, device), ranks, self.resumption)
         self.layout = self._checked_layout(config, ranks)
         machinery = build_machinery(self.layout, device, config.parallel, config.train.precision)
-        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0, say=say)
+        self.source = open_source(config, self.layout, control, scans=info.local_rank == 0)
         self.batches = ReadAhead(self.source.stream, device)
-        self.pilot = pilot = make_pilot(config, machinery, self.resumption, say)
+        self.pilot = pilot = make_pilot(config, machinery, self.resumption)
         config = pilot.config
         model = make_model(config, machinery, plan=pilot.plan, moving=pilot.moving, begins=begins)
         self.stack = model.stack
@@ -154,12 +162,14 @@ class Trainer:
         with ExitStack() as closing:
             # Rank 0 prepares the folder; the others look into it only after the exchange.
             self.control.agreed(lambda: closing.enter_context(self.output), "preparing output.dir", by=0)
+            if self.log is not None:
+                self.log.open(self.output.path)
             self._say_moved()
             self.began = True
             done = self._resume()
             closing.enter_context(self.progress)
             if self.config.moe.warning is not None:
-                self.progress.say(self.config.moe.warning)
+                logger.info(self.config.moe.warning)
             self._open_records(closing, done)
             last, started_s = False, time.perf_counter()
             while not last:
@@ -169,7 +179,7 @@ class Trainer:
                 vote = requests.agreed(done, metrics.iteration_s, lost=self.output.is_lost)
                 last = vote.stop or done == self.config.train.steps
                 if vote.stop:
-                    self.progress.say(f"stopping after step {done}, as requested")
+                    logger.info(f"stopping after step {done}, as requested")
                 if vote.lost:
                     self._renew_output(done)
                 self._after_step(metrics, last=last, saves=vote.lost)
@@ -279,7 +289,7 @@ class Trainer:
         self.history.add(metrics)
         self.progress.update(metrics)
         if self.writer is not None:
-            with written(self.writer.file.path):
+            with written(self.output.path / METRICS_FILE):
                 self.writer.write(metrics)
             if (loads_PYE := self.stack.loads.last) is not None:
                 loads_YE = loads_PYE.sum(axis=0, dtype=np.int64)
@@ -304,7 +314,7 @@ class Trainer:
             problem = f"after step {step} the loss on held-out text is {loss}"
             if last:
                 raise self._diverged(problem)
-            self.progress.say(f"{problem}: no checkpoint is saved")
+            logger.info(f"{problem}: no checkpoint is saved")
             self._describe()
             return
         self._finish_saving()
@@ -328,7 +338,7 @@ class Trainer:
         if self.skipped_in_a_row > most:
             raise self._diverged(f"step {step} has {numbers}")
         count = f"{self.skipped_in_a_row} in a row, train.max_skipped_steps = {most}"
-        self.progress.say(f"step {step} skipped: {numbers}; nothing was updated ({count})")
+        logger.info(f"step {step} skipped: {numbers}; nothing was updated ({count})")
 
     @property
     def config(self) -> RunConfig:
@@ -373,12 +383,12 @@ class Trainer:
         try:
             yield
         except OSError as error:
-            self.progress.say(f"what the last steps were like was not written: {error}")
+            logger.info(f"what the last steps were like was not written: {error}")
 
     def _say_moved(self) -> None:
         path, moved_to = self.output.path, self.output.moved_to
         if moved_to is not None:
-            self.progress.say(f"{path} contained an earlier run, which was moved to {moved_to}")
+            logger.info(f"{path} contained an earlier run, which was moved to {moved_to}")
 
     def _renew_output(self, done: int) -> None:
         """Make the folder and its records again; the checkpoint that follows is the only one by then."""
@@ -393,23 +403,23 @@ class Trainer:
         self._save_settings(done)
         self._say_moved()
         self.saved = None  # gone, as the line says, or not the newest for long
-        self.progress.say(
+        logger.info(
             f"{self.output.path}, or a record in it, was removed or moved away: it is made again, with the "
             "metrics of all steps, and a checkpoint is saved now"
         )
 
     def _open_records(self, closing: ExitStack, first: int) -> None:
         """Open what metrics and routing are written to; if that fails, all ranks raise the reason."""
-        logs: list[ScalarLog] = []
         output = self.config.output
 
         def prepare() -> None:
-            self.writer = closing.enter_context(MetricsWriter(output.dir, first, logs))
+            self.writer = closing.enter_context(MetricsWriter())
+            for log in open_logs(self.config, self.moe_layers, first):
+                self.writer.logs.append(log)
+                if isinstance(log, LineFile | TensorBoard):
+                    self.output.records.append(log)
             self._save_settings(first)
             self.loads = LoadBook.resumed(output.dir, first)
-            logs.extend(open_logs(self.config, self.moe_layers, first))
-            self.output.records.append(self.writer.file)
-            self.output.records += [log for log in logs if isinstance(log, TensorBoard)]
 
         def prepare_routing() -> None:
             self.routing = RoutingFile(self.config, self.control, self.layout, first)
@@ -418,7 +428,7 @@ class Trainer:
         self.control.agreed(prepare, "opening what metrics go to", by=0)
         for setting, module in (("tensorboard", "tensorboard"), ("loads", "matplotlib")):
             if getattr(output, setting) and not is_there(module):
-                self.progress.say(f"output.{setting} {needs(module)} and is left out. {install(module)}")
+                logger.info(f"output.{setting} {needs(module)} and is left out. {install(module)}")
         if output.routing:
             self.control.agreed(prepare_routing, "opening the record of routing")
 
@@ -447,14 +457,14 @@ class Trainer:
             return 0
         self.checkpoints.clear_unfinished()  # the folder is locked by this run, so no other save is running
         with self._waiting_for_a_checkpoint():
-            return restore(self._asked, self.control, self.checkpoints, self.resumption, self.progress.say)
+            return restore(self._asked, self.control, self.checkpoints, self.resumption)
 
     def _finish_saving(self) -> None:
         """Wait for the checkpoint that is being written. Say, once, if the newest is where it was no more."""
         with self._waiting_for_a_checkpoint():
             self.saved = self.checkpoints.finish() or self.saved
         if self.saved is not None and not self.saved.exists():
-            self.progress.say(f"{self.saved}, the newest checkpoint, was removed or moved away")
+            logger.info(f"{self.saved}, the newest checkpoint, was removed or moved away")
             self.saved = None
 
     def _waiting_for_a_checkpoint(self) -> AbstractContextManager[None]:

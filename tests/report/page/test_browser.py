@@ -25,16 +25,25 @@ const wrong = [];
 addEventListener("error", event => wrong.push(event.message));
 addEventListener("securitypolicyviolation", event => wrong.push(event.violatedDirective));
 addEventListener("load", () => {
-  const drawn = {}, chosen = {}, root = document.documentElement;
+  const drawn = {}, chosen = {};
   for (const choice of document.querySelectorAll("select[data-place]")) {
     choice.selectedIndex = choice.options.length - 1;
     choice.dispatchEvent(new Event("change"));
     const place = document.getElementById(choice.dataset.place);
-    chosen[place.id] = place.data === figures[choice.value].data;
+    chosen[place.id] = place.dataset.figure === choice.value;
   }
   for (const place of document.querySelectorAll("[data-figure]"))
     drawn[place.id] = place.querySelectorAll(".plot-container .main-svg").length;
-  root.dataset.found = JSON.stringify({wrong, drawn, chosen, width: root.scrollWidth, window: innerWidth});
+  const themes = [0, 1].map(() => {
+    document.getElementById("theme").click();
+    const places = [...document.querySelectorAll("[data-figure]")];
+    const drawn = new Set(places.map(place => place.layout.template.layout.paper_bgcolor));
+    const text = getComputedStyle(document.querySelector("p.said")).color;
+    const box = getComputedStyle(document.querySelector("section")).backgroundColor;
+    return {theme: root.dataset.theme, box, text, drawn: [...drawn]};
+  });
+  const width = root.scrollWidth;
+  root.dataset.found = JSON.stringify({themes, wrong, drawn, chosen, width, window: innerWidth});
 });
 </script>"""
 """Asked inside the page, when it has been drawn."""
@@ -65,4 +74,10 @@ def test_everything_is_drawn_inside_the_window(tmp_path: Path, width: int) -> No
     assert found["wrong"] == []
     assert found["drawn"] and all(count > 0 for count in found["drawn"].values())
     assert found["chosen"] == {"timeline": True, "loads-time": True}
+    themes = {each["theme"]: each for each in found["themes"]}
+    assert themes.keys() == {"light", "dark"}, "one after the other, wherever the system begins"
+    assert all(each["drawn"] == [each["box"]] for each in themes.values()), "figures change with the page"
+    assert (
+        themes["light"]["box"] != themes["dark"]["box"] and themes["light"]["text"] != themes["dark"]["text"]
+    )
     assert found["width"] <= found["window"], "nothing is wider than the window"

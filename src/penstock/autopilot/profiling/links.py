@@ -6,6 +6,7 @@ sums what an all-to-all brought, a broadcast sends from one rank to all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.autopilot.profiling.pair import make_pair
-from penstock.autopilot.profiling.sample import Action, Budget, Limits, ignore, measure_sizes
+from penstock.autopilot.profiling.sample import Action, Budget, Limits, measure_sizes
 from penstock.cost.cluster_file import PAIR, Fit, LinkModel
 from penstock.cost.fit import fit_line
 from penstock.dispatch import DISPATCHES, Dispatch, Place
@@ -27,6 +28,8 @@ from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import send_out
 from penstock.topology import Layout
 from penstock.words import counted
+
+logger = logging.getLogger(__name__)
 
 SIZES_BYTES = tuple(1 << power for power in (18, 20, 14, 22, 16, 12, 24))
 """Sizes in the order of their worth: two give a line, extremes tell its start-up from its slope."""
@@ -69,13 +72,12 @@ def measure_links(
     budget_s: float,
     *,
     used_only: bool = False,
-    say: Callable[[str], None] = ignore,
     limits: Limits | None = None,
 ) -> tuple[LinkModel, ...]:
     """Return lines of all collectives; the same on all ranks, which must call it together. () for one rank.
 
     dispatches: names of hierarchical ones whose legs are measured, too. used_only: leave out what no plan
-    rests on. say: told what is measured now; limits: as of `Budget`.
+    rests on. limits: as of `Budget`.
 
     The time goes first to what plans rest on; the remainder pays for at least two sizes of everything else.
     Collectives that are left when the budget is `late` are not measured.
@@ -97,7 +99,7 @@ def measure_links(
             share_s = budget.left_s * weight / (weight + sum(waiting.values()))
             done = len(known) + 1
             ranks = counted(len(probe.members), "rank")
-            say(
+            logger.debug(
                 f"link {done} of {done + len(waiting)}: {probe.collective} {probe.op}".rstrip() + f", {ranks}"
             )
             known[probe.wire] = _measure(probe, budget, share_s, machinery.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.autopilot.profiling.kernels import measure_kernels, rates_of
 from penstock.autopilot.profiling.links import measure_links
 from penstock.autopilot.profiling.machine import memory_bytes
-from penstock.autopilot.profiling.sample import Limits, ignore
+from penstock.autopilot.profiling.sample import Limits
 from penstock.autopilot.profiling.tasks import measure_tasks
 from penstock.autopilot.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
@@ -20,6 +21,8 @@ from penstock.dispatch import DISPATCHES
 from penstock.runtime import Machinery
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 BUDGET_S = 60.0
 LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
@@ -37,24 +40,22 @@ def profile_run(
     machinery: Machinery,
     *,
     budget_s: float = BUDGET_S,
-    say: Callable[[str], None] = ignore,
     name: str = UNNAMED,
     limits: Limits | None = None,
 ) -> ClusterFile:
     """Measure links and computation for a resolved configuration; return the same file on every rank.
 
-    All ranks must call this together, and nothing else may use the machinery meanwhile. say: told what is
-    being measured, case by case. limits: whether this rank is asked to end as soon as it has the least that a
-    file needs, and the clock by which measuring ends even where this least takes too long; the file then
-    lists this among its doubts.
+    All ranks must call this together, and nothing else may use the machinery meanwhile. limits: whether
+    this rank is asked to end as soon as it has the least that a file needs, and the clock by which measuring
+    ends even where this least takes too long; the file then lists this among its doubts.
     """
     limits = limits or Limits()
     layout = machinery.layout
     links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
     if layout.world_size > 1:
-        say(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-    file = _with_links(config, machinery, links_s, used_only=False, say=say, limits=limits)
-    say(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
+        logger.debug(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
+    file = _with_links(config, machinery, links_s, used_only=False, limits=limits)
+    logger.debug(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
     kernels_s = KERNELS_SHARE * (budget_s - links_s)
     kernels = measure_kernels(config, machinery, kernels_s, limits)
     file = replace(
@@ -65,7 +66,7 @@ def profile_run(
         source=_source(config, layout),
     )
     left_s = budget_s - links_s - kernels_s
-    file = measure_tasks(config, machinery, left_s, file, say=say, limits=limits)
+    file = measure_tasks(config, machinery, left_s, file, limits=limits)
     there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
     file = replace(file, memory_bytes=there_bytes)
     stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
@@ -115,14 +116,13 @@ def _with_links(
     *,
     used_only: bool,
     dispatches: Sequence[str] = (),
-    say: Callable[[str], None] = ignore,
     limits: Limits | None = None,
 ) -> ClusterFile:
     layout = machinery.layout
     legged = [name for name in dispatches if DISPATCHES[name].needs_table]
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
     limits = limits or Limits()
-    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, say=say, limits=limits)
+    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, limits=limits)
     return ClusterFile(
         name=UNNAMED,
         nodes=layout.nodes,

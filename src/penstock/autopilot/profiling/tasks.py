@@ -6,9 +6,10 @@ kind of task is seen at several sizes. All layers of a kind are assumed to cost 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.autopilot.profiling.machine import here
-from penstock.autopilot.profiling.sample import PURPOSE, Budget, Limits, ignore
+from penstock.autopilot.profiling.sample import PURPOSE, Budget, Limits
 from penstock.autopilot.profiling.steps import RealSteps, with_steps, worth_running
 from penstock.autopilot.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
@@ -39,6 +40,8 @@ from penstock.trace import TaskRecord
 from penstock.train.assemble import build_stack, first_plan, workload
 from penstock.train.config import RunConfig
 
+logger = logging.getLogger(__name__)
+
 LEAST_ROUNDS, MOST_ROUNDS = 2, 12
 PIECES = (1, 2, 4)
 ALIKE = 1.05
@@ -55,14 +58,13 @@ def measure_tasks(
     file: ClusterFile,
     schedules: Sequence[ScheduleConfig] = (),
     *,
-    say: Callable[[str], None] = ignore,
     limits: Limits | None = None,
 ) -> ClusterFile:
     """Return the file with its compute tasks measured, and what real steps tell about tasks and links.
 
     Tasks are lines over the work by the file's rates, of ranks of slowness 1. The result is the same on all
     ranks, which must call this together. schedules: how steps are cut; none = in several ways, so that the
-    lines hold for any. say: told what is measured now; limits: as of `Budget`. Where the budget is
+    lines hold for any. limits: as of `Budget`. Where the budget is
     `late` the file has what was measured by then, and says so among its doubts.
     """
     limits = limits or Limits()
@@ -71,7 +73,7 @@ def measure_tasks(
     stack = build_stack(sample, silent(machinery))
     try:
         runs = _Runs(sample, machinery, stack, schedules or cuts(sample))
-        slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget, say))
+        slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget))
     finally:
         stack.close()
     tasks = tuple(_models(runs, alone, file.rates))
@@ -198,7 +200,7 @@ class _Runs:
         wait_for_gpu()  # or the clock would tell how long launching took
         return time.perf_counter() - start_s, stack.records()
 
-    def measure(self, rounds: int, budget: Budget, say: Callable[[str], None]) -> list[Seconds]:
+    def measure(self, rounds: int, budget: Budget) -> list[Seconds]:
         """Return, for every plan, seconds of its compute tasks without a network, [rank, round, task].
 
         Real steps run in the same rounds, so that a machine that gets slower does not mislead. Few rounds are
@@ -209,7 +211,7 @@ class _Runs:
         for number in range(rounds):
             if number >= LEAST_ROUNDS and budget.agree() <= 0:
                 break
-            say(f"steps of two layers, round {number + 1} of {rounds}")
+            logger.debug(f"steps of two layers, round {number + 1} of {rounds}")
             for plan, tasks, found in zip(self.plans, self.tasks, mine, strict=True):
                 if mine[0] and budget.agree_late():
                     break

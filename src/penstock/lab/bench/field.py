@@ -172,7 +172,7 @@ def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], No
 
 def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
     """Return the schedules, and the plan that the joint search chooses, all predicted from one profile."""
-    problem = _profiled(stacks, say)
+    problem = _profiled(stacks)
     say(SEARCHING)
     found = chosen(problem, stacks.machinery.control, stacks.config.parallel.timeout_s)
     tried = predicted(stacks, problem)
@@ -184,10 +184,10 @@ def _field_with_choice(stacks: Stacks, say: Callable[[str], None]) -> RealField:
     return RealField(stacks, best, notes=notes, peers=stacks.config.compare.peers)
 
 
-def _profiled(stacks: Stacks, say: Callable[[str], None]) -> Problem:
+def _profiled(stacks: Stacks) -> Problem:
     """Return the problem of the step on links and tasks as measured now."""
     budget_s = stacks.config.compare.profile_s
-    file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s, say=say)
+    file = profile_run(stacks.run_config, stacks.machinery, budget_s=budget_s)
     return run_problem(stacks.run_config, stacks.layout, file)
 
 
@@ -255,7 +255,7 @@ def planned_field(config: BenchConfig, layout: Layout, say: Callable[[str], None
     The runs that are predicted are unknown: the profile is measured before them, task by task.
     """
     stacks = Stacks(config, layout)
-    problem = _profiled(stacks, say)
+    problem = _profiled(stacks)
     say(SEARCHING)
     found = chosen(problem, stacks.machinery.control, config.parallel.timeout_s)
     published = planners(problem)

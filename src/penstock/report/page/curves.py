@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.report.loads import BRIGHTEST, COLD, EVEN, HOT, LoadCourse, over_mean
+from penstock.report.loads import BRIGHTEST, COLD, HOT, LoadCourse, over_mean
 from penstock.report.page.finished import ByLayer, Course, Values
-from penstock.report.page.style import FAINT, LINE, SECOND, SERIES, TEXT, Figure, axis, layout
+from penstock.report.page.style import EVEN, HIDDEN, LINE, SECOND, SERIES, TEXT, Figure, axis, upright
 
 MOST_POINTS = 2000
 """The most points of a curve: a screen has no more columns."""
@@ -20,6 +20,8 @@ MOST_CELLS = 120_000
 MOST_LAYERS = 8
 """The most layers with a curve of their own, from the first to the last."""
 FIGURE_HEIGHT = 300
+BARE: Figure = {"showgrid": False, "zeroline": False}
+"""Of axes without a grid."""
 SHORT = 10
 """Runs of fewer steps have a label at each step."""
 
@@ -30,6 +32,7 @@ def loss_figure(course: Course) -> Figure:
     held = [place for place, loss in enumerate(course.eval_loss) if loss is not None]
     data: list[Figure] = [_line(course, course.loss, at, "training", LINE)]
     if held:
+        noise = [course.eval_noise[place] or 0 for place in held]
         data.append(
             {
                 "type": "scatter",
@@ -37,13 +40,7 @@ def loss_figure(course: Course) -> Figure:
                 "name": "held-out text",
                 "x": [course.steps[place] for place in held],
                 "y": [course.eval_loss[place] for place in held],
-                "error_y": {
-                    "type": "data",
-                    "array": [course.eval_noise[place] or 0 for place in held],
-                    "color": SECOND,
-                    "thickness": 1.2,
-                    "width": 4,
-                },
+                "error_y": {"type": "data", "array": noise, "color": SECOND, "thickness": 1.2, "width": 4},
                 "marker": {"color": SECOND, "size": 8},
                 "hovertemplate": "step %{x}: %{y:.4f}<extra>held-out text</extra>",
             }
@@ -67,7 +64,7 @@ def network_figure(course: Course) -> Figure | None:
         None if total is None or bare is None else max(0.0, total - bare)
         for total, bare in zip(course.communication_s, exposed, strict=True)
     )
-    parts = [("exposed", exposed, SECOND), ("hidden under computation", hidden, "#9CC5DB")]
+    parts = [("exposed", exposed, SECOND), ("hidden under computation", hidden, HIDDEN)]
     data = [
         _line(course, _milliseconds(values), at, name, colour, digits=".1f")
         | {"stackgroup": "one", "fillcolor": colour, "line": {"width": 0, "color": colour}}
@@ -81,15 +78,11 @@ def layers_figure(course: Course, by_layer: ByLayer, layers: Sequence[int], titl
     known = next((values for values in by_layer if values), None)
     if known is None:
         return None
-    at, numbers = _chosen(course), list(layers) if len(layers) == len(known) else list(range(len(known)))
-    data = [
-        _line(
-            course, tuple(values[place] if values else None for values in by_layer), at, f"L{number}", colour
-        )
-        for place, number, colour in zip(
-            _spread(len(known)), [numbers[place] for place in _spread(len(known))], SERIES, strict=False
-        )
-    ]
+    at, names = _chosen(course), layers if len(layers) == len(known) else range(len(known))
+    data = []
+    for place, colour in zip(_spread(len(known)), SERIES, strict=False):
+        curve = tuple(values[place] if values else None for values in by_layer)
+        data.append(_line(course, curve, at, f"L{names[place]}", colour))
     return {"data": data, "layout": _over_steps(course, title)}
 
 
@@ -103,17 +96,16 @@ def layer_loads_figure(course: LoadCourse) -> Figure:
     ]
     return {
         "data": [data],
-        "layout": layout(
-            108 + max(110, min(420, 26 * len(names))),
-            xaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(heat.shape[1])),
-            yaxis=axis(
-                showgrid=False,
-                zeroline=False,
-                autorange="reversed",
-                tickvals=list(range(len(names)))[:: max(1, len(names) // 16)],
-                ticktext=names[:: max(1, len(names) // 16)],
-            ),
-        ),
+        "layout": {
+            "height": 108 + max(110, min(420, 26 * len(names))),
+            "xaxis": axis("expert", **BARE, dtick=_tick(heat.shape[1])),
+            "yaxis": BARE
+            | {
+                "autorange": "reversed",
+                "tickvals": list(range(len(names)))[:: max(1, len(names) // 16)],
+                "ticktext": names[:: max(1, len(names) // 16)],
+            },
+        },
     }
 
 
@@ -126,11 +118,11 @@ def loads_over_time_figure(course: LoadCourse, place: int) -> Figure:
     data["customdata"] = [[[round(float(value), 3)] for value in row] for row in heat]
     return {
         "data": [data],
-        "layout": layout(
-            108 + max(140, min(420, 14 * len(heat))),
-            xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(steps)),
-            yaxis=axis("expert", showgrid=False, zeroline=False, dtick=_tick(len(heat))),
-        ),
+        "layout": {
+            "height": 108 + max(140, min(420, 14 * len(heat))),
+            "xaxis": axis("step", **BARE, **_step_ticks(steps)),
+            "yaxis": axis("expert", **BARE, dtick=_tick(len(heat))),
+        },
     }
 
 
@@ -144,7 +136,6 @@ def shown_layers(course: LoadCourse) -> list[int]:
 def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], where: str) -> Figure:
     """Return a heat map: blue below the mean, nearly white at it, orange above, to four times the mean."""
     clipped = np.log2(np.clip(heat, 1 / BRIGHTEST, BRIGHTEST))
-    stops = [f"rgb{colour}" for colour in (COLD, EVEN, HOT)]
     end = math.log2(BRIGHTEST)
     return {
         "type": "heatmap",
@@ -153,14 +144,8 @@ def _heat(heat: npt.NDArray[np.float64], across: list[int], down: list[int], whe
         "z": np.round(clipped, 3).tolist(),
         "zmin": -end,
         "zmax": end,
-        "colorscale": [[0, stops[0]], [0.5, stops[1]], [1, stops[2]]],
-        "colorbar": {
-            "tickvals": [-2, -1, 0, 1, 2],
-            "ticktext": ["1/4", "1/2", "mean", "2x", "4x"],
-            "thickness": 10,
-            "outlinewidth": 0,
-            "len": 1.0,
-        },
+        "colorscale": [[0, f"rgb{COLD}"], [0.5, EVEN], [1, f"rgb{HOT}"]],
+        "colorbar": {"tickvals": [-2, -1, 0, 1, 2], "ticktext": ["1/4", "1/2", "mean", "2x", "4x"]},
         "xgap": 1 if len(across) <= 64 else 0,
         "ygap": 1 if len(down) <= 32 else 0,
         "hovertemplate": f"{where}: %{{customdata[0]:.2f}} times the mean<extra></extra>",
@@ -196,18 +181,14 @@ def _over_steps(course: Course, title: str, *, rangemode: str = "tozero", **more
         for number, (before, now) in zip(course.steps[1:], pairwise(course.plans), strict=True)
         if before != now
     ]
-    line = {"color": FAINT, "width": 1, "dash": "dot"}
-    return layout(
-        FIGURE_HEIGHT,
-        xaxis=axis("step", showgrid=False, zeroline=False, **_step_ticks(course.steps)),
-        yaxis=axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
-        hovermode="x",
-        shapes=[
-            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line}
-            for at in changes
-        ],
+    return {
+        "height": FIGURE_HEIGHT,
+        "xaxis": axis("step", **BARE, **_step_ticks(course.steps)),
+        "yaxis": axis(title, rangemode=rangemode, tickfont={"color": TEXT}),
+        "hovermode": "x",
+        "shapes": [upright(at) for at in changes],
         **more,
-    )
+    }
 
 
 def _chosen(course: Course) -> list[int]:

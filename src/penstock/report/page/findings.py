@@ -50,11 +50,6 @@ class KindOfTask:
         """Measured less predicted seconds."""
         return self.measured_s - self.predicted_s
 
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted seconds; None where nothing was predicted."""
-        return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
-
 
 def kinds_of(step: StepFile) -> list[KindOfTask]:
     """Return every kind of task, the one with the largest difference first."""

@@ -1,7 +1,8 @@
-"""Colours and the layout that all figures of a report share."""
+"""Colours of figures. What all figures share besides, page.js adds where they are drawn."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from penstock.ops.families import Family
@@ -9,11 +10,13 @@ from penstock.ops.families import Family
 Figure = dict[str, Any]
 """A figure for Plotly: `data` and `layout`."""
 
-TEXT, QUIET, FAINT, GRID, LINE = "#1B1F23", "#5B646E", "#8C959F", "#E4E7EB", "#0B6E99"
-SECOND, PAUSE = "#B45F06", "#E4E7EB"
-FONT: Final = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', 'DejaVu Sans', Arial, sans-serif"
+TEXT, QUIET, FAINT, GRID, BOX = "var(--text)", "var(--quiet)", "var(--faint)", "var(--grid)", "var(--box)"
+LINE, SECOND, HIDDEN, EVEN = "var(--line)", "var(--second)", "var(--hidden)", "var(--even)"
+LIMIT = "var(--limit)"
+"""Names of colours in page.css, which has two of each: the browser takes that of its reader's theme."""
 
-COLOURS: Final = {
+PAUSES: Final = "pauses"
+COLOURS: Final[Mapping[str, str]] = {
     Family.ATTENTION: "#56B4E9",
     Family.EXPERTS: "#0072B2",
     Family.MODEL: "#A5B4C3",
@@ -22,33 +25,26 @@ COLOURS: Final = {
     Family.OPTIMIZER: "#CC79A7",
     Family.EXCHANGES: "#F0D264",
     Family.HOST: "#009E73",
+    PAUSES: GRID,
 }
 """Colours after Okabe and Ito, which people with any kind of colour vision can distinguish: blue computes,
 orange moves."""
-DARK: Final = (Family.EXPERTS, Family.GRADIENTS)
-"""Colours on which white is easier to read than black."""
-SERIES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F8790", "#8C510A")
+SERIES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F8790", "#A6692B")
 
 
-def layout(height: int, **more: Any) -> Figure:
-    """Return the layout that all figures share."""
-    base = {
-        "height": height,
-        "margin": {"l": 62, "r": 16, "t": 34, "b": 44},  # above: where the library shows its tools
-        "font": {"family": FONT, "size": 12, "color": QUIET},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hoverlabel": {"bgcolor": "white", "align": "left", "font": {"color": TEXT, "size": 12}},
-        "hovermode": "closest",
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"color": TEXT}},
-        "dragmode": "zoom",
-    }
-    return base | more
+def ink(family: str) -> str:
+    """Return the colour of text on a bar of that family, or of pauses."""
+    if family == PAUSES:
+        return TEXT
+    return "white" if family in (Family.EXPERTS, Family.GRADIENTS) else "#1B1F23"
 
 
-def axis(title: str = "", **more: Any) -> Figure:
-    """Return an axis with an unobtrusive grid."""
-    base: Figure = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "automargin": True}
-    if title:
-        base["title"] = {"text": title, "standoff": 8, "font": {"size": 12}}
-    return base | more
+def upright(at: float) -> Figure:
+    """Return a dotted line across a figure, where something begins or ends."""
+    line = {"color": FAINT, "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+
+
+def axis(title: str, **more: Any) -> Figure:
+    """Return an axis with a title; page.js knows what all axes have."""
+    return {"title": {"text": title}} | more

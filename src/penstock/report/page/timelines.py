@@ -9,7 +9,7 @@ from html import escape
 from penstock.graph import Lane, Name
 from penstock.ops.families import Family, family_of
 from penstock.report.page.findings import Binding, title_of
-from penstock.report.page.style import COLOURS, DARK, FAINT, PAUSE, QUIET, TEXT, Figure, axis, layout
+from penstock.report.page.style import BOX, COLOURS, PAUSES, QUIET, TEXT, Figure, axis, ink, upright
 from penstock.trace.step_file import Spans, StepFile
 from penstock.words import milliseconds, percent
 
@@ -18,7 +18,6 @@ ROW, GAP = 1.0, 1.15
 PIXELS = 34
 """Pixels of a unit."""
 THICK = 0.78
-EDGE = "#1B1F23"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,32 +70,32 @@ def timeline_figure(step: StepFile, place: int) -> Figure:
     bottom = measured_top + len(lanes) * ROW
     return {
         "data": [trace for family in Family if (trace := _trace(family, bars)) is not None],
-        "layout": layout(
-            int(64 + PIXELS * (bottom + GAP)),
-            barmode="overlay",
-            bargap=0,
-            showlegend=False,
-            margin={"l": 62, "r": 16, "t": 8, "b": 44},
-            uniformtext={"minsize": 9, "mode": "hide"},
-            xaxis=axis("ms from the start of the step", range=[0, 1e3 * end_s * 1.005], zeroline=False),
-            yaxis=axis(
-                range=[bottom - 0.4, -ROW - 0.25],
-                tickvals=list(rows.values()),
-                ticktext=[str(lane) for _, lane in rows],
-                tickfont={"color": TEXT, "size": 12},
-                showgrid=False,
-                zeroline=False,
-                fixedrange=True,
-            ),
-            annotations=[
+        "layout": {
+            "height": int(64 + PIXELS * (bottom + GAP)),
+            "barmode": "overlay",
+            "bargap": 0,
+            "showlegend": False,
+            "margin": {"t": 8},
+            "uniformtext": {"minsize": 9, "mode": "hide"},
+            "xaxis": axis("ms from the start of the step", range=[0, 1e3 * end_s * 1.005], zeroline=False),
+            "yaxis": {
+                "range": [bottom - 0.4, -ROW - 0.25],
+                "tickvals": list(rows.values()),
+                "ticktext": [str(lane) for _, lane in rows],
+                "tickfont": {"color": TEXT, "size": 12},
+                "showgrid": False,
+                "zeroline": False,
+                "fixedrange": True,
+            },
+            "annotations": [
                 _heading(f"<b>predicted</b>  {milliseconds(_end_s(bars, 'predicted'))}", -ROW / 2 - 0.36),
                 _heading(
                     f"<b>measured</b>  {milliseconds(_end_s(bars, 'measured'))} (step {step.step})",
                     measured_top - ROW / 2 - 0.36,
                 ),
             ],
-            shapes=[_end_line(_end_s(bars, "predicted"))],
-        ),
+            "shapes": [upright(1e3 * _end_s(bars, "predicted"))],
+        },
     }
 
 
@@ -108,12 +107,10 @@ def families_of(step: StepFile) -> list[Family]:
 
 def path_figure(binding: Binding) -> Figure:
     """Return the critical path as one bar, divided into its parts."""
-    parts = [(str(family), COLOURS[family], s) for family, s in binding.computed_s.items()]
-    parts += [(str(family), COLOURS[family], s) for family, s in binding.moved_s.items()]
-    order = {str(family): place for place, family in enumerate(Family)}
-    parts.sort(key=lambda part: order[part[0]])
-    parts.append(("pauses", PAUSE, binding.gaps_s))
-    dark = {str(family) for family in DARK}
+    taken_s: dict[str, float] = {
+        family: binding.computed_s.get(family, 0.0) + binding.moved_s.get(family, 0.0) for family in Family
+    }
+    taken_s[PAUSES] = binding.gaps_s
     data = [
         {
             "type": "bar",
@@ -121,29 +118,28 @@ def path_figure(binding: Binding) -> Figure:
             "y": [""],
             "x": [1e3 * seconds],
             "name": name,
-            "marker": {"color": colour, "line": {"color": "white", "width": 1}},
+            "marker": {"color": COLOURS[name], "line": {"color": BOX, "width": 1}},
             "text": [percent(seconds / binding.length_s)],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "textangle": 0,
-            "textfont": {"color": "white" if name in dark else TEXT, "size": 13},
+            "textfont": {"color": ink(name), "size": 13},
             "hovertemplate": f"{name}: {milliseconds(seconds)}<extra></extra>",
         }
-        for name, colour, seconds in parts
+        for name, seconds in (
+            {str(family): s for family, s in taken_s.items()} | {PAUSES: binding.gaps_s}
+        ).items()
         if seconds > 0
     ]
     return {
         "data": data,
-        "layout": layout(
-            140,
-            barmode="stack",
-            bargap=0.1,
-            uniformtext={"minsize": 10, "mode": "hide"},
-            margin={"l": 16, "r": 16, "t": 30, "b": 44},
-            showlegend=False,
-            xaxis=axis("ms on the critical path", range=[0, 1e3 * binding.length_s], zeroline=False),
-            yaxis=axis(showticklabels=False, fixedrange=True),
-        ),
+        "layout": {
+            "height": 140,
+            "barmode": "stack",
+            "bargap": 0.1,
+            "uniformtext": {"minsize": 10, "mode": "hide"},
+            "margin": {"l": 16, "t": 30},
+            "showlegend": False,
+            "xaxis": axis("ms on the critical path", range=[0, 1e3 * binding.length_s], zeroline=False),
+            "yaxis": {"showticklabels": False, "fixedrange": True},
+        },
     }
 
 
@@ -186,16 +182,12 @@ def _trace(family: Family, bars: Sequence[_Bar]) -> Figure | None:
         "marker": {
             "color": COLOURS[family],
             "line": {
-                "color": [EDGE if bar.critical else "white" for bar in own],
+                "color": [TEXT if bar.critical else BOX for bar in own],
                 "width": [1.6 if bar.critical else 0.6 for bar in own],
             },
         },
         "text": [bar.short for bar in own],
-        "textposition": "inside",
-        "insidetextanchor": "middle",
-        "textangle": 0,
-        "constraintext": "inside",
-        "textfont": {"size": 11, "color": "white" if family in DARK else TEXT},
+        "textfont": {"size": 11, "color": ink(family)},
         "hovertext": [bar.hover for bar in own],
         "hovertemplate": "%{hovertext}<extra></extra>",
     }
@@ -207,27 +199,5 @@ def _end_s(bars: Sequence[_Bar], run: str) -> float:
 
 def _heading(text: str, row: float) -> Figure:
     """Return a heading above the lanes of a run."""
-    return {
-        "text": text,
-        "x": 0,
-        "xref": "paper",
-        "xanchor": "left",
-        "y": row,
-        "yanchor": "middle",
-        "showarrow": False,
-        "font": {"size": 13, "color": QUIET},
-    }
-
-
-def _end_line(at_s: float) -> Figure:
-    """Return a line where the predicted step ends, through both runs."""
-    line = {"color": FAINT, "width": 1.2, "dash": "dot"}
-    return {
-        "type": "line",
-        "x0": 1e3 * at_s,
-        "x1": 1e3 * at_s,
-        "y0": 0,
-        "y1": 1,
-        "yref": "paper",
-        "line": line,
-    }
+    place = {"x": 0, "xref": "paper", "xanchor": "left", "y": row, "yanchor": "middle"}
+    return place | {"text": text, "showarrow": False, "font": {"size": 13, "color": QUIET}}
