@@ -66,7 +66,7 @@ SEARCHED = (
 
 EXAMPLE = "plan.json"
 
-FITTING_S = 5.0
+FITTING_S = 15.0
 """Seconds of processor time to look for what would fit."""
 
 

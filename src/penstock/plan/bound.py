@@ -138,6 +138,14 @@ class QuickBounds:
             self._known_seconds[cut] = self._ratio * self._seconds(cut)
         return self._known_seconds[cut]
 
+    def loose(self, choice: Decision) -> float:
+        """Return a bound that may be lower, without working out steps in which something is recomputed.
+
+        Such a step has all tasks and edges of the one that recomputes nothing, and more.
+        """
+        cut = replace(choice, priority=USUAL.priority)
+        return self.seconds(cut if cut in self._known_seconds else replace(cut, recompute=USUAL.recompute))
+
     def _seconds(self, choice: Decision) -> float:
         if choice.partition is not None:  # a partition places every single layer's gradients
             parts, counts = self._parts(self._problem, choice), (1,) * self._problem.shape.num_layers

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.graph import Lane
-from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.candidate import Candidate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
-from penstock.plan.predict import alone, step_ratio
+from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
 from penstock.plan.room import again_words
 from penstock.plan.search import FoundPlan, find_plan
@@ -228,8 +228,8 @@ def _resources(problem: Problem) -> dict[str, dict[str, float]]:
 def _ratio(problem: Problem, changed: Problem, shown: Candidate, then: Candidate) -> float:
     """Return the step time on the changed cluster over that on the present one.
 
-    On either, the better of both plans counts: a search may find later what it missed before, and that is no
-    gain of the change.
+    On either, the better of both plans counts, each in its order: a search may find later what it missed
+    before, and that is no gain of the change.
     """
-    now_s = min(shown.predicted_s, evaluate(problem, then.choice).predicted_s)
-    return min(then.predicted_s, evaluate(changed, shown.choice).predicted_s) / now_s
+    now_s = min(shown.predicted_s, predict_s(problem, then.choice, then.plan))
+    return min(then.predicted_s, predict_s(changed, shown.choice, shown.plan)) / now_s

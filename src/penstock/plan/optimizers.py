@@ -19,7 +19,7 @@ Find = Callable[[Problem], FoundPlan]
 
 SHARDED = "a sharded AdamW"
 
-NEAR = 1.02
+NEAR = 1.005
 """How many times as long as the shorter iteration, by quick plans, the other may be to be planned in full."""
 
 

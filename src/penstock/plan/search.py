@@ -32,7 +32,7 @@ from penstock.plan.drafts import Drafts
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.prices import check_prices
-from penstock.plan.problem import Problem
+from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import planners
 from penstock.plan.room import NothingFitsError, Room, least_memory
 from penstock.plan.space import neighbours, space
@@ -200,8 +200,9 @@ class _Search:
     def _quickly(self, firsts: list[Decision]) -> FoundPlan:
         """Look at the first plans and go down from the best, on the short model; simulate one in full."""
         self._stage, screen = "quick plans", self._screen
+        rule = dict(self._problem.forced).get("priority", QUICK)
         for choice in firsts:
-            screen.look(replace(choice, partition=None), always=True)
+            screen.look(replace(choice, partition=None, priority=rule), always=True)
         if not screen.candidates:
             raise self._too_big()
         try:
@@ -320,12 +321,12 @@ class _Search:
         best, *rest = (full.candidates[choice] for choice in full.ranked())
         looked = {*self._screen.seconds, *full.seconds}
         bounds = self._bounds.of(self._problem)
-        left = [self._bounds.seconds(choice) for choice in everything if choice not in looked]
+        left = [self._bounds.loose(choice) for choice in everything if choice not in looked]
         ruled_out = sum(bound_s >= self._screen.best_s for bound_s in left)
         return FoundPlan(
             best=_bounded(best, bounds),
             others=tuple(_bounded(each, bounds) for each in _others(best, rest)),
-            lower_bound_s=min(bounds.seconds(choice) for choice in {*looked, *everything}),
+            lower_bound_s=min(bounds.loose(choice) for choice in {*looked, *everything}),
             searched=Searched(
                 simulated=len(looked),
                 ruled_out=ruled_out,

@@ -77,11 +77,16 @@ def _check_values(problem: Problem, schedules: Sequence[str], given: Mapping[str
         raise ConfigError("schedule.expert_form", form, why, f"Possible: {known}.")
 
 
-def space(problem: Problem) -> Iterator[Decision]:
-    """Return every combination of values, in a fixed order."""
+PIECES: Final = ("chunks", "backward_chunks", "all_reduce_chunk_bytes", "priority")
+"""The fields that say how a microbatch is cut and ordered."""
+
+
+def space(problem: Problem, left_out: Sequence[str] = ()) -> Iterator[Decision]:
+    """Return every combination of values, in a fixed order. left_out: fields that keep their defaults."""
     choices = iter([Decision(dispatch=problem.dispatches[0])])
-    for field in FIELDS.values():
-        choices = _spread(choices, field, problem)
+    for name, field in FIELDS.items():
+        if name not in left_out:
+            choices = _spread(choices, field, problem)
     return choices
 
 
