@@ -19,8 +19,8 @@ from penstock.plan.subject import Overrides
 from penstock.schedule.penstock import MOST_PLACEMENTS, trials
 from tests.plan.problems import problem
 
-BUDGETS = (5e-4, 0.05, 0.15, 0.5)
-LARGE = (1.5, 5.0)
+BUDGETS = (2e-4, 0.025, 0.075, 0.25)
+LARGE = (0.75, 2.5)
 
 
 def tiny() -> Problem:
@@ -97,7 +97,7 @@ def test_what_was_left_out_is_said() -> None:
     assert not searched.complete and searched.left_out > 100
     assert searched.stopped == "better cuts" and searched.skipped == tuple(PUBLISHED)
     for words in (
-        "The budget of 0.0001 (15 simulated tasks) was used up",
+        "The budget of 0.0001 (30 simulated tasks) was used up",
         f"Not examined: {searched.left_out:,} plans and the choices of these planners: sequential, ",
         "better cuts",
     ):
