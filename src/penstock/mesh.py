@@ -125,7 +125,7 @@ def ranks_per_node(ranks: int, node_size: int) -> int:
 
 
 def holders(ranks: int, shards: int) -> int:
-    """Return how many ranks, or groups of `shards` ranks with the same experts, can hold different ones."""
+    """Return how many ranks, or groups of `shards` ranks that share the same, can hold different things."""
     return ranks // shards
 
 

@@ -65,7 +65,7 @@ def test_a_setting_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFi
         (["train", "tiny", "--train.steps=7"], ["usage: penstock train", "without dashes: train.steps=7\n"]),
         (["train", "tiny", "--steps", "7"], ["arguments: --steps 7; ", "without dashes: train.steps=5\n"]),
         (["trian", "tiny"], ["there is no command 'trian'. Did you mean train?\n"]),
-        (["xyz"], ["there is no command 'xyz'. Commands: train, prepare, "]),
+        (["xyz"], ["there is no command 'xyz'. Commands: train, config, prepare, "]),
     ],
 )
 def test_words_that_no_command_knows(

@@ -136,9 +136,8 @@ def test_partitions_and_registered_decisions_survive(tmp_path: Path) -> None:
     file = saved(tmp_path / "plan.json", each, found)
     assert file.choice == choice
     assert file.step_plan(each).schedule == found.plan.schedule
-    assert '"more": [["placement", "sample"], ["share", 0.5], ["tp", 2]]' in " ".join(
-        (tmp_path / "plan.json").read_text().split()
-    ).replace("[ ", "[").replace(" ]", "]")
+    written = json.loads((tmp_path / "plan.json").read_text())["choice"]["more"]
+    assert written == {"placement": "sample", "share": 0.5, "tp": 2}
     as_once = [{"name": name, "value": json.dumps(value)} for name, value in DECIDED]
     assert edited(tmp_path / "plan.json", put("choice", "more", as_once)) == file
 

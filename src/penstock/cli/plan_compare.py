@@ -116,7 +116,7 @@ def _saved(path: Path) -> PlanFile | None:
     """Return the plan in a file; None for a file that is something else, or that is not there."""
     if path.suffix != ".json" or not path.is_file():
         return None
-    table = parse_json(path.read_text())
+    table = parse_json(path.read_text(encoding="utf-8"))
     if not (isinstance(table, dict) and {"choice", "sizes"} <= table.keys()):
         return None
     file = PlanFile.read(path)

@@ -13,6 +13,7 @@ from penstock.config import UNSET, ConfigError, check_name, is_folder
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import in_line
+from penstock.mesh import holders
 from penstock.plan import MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
 from penstock.plan.layouts import find_layouts, with_layout
@@ -97,7 +98,7 @@ def _accumulating(subject: Subject, samples: int) -> Subject:
     Raises ConfigError unless they are whole passes.
     """
     work = subject.problem.workload
-    groups = work.world_size // work.mp_size
+    groups = holders(work.world_size, work.mp_size)
     each = work.batch * groups
     passes, left = divmod(samples, each)
     if left or not 1 <= passes <= MOST_PASSES:

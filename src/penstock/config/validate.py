@@ -169,8 +169,14 @@ def plain_data(value: object) -> Any:
 
 
 def _first(tp: Any, found: ValidationError, key: str) -> ConfigError:
-    """Return the first error with all others, unknown names before what may be missing for their sake."""
+    """Return the first error with all others, unknown names before what may be missing for their sake.
+
+    Raises what a dataclass has raised itself, if that is no ConfigError.
+    """
     errors = sorted(found.errors(include_url=False), key=lambda each: each["type"] != UNKNOWN)
+    for own in (each.get("ctx", {}).get("error") for each in errors):
+        if isinstance(own, Exception) and type(own) is not ValueError and not isinstance(own, ConfigError):
+            raise own from None  # of a dataclass that is checked in words of its own, such as a ScheduleError
     first, *others = (_error(tp, each, key) for each in errors)
     first.others = tuple(others)
     return first

@@ -60,7 +60,7 @@ def _sections(found: Found) -> Sections:
             "model_type": found.family.name,
             "config_sha256": digest_of(found),
             "tie_word_embeddings": bool(found.model.config.tie_word_embeddings),
-            "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6),
+            "rms_norm_eps": setting_of(config, "rms_norm_eps", 1e-6) or 1e-6,
         },
         "moe": {
             "num_experts": found.num_experts,

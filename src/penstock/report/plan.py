@@ -9,6 +9,7 @@ from typing import Any
 from penstock.config import to_dict
 from penstock.decision import Field
 from penstock.decision.record import FIELDS
+from penstock.mesh import holders
 from penstock.plan import Candidate, Explanation, FoundPlan, PlanFile, Problem, Subject
 from penstock.plan.candidate import whole_s
 from penstock.plan.moving import Weighed
@@ -101,7 +102,7 @@ class PlanReport:
         problem, best = self.subject.problem, self.found.best
         if problem.passes > 1:
             work = problem.workload
-            samples = problem.passes * work.batch * (work.world_size // work.mp_size)
+            samples = problem.passes * work.batch * holders(work.world_size, work.mp_size)
             of = f"{samples:,} samples ({samples * work.seq_len:,} tokens) for each update"
             whole = milliseconds(whole_s(problem, best))
             yield f"Batch    {of}: {problem.passes} passes, whose gradients are accumulated; {whole}"

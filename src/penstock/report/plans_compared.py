@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.config import to_dict
 from penstock.decision.record import FIELDS
+from penstock.mesh import holders
 from penstock.plan import Explanation, FoundPlan, PlanFile, Subject
 from penstock.plan.throughput import Throughput
 from penstock.report.plan import padded
@@ -55,7 +56,7 @@ class Side:
     def of_file(file: PlanFile) -> Side:
         """Return the side of a saved plan: as it was predicted when it was saved."""
         sizes = file.sizes
-        tokens = sizes.passes * sizes.batch_per_rank * sizes.seq_len * (sizes.ranks // sizes.mp_size)
+        tokens = sizes.passes * sizes.batch_per_rank * sizes.seq_len * holders(sizes.ranks, sizes.mp_size)
         limits = [line for line in file.why if line.startswith("Limit ")]
         told = limits[-1].removeprefix("Limit ").strip().partition(";")[0] if limits else ""
         return Side(file=file, tokens_per_s=tokens / file.predicted_s, limit=told)
