@@ -41,6 +41,12 @@ def test_a_faster_network_never_makes_a_longer_step(capsys: pytest.CaptureFixtur
     assert "tokens/s" in text and "net=100: " in text
 
 
+def test_a_line_may_leave_the_rate_to_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = found([*LINE, "--sweep", "net=25"], capsys)["rows"]
+    without = [word.partition(",net=")[0] for word in LINE]
+    assert without != LINE and found([*without, "--sweep", "net=25"], capsys)["rows"] == whole
+
+
 def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     rows = found([*STUDY, "--memory-gib", "2", "--sweep", "seq_len=128,65536"], capsys)["rows"]
     assert "step_s" in rows[0] and "no plan fits" in rows[1]["refused"]

@@ -159,19 +159,19 @@ def _with(options: argparse.Namespace, key: str, name: str, value: str) -> argpa
 
 def _with_part(cluster: str | None, key: str, name: str, value: str) -> str:
     """Return a cluster's line with another rate; a plain number is in Gbit/s."""
-    if cluster is None or in_line(cluster) is None:
-        why = "is a part of a cluster in a line, and --cluster names a file or one that comes with Penstock"
-        hint = "Describe the cluster in a line, such as 4x8xA100-80GB,net=100gbit."
-        raise ConfigError(f"{key} {name}", value, why, hint)
     rate = f"{value}gbit" if value.replace(".", "", 1).isdecimal() else value
-    others = [part for part in cluster.split(",") if not part.strip().startswith(f"{name}=")]
+    others = [part for part in (cluster or "").split(",") if not part.strip().startswith(f"{name}=")]
     line = ",".join([*others, f"{name}={rate}"])
     try:
-        in_line(line)
+        found = in_line(line)  # the line alone may lack the rate that is added here
     except ConfigError as error:
         raise ConfigError(
             f"{key} {name}", value, error.why, "Write a rate such as 100 or 8x400gbit."
         ) from error
+    if found is None:
+        why = "is a part of a cluster in a line, and --cluster names a file or one that comes with Penstock"
+        hint = "Describe the cluster in a line, such as 4x8xA100-80GB,net=100gbit."
+        raise ConfigError(f"{key} {name}", value, why, hint)
     return line
 
 
