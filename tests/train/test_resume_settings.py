@@ -155,3 +155,9 @@ def test_changes_are_listed_once_and_shortly() -> None:
     assert changes(BEFORE, to_dict(BEFORE)) == []
     long = changes(BEFORE, {"data": {"path": "x" * 10**6}})
     assert len(long[0]) < 200
+
+
+def test_another_text_of_a_mixture_is_a_change() -> None:
+    now = load(RunConfig, None, ["data.mixture.a=1", "data.mixture.b=2"])
+    before = load(RunConfig, None, ["data.mixture.a=1"])
+    assert [line.split()[0] for line in changes(now, to_dict(before))] == ["data.mixture"]

@@ -67,10 +67,7 @@ def check_alike(config: RunConfig, control: Control) -> None:
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """Return every setting that ranks must have in common, by its dotted key."""
-    of_paths = f"{MIXTURE}."  # the paths of texts, too, may differ between machines
-    found = {
-        key: value
-        for key, value in leaves(to_dict(config))
-        if key not in OF_A_RANK and not key.startswith(of_paths)
-    }
-    return found | {MIXTURE: [weight for _, weight in config.data.mixture]}
+    found = {key: value for key, value in leaves(to_dict(config)) if key not in OF_A_RANK}
+    if config.data.mixture:  # the paths of texts, too, may differ between machines
+        found[MIXTURE] = [weight for _, weight in config.data.mixture]
+    return found

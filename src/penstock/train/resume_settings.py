@@ -108,13 +108,18 @@ def _meaning(key: str, section: object) -> object:
     return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
 
 
+ONE: Final = ("data.mixture", "schedule.more")
+"""Tables that are one setting: what stands in them has names of its own."""
+
+
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield every single setting below `table`, as `to_dict` gives it, by its dotted key."""
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in ONE:
+            yield from leaves(value, f"{key}.")
         else:
-            yield f"{prefix}{name}", value
+            yield key, value
 
 
 def _shown(value: object) -> str:
