@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError, to_dict
+from penstock.config import ConfigError, load, to_dict
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.topology import ParallelConfig
