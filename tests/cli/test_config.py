@@ -22,22 +22,22 @@ def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ending", ["toml", "yaml"])
+@pytest.mark.parametrize("ending", ["toml", "yaml", "json"])
 def test_what_is_shown_is_a_file_of_the_same_settings(
     ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / f"shown.{ending}"
-    path.write_text(output(capsys, "show", "tiny", "train.steps=5", "--format", ending))
-    assert load(RunConfig, path) == load(RunConfig, Path("tiny"), ["train.steps=5"])
+    path, overrides = tmp_path / f"shown.{ending}", ["train.steps=5", 'output.dir="\\u007f: \U0001f4a5 \\n#"']
+    path.write_text(output(capsys, "show", "tiny", *overrides, "--format", ending))
+    assert load(RunConfig, path) == load(RunConfig, Path("tiny"), overrides)
 
 
 def test_where_a_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.toml"
     path.write_text("[train]\nsteps = 7\nseed = 1\n")
     shown = json.loads(output(capsys, "show", path, "train.steps=5", "--format", "json"))
-    assert shown["train.steps"] == {"value": 5, "from": "command line"}
-    assert shown["train.seed"] == {"value": 1, "from": str(path)}
-    assert shown["train.log_every"] == {"value": 10, "from": "default"}
+    expected = {"steps": (5, "command line"), "seed": (1, str(path)), "log_every": (10, "default")}
+    for name, (value, where) in expected.items():
+        assert (shown["train"][name], shown["$from"][f"train.{name}"]) == (value, where)
     assert "steps = 5  # command line" in output(capsys, "show", path, "train.steps=5")
 
 

@@ -306,12 +306,12 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(
         assert path.name.strip("\0") in message or error.key.startswith((section, "moe", "model", "schedule"))
 
 
-@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json"])
+@pytest.mark.parametrize("name", ["run.yaml", "run.yml", "run.json", "run.JSON"])
 def test_settings_in_yaml_and_json(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    text = '{"optimizer": {"lr": 0.0003}, "moe": {"capacity_factor": null}}'
+    text = '{"$schema": "penstock.json", "optimizer": {"lr": 0.0003}, "moe": {"capacity_factor": null}}'
     path.write_text(
-        text if name.endswith("json") else "optimizer:\n  lr: 3e-4\nmoe:\n  capacity_factor: null\n"
+        text if name.lower().endswith("json") else "optimizer:\n  lr: 3e-4\nmoe:\n  capacity_factor: null\n"
     )
     config = load(RunConfig, path)
     assert (config.optimizer.lr, config.moe.capacity_factor) == (3e-4, None)
@@ -319,11 +319,29 @@ def test_settings_in_yaml_and_json(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a: &a [1]\nb: *a\n", "a: 1\na: 2\n", "a: [", "- 1", "[" * DEPTH, "model: !!python/name:os.system"],
+    [
+        *("a: &a [1]\nb: *a\n", "a: 1\na: 2\n", "a: [", "- 1", "[" * DEPTH, "model: !!python/name:os.system"),
+        *("? [a, b]\n: 1\n", "2020-01-01: 1\n", "model: {.nan: 1}", "output: {dir: !!binary aGVsbG8=}"),
+        *("false", "0", '""', "model: {? {a: b} : 1}", "[" * 100_000),
+    ],
 )
 def test_yaml_that_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
     refusal(lambda path: load(RunConfig, path), tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('"\\ud800": 1', "not valid Unicode"),
+        ('{"model": {"\\ud800": 1}}', "not valid Unicode"),
+        ("model.num_layers: 2", "Set it inside of its section"),
+    ],
+)
+def test_names_in_yaml_that_no_section_has(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load(RunConfig, tmp_path / "run.yaml")
 
 
 @given(st.text(max_size=200))

@@ -13,7 +13,7 @@ from penstock.cli.paths import config_and_settings, user_path
 from penstock.cli.run import exit_code
 from penstock.config import ConfigError, load, to_dict
 from penstock.config.described import help_text, json_schema, page
-from penstock.config.error import toml_value
+from penstock.config.error import shorten, toml_value
 from penstock.config.kinds import leaves
 from penstock.config.load import sources
 from penstock.stops import STOPS
@@ -89,8 +89,7 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     table, origin = to_dict(load(cls, path, overrides)), sources(cls, path, overrides)
     rows = [(key, table[key.partition(".")[0]][key.partition(".")[2]]) for key, _ in leaves(cls)]
     if options.format == "json":
-        found = {key: {"value": value, "from": origin.get(key, DEFAULT)} for key, value in rows}
-        print(json.dumps(found, indent=2))
+        print(json.dumps({**table, "$from": {key: origin.get(key, DEFAULT) for key, _ in rows}}, indent=2))
         return 0
     yaml, before = options.format == "yaml", ""
     for key, value in rows:
@@ -98,9 +97,15 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
         if section != before:
             print(("\n" if before else "") + (f"{section}:" if yaml else f"[{section}]"))
             before = section
-        text = json.dumps("none" if value is None else value) if yaml else toml_value(value)
-        print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {origin.get(key, DEFAULT)}")
+        text = _yaml_value(value) if yaml else toml_value(value)
+        print(f"{f'  {name}: ' if yaml else f'{name} = '}{text}  # {shorten(origin.get(key, DEFAULT))}")
     return 0
+
+
+def _yaml_value(value: object) -> str:
+    """Return a value as YAML on one line. JSON's escapes of two halves of a character are none of YAML's."""
+    text = json.dumps("none" if value is None else value, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in text)
 
 
 def _validate(options: argparse.Namespace, given: Sequence[str]) -> int:

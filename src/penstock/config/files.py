@@ -167,11 +167,19 @@ MOST_DOTS = 256
 """Limit of one line: Python's parser takes time and memory by the square of the parts of a dotted key."""
 
 
+MOST_LEVELS = 100
+"""pydantic reads JSON of up to 200 levels, and no setting has more than three."""
+
+NO_SETTINGS = ("$schema", "$from")
+"""Names for others than Penstock: the schema that an editor uses, and where `penstock config show` found
+settings."""
+
+
 def read_table(path: Path) -> dict[str, Any]:
     """Return what a file of settings says, which is YAML or JSON if its name ends so, and TOML otherwise."""
     path = found_or_shipped(path)
     text = read_text(path, str(path), "Give the path of a readable TOML or YAML file.", MOST_TOML_BYTES)
-    name, parse = PARSERS.get(path.suffix, ("TOML", parse_toml))
+    name, parse = PARSERS.get(path.suffix.lower(), ("TOML", parse_toml))
     try:
         found = parse(text)
     except ValueError as error:
@@ -180,7 +188,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), UNSET, f"is not valid {name}: {error}", hint) from error
     if not isinstance(found, dict):
         raise ConfigError(str(path), UNSET, "has no sections of settings", "Give it some.")
-    return found
+    return {name: each for name, each in found.items() if name not in NO_SETTINGS}
 
 
 def parse_toml(text: str) -> dict[str, Any]:
@@ -199,18 +207,38 @@ def parse_yaml(text: str) -> Any:
 
     Raises ValueError with a clause that says what is wrong.
     """
-    from ruamel.yaml import YAML, AliasEvent  # takes a while, and most files are TOML
+    from ruamel.yaml import YAML  # takes a while, and most files are TOML
     from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
     reader = YAML(typ="safe", pure=True)
     try:
-        if any(isinstance(event, AliasEvent) for event in reader.parse(text)):
-            raise ValueError("it has aliases (*name), which are not read; write the values out")
-        return reader.load(text) or {}
+        levels = 0
+        for event in reader.parse(text):
+            if isinstance(event, AliasEvent):
+                raise ValueError("it has aliases (*name), which are not read; write the values out")
+            levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if levels > MOST_LEVELS:  # reading on would take time by the square of the levels
+                raise ValueError(DEEP)
+        found = reader.load(text)
     except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    except RecursionError:
-        raise ValueError(DEEP) from None
+    return {} if found is None else _check_plain(found)
+
+
+def _check_plain(value: Any) -> Any:
+    """Return a value of YAML. Raises ValueError for what YAML has and settings do not."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"key {shorten(str(key))} is no text; write it in quotes")
+            _check_plain(each)
+    elif isinstance(value, list):
+        for each in value:
+            _check_plain(each)
+    elif isinstance(value, (bytes, set)):
+        raise ValueError(f"it has a value of the type {type(value).__name__}, which no setting has")
+    return value
 
 
 PARSERS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {

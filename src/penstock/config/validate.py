@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import SchemaValidator
 
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown
-from penstock.config.files import expanded
+from penstock.config.files import MOST_LEVELS, expanded
 from penstock.config.kinds import (
     default_of,
     example,
@@ -39,8 +39,8 @@ STRICT: Final = ConfigDict(extra="forbid")
 MOST_BITS = 4096
 """Python writes no numbers of many more digits, and no bounds are so far."""
 
-MOST_LEVELS = 100
-"""pydantic reads JSON of up to 200 levels, and no setting has more than three."""
+MOST_ERRORS = 1000
+"""A file of another program may hold tens of thousands of names, and a message takes a millisecond."""
 
 UNKNOWN: Final = "unexpected_keyword_argument"
 
@@ -104,6 +104,8 @@ def prepared(tp: Any, value: Any, key: str) -> Any:
         return None
     section, there = section_of(tp), present(tp)
     if isinstance(value, dict) and section:
+        for name in value:
+            _check_text(dotted(key, name), name)
         types, table = types_of(section), rename(section, dict(value), key)
         return {
             name: prepared(types.get(name, object), each, dotted(key, name)) for name, each in table.items()
@@ -177,7 +179,7 @@ def _first(tp: Any, found: ValidationError, key: str) -> ConfigError:
     for own in (each.get("ctx", {}).get("error") for each in errors):
         if isinstance(own, Exception) and type(own) is not ValueError and not isinstance(own, ConfigError):
             raise own from None  # of a dataclass that is checked in words of its own, such as a ScheduleError
-    first, *others = (_error(tp, each, key) for each in errors)
+    first, *others = (_error(tp, each, key) for each in errors[:MOST_ERRORS])
     first.others = tuple(others)
     return first
 
@@ -226,6 +228,8 @@ def _unknown(cls: type, section: str, name: str, value: object) -> ConfigError:
     """Return the error for an unknown name, with the nearest one, its place below, or all names."""
     rest = list(_first_path(value))
     key, last = ".".join((dotted(section, name), *rest)), rest[-1] if rest else name
+    if "." in name and any(each == key for each, _ in leaves(cls, section)):
+        return ConfigError(key, value, "is one name with dots", "Set it inside of its section.")
     if last in NOT_HERE:
         return ConfigError(key, UNSET if rest else value, *NOT_HERE[last])
     every = [each for each, _ in leaves(cls, section)]
