@@ -62,6 +62,9 @@ def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[s
         (["--against", "ep_size=x"], "whole number"),
         (["--against", "recompute=much"], "none, experts, blocks"),
         (["--against", "missing.json"], "there is no such file"),
+        (["--against", "missing.yaml"], "a configuration has settings"),
+        (["--against", f"{'x' * 5000}.json"], "there is no such file"),
+        (["--against", "~nobodyx/plan.json"], "no such user"),
         (["--against", "ep_size=1", "--sweep", "ep_size=1,2"], "--against"),
         (["--sweep", "ep_size=1,2", "--out", "plan.json"], "--out"),
         (["--global-batch", "3"], "Nearest valid"),
@@ -71,6 +74,15 @@ def test_what_cannot_be_compared_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused([*STUDY, *words], capsys)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_no_plan_is_refused_by_its_name(
+    content: bytes, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_bytes(content)
+    assert main([*STUDY, "--against", str(tmp_path / "plan.json")]) == 2
+    assert "plan.json: is not" in capsys.readouterr().err
 
 
 def test_a_wrong_rate_names_the_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.cli.paths import user_path
 from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
@@ -19,7 +18,8 @@ from penstock.cli.plan_subject import (
     option,
     subject_of,
 )
-from penstock.config import ConfigError, is_folder, parse_json
+from penstock.config import ConfigError, asked, expanded, is_folder, read_json
+from penstock.config.files import found_or_shipped
 from penstock.cost.clusters.line import in_line
 from penstock.plan import PlanFile
 from penstock.plan.explain import reasons
@@ -99,24 +99,24 @@ def _searched(options: argparse.Namespace) -> Side:
 
 def _other(options: argparse.Namespace, what: str) -> Side:
     """Return the other plan: of a file, of changed options, or of another model or configuration."""
-    path = user_path(what)
+    path = expanded(what, "--against")
     if (file := _saved(path)) is not None:
         return Side.of_file(file)
-    if "=" in what and not path.exists():
+    if "=" in what and not asked(path.exists):
         return _searched(_changed(options, what))
     alone: dict[str, Any] = {"config": None, "model": None, "overrides": []}
-    if path.suffix == ".toml":
+    if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml"):
         return _searched(_replaced(options, {**alone, "config": path}))
-    if path.suffix == ".json" and not is_folder(path) and not path.is_file():
+    if path.suffix == ".json" and not is_folder(path) and not asked(path.is_file):
         raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
     return _searched(_replaced(options, {**alone, "model": what}))
 
 
 def _saved(path: Path) -> PlanFile | None:
     """Return the plan in a file; None for a file that is something else, or that is not there."""
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not asked(path.is_file):
         return None
-    table = parse_json(path.read_text(encoding="utf-8"))
+    table = read_json(path, "Give a plan file or the config.json of a model.")
     if not (isinstance(table, dict) and {"choice", "sizes"} <= table.keys()):
         return None
     file = PlanFile.read(path)
