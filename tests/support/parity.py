@@ -476,4 +476,5 @@ def check_result(result: StepResult, case: Case, expected: StepResult | None = N
         ours, theirs = getattr(result, what), getattr(expected, what)
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
-            check_close(ours[name], tensor, tolerance, f"{what} of {name}")
+            # Attention over one token has gradients that cancel to zero, or to the rounding of their terms.
+            check_close(ours[name], tensor, tolerance, f"{what} of {name}", least=1e-4 * expected.norm)
