@@ -14,7 +14,7 @@ from penstock.cli.run import exit_code
 from penstock.config import ConfigError, load, to_dict
 from penstock.config.described import help_text, json_schema, page
 from penstock.config.error import shorten, toml_value
-from penstock.config.kinds import leaves
+from penstock.config.kinds import by_key, leaves
 from penstock.config.load import sources
 from penstock.stops import STOPS
 from penstock.words import terminal_width
@@ -87,12 +87,12 @@ def _show(options: argparse.Namespace, given: Sequence[str]) -> int:
     path, overrides = config_and_settings(options)
     cls = _run_config()
     table, origin = to_dict(load(cls, path, overrides)), sources(cls, path, overrides)
-    rows = [(key, table[key.partition(".")[0]][key.partition(".")[2]]) for key, _ in leaves(cls)]
+    values = by_key(cls, table)
     if options.format == "json":
-        print(json.dumps({**table, "$from": {key: origin.get(key, DEFAULT) for key, _ in rows}}, indent=2))
+        print(json.dumps({**table, "$from": {key: origin.get(key, DEFAULT) for key in values}}, indent=2))
         return 0
     yaml, before = options.format == "yaml", ""
-    for key, value in rows:
+    for key, value in values.items():
         section, _, name = key.partition(".")
         if section != before:
             print(("\n" if before else "") + (f"{section}:" if yaml else f"[{section}]"))

@@ -47,6 +47,21 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(section, key) if section else [(key, tp)]
 
 
+def by_key(cls: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every single setting of a table, such as `to_dict` gives it, by its dotted key.
+
+    What the table lacks is left out.
+    """
+    found = {}
+    for key, _ in leaves(cls):
+        value: Any = table
+        for name in key.split("."):
+            value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING
+        if value is not MISSING:
+            found[key] = value
+    return found
+
+
 def default_of(field: Field[Any]) -> Any:
     """Return what a field is when nothing sets it; `MISSING` if it must be set."""
     return field.default if field.default_factory is MISSING else field.default_factory()

@@ -8,9 +8,9 @@ from typing import Final
 
 from penstock.config import ConfigError, to_dict
 from penstock.config.error import shown
+from penstock.config.kinds import by_key
 from penstock.topology import Control
 from penstock.train.config import RunConfig
-from penstock.train.resume_settings import leaves
 
 OF_A_RANK: Final = (
     "model.config",
@@ -67,7 +67,7 @@ def check_alike(config: RunConfig, control: Control) -> None:
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """Return every setting that ranks must have in common, by its dotted key."""
-    found = {key: value for key, value in leaves(to_dict(config)) if key not in OF_A_RANK}
+    found = {key: value for key, value in by_key(RunConfig, to_dict(config)).items() if key not in OF_A_RANK}
     if config.data.mixture:  # the paths of texts, too, may differ between machines
         found[MIXTURE] = [weight for _, weight in config.data.mixture]
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.checkpoint.folder import RECORD
 from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.config.kinds import by_key
 from penstock.models import ModelConfig
 from penstock.models.qwen3_moe import CONFIG
 from penstock.moe import MoEConfig
@@ -95,7 +96,7 @@ def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
 
 def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
     """Return what differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
-    before, now = dict(leaves(settings)), dict(leaves(to_dict(config)))
+    before, now = by_key(RunConfig, settings), by_key(RunConfig, to_dict(config))
     return [
         f"{key} {_shown(before[key])} -> {_shown(value)}"
         for key, value in now.items()
@@ -106,20 +107,6 @@ def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
 def _meaning(key: str, section: object) -> object:
     meaning = MEANING.get(key)
     return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
-
-
-ONE: Final = ("data.mixture", "schedule.more")
-"""Tables that are one setting: what stands in them has names of its own."""
-
-
-def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every single setting below `table`, as `to_dict` gives it, by its dotted key."""
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in ONE:
-            yield from leaves(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _shown(value: object) -> str:
