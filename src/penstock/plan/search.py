@@ -174,13 +174,12 @@ class _Search:
         self._partition: Partition | None = None
 
     def run(self, starts: Sequence[Decision]) -> FoundPlan:
-        everything = self._everything()
         wanted = dict.fromkeys((*starts, *first_choices(self._problem)))
         least = map(self._room.with_least_again, wanted)
         firsts = [choice for choice in least if choice is not None] or self._any_that_fits()
         if self._effort == "quick":
             return self._quickly(firsts)
-        stopped, late = None, False
+        everything, stopped, late = self._everything(), None, False
         for stage in (
             lambda: self._begin(firsts),
             lambda: self._descend(self._best_of(firsts)),
@@ -216,7 +215,7 @@ class _Search:
 
     def _everything(self) -> list[Decision]:
         """Return all possible choices. With low effort only choices on the way are examined."""
-        if self._effort == "quick" or (self._effort == "low" and self._memory is None):
+        if self._effort == "low" and self._memory is None:
             return []
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
 
