@@ -19,6 +19,7 @@ from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small,
 from tests.support.ranks import Pools
 
 STEPS, SAVED_AT, SAMPLES = 4, 2, 32
+WORLDS = [2, pytest.param(4, marks=pytest.mark.soak)]
 
 
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -63,11 +64,11 @@ def trained(
     given: dict[str, Any] | None = None,
     **more: Any,
 ) -> list[float]:
-    """Losses by step, and that of evaluation; every step has four samples in two parts, of all ranks."""
+    """Losses by step, and that of evaluation; every step has eight samples in two parts, of all ranks."""
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
-        per_device_train_batch_size=2 // world,
+        per_device_train_batch_size=4 // world,
         per_device_eval_batch_size=4 // world,
         gradient_accumulation_steps=2,
         learning_rate=1e-2,
@@ -91,7 +92,7 @@ def train_on_ranks(rank: int, world: int, folder: str, loss: str, resume: str | 
     settings, given, changes = LOSSES[loss]
     model = small("mixtral", initializer_range=0.1, **changes)
     penstock.parallelize(model, ep_size=world, plan="flowmoe")
-    with pytest.raises(ValueError, match="accelerate sees 1 of 2 processes"):
+    with pytest.raises(ValueError, match=f"accelerate sees 1 of {world} processes"):
         trained(model, folder, world)
     with as_torchrun_starts_it(rank, world):
         with pytest.raises(ValueError, match="average_tokens_across_devices"):
@@ -103,8 +104,9 @@ def train_on_ranks(rank: int, world: int, folder: str, loss: str, resume: str | 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: str) -> None:
+def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: str, world: int) -> None:
     settings, given, changes = LOSSES[loss]
     wanted = trained(
         small("mixtral", initializer_range=0.1, **changes),
@@ -117,9 +119,9 @@ def test_trainer_trains_as_on_one_process(ranks: Pools, tmp_path: Path, loss: st
     alone = trained(model, str(tmp_path / "one"), 1, given=given, **settings)
     assert alone == pytest.approx(wanted, rel=1e-4)  # logged with four digits
     folder = str(tmp_path / "ranks")
-    went_on = ranks(2).run(train_on_ranks, 2, folder, loss, None)
-    resumed = ranks(2).run(
-        train_on_ranks, 2, str(tmp_path / "again"), loss, f"{folder}/checkpoint-{SAVED_AT}"
+    went_on = ranks(world).run(train_on_ranks, world, folder, loss, None)
+    resumed = ranks(world).run(
+        train_on_ranks, world, str(tmp_path / "again"), loss, f"{folder}/checkpoint-{SAVED_AT}"
     )
     for found in (*went_on, *resumed):
         assert found[:-1] == pytest.approx(wanted[:-1], rel=1e-4)
@@ -153,7 +155,7 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
             if world > 1:
                 model = penstock.parallelize(model, plan="flowmoe")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            samples = torch.utils.data.DataLoader(Samples(), batch_size=2 // world)
+            samples = torch.utils.data.DataLoader(Samples(), batch_size=4 // world)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)  # accelerate steps it per rank
             model, optimizer, samples, scheduler = accelerator.prepare(model, optimizer, samples, scheduler)
             if begins:
@@ -175,9 +177,10 @@ def loop(rank: int, world: int, folder: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_loop_of_accelerate_goes_on_from_its_state(ranks: Pools, tmp_path: Path, world: int) -> None:
     wanted = loop(0, 1, str(tmp_path / "one"))
-    for found in ranks(2).run(loop, 2, str(tmp_path / "two")):
+    for found in ranks(world).run(loop, world, str(tmp_path / "two")):
         assert found == pytest.approx(wanted, rel=1e-5)
     one, two = (
         {
