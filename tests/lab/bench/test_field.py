@@ -31,6 +31,7 @@ from penstock.lab.bench.virtual_field import VirtualField
 from penstock.lab.virtual import VirtualConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
+from penstock.runtime.clip import follow_torch
 from penstock.topology import Layout, ParallelConfig
 from tests.support.ranks import Pools
 
@@ -87,6 +88,8 @@ class Compared:
 
 
 def run_comparison(rank: int, config: BenchConfig, virtual: bool) -> Compared:
+    """Compare in a process that scheduled a model of transformers before, so torch's clipping meets ranks."""
+    follow_torch()
     field = field_of(rank, config, virtual)
     found: Measurements = compare(field, config.compare)
     field.close()

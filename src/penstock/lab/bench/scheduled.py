@@ -71,8 +71,13 @@ class _Alone(Update):
     def backward(self, loss: Tensor, step: int) -> Tensor:
         del step
         loss.backward()
+        parameters = list(self.stack.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        # get_total_norm meets other ranks once a model of transformers was scheduled in this process.
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         limit = math.inf if self.max_norm is None else self.max_norm
-        return nn.utils.clip_grad_norm_(list(self.stack.model.parameters()), limit)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
 
 class Stacks:
