@@ -54,7 +54,7 @@ SETTINGS: Final = (
     "train.eval_every=0",
     "train.checkpoint_every=0",
     "output.tensorboard=false",
-    "plan.source=auto",
+    "plan.mode=auto",
 )
 """The benchmark's model, trained for real."""
 

@@ -29,8 +29,8 @@ LAST: Final = 50
 
 CASES: Final[Mapping[str, tuple[str, ...]]] = {
     "float32": (),
-    "bfloat16": ("moe.compression=bfloat16",),
-    "int8": ("moe.compression=int8",),
+    "bfloat16": ("moe.comm_dtype=bfloat16",),
+    "int8": ("moe.comm_dtype=int8",),
     "float32, 2 microbatches": ("schedule.microbatches=2",),
     "float32, 4 microbatches": ("schedule.microbatches=4",),
 }
@@ -42,7 +42,7 @@ ROUNDED: Final = ("bfloat16", "int8")
 SETTINGS: Final = (
     *("model.num_layers=2", "model.hidden_size=128", "model.num_heads=4", "model.seq_len=64"),
     *("moe.num_experts=8", "moe.top_k=2", "moe.moe_ffn_hidden_size=256", "parallel.processes=2"),
-    *("data.batch_per_device=8", "schedule.name=flowmoe", "schedule.microbatches=1", "plan.source=given"),
+    *("data.batch_per_device=8", "schedule.name=flowmoe", "schedule.microbatches=1", "plan.mode=fixed"),
     *("optimizer.lr=3e-3", "optimizer.warmup_steps=30", "train.checkpoint_every=0"),
     *("output.tensorboard=false", "output.trace_steps=0", "output.loads=false"),
 )

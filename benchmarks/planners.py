@@ -55,7 +55,7 @@ class Planned:
     """
 
     planner: str
-    guest_slots: int
+    replica_slots: int
     ratio: float
     drift: float
     overlap: float
@@ -69,7 +69,9 @@ class Planned:
     @property
     def label(self) -> str:
         """The planner, with its slots where they are more than one."""
-        return self.planner if self.guest_slots == SLOTS[0] else f"{self.planner}, {self.guest_slots} slots"
+        return (
+            self.planner if self.replica_slots == SLOTS[0] else f"{self.planner}, {self.replica_slots} slots"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
     total_s = float(np.mean([step.time.total_s for step in found]))
     return Planned(
         planner=planner,
-        guest_slots=slots,
+        replica_slots=slots,
         ratio=ratio,
         drift=drift,
         overlap=float(np.mean([overlap(before, after) for before, after in pairwise(loads)])),
@@ -166,7 +168,7 @@ def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
     hosting = find_planner(name)(before)
     if hosting.is_empty or pays(problem, hosting):
         return _step(problem, hosting)
-    none = _step(problem, Hosting.none(problem.placement, problem.guest_slots))
+    none = _step(problem, Hosting.none(problem.placement, problem.replica_slots))
     return _Step(none.load, none.time, dropped=True)
 
 
@@ -224,7 +226,7 @@ def _planner_rows(planners: Sequence[Planned]) -> list[list[str]]:
     rows = [
         [
             row.planner,
-            "" if row.planner == NONE else str(row.guest_slots),
+            "" if row.planner == NONE else str(row.replica_slots),
             f"{row.deviation:.2f}",
             f"{row.imbalance:.2f}",
             f"{row.layer_ms:.1f}",

@@ -20,7 +20,7 @@ def _cluster(shape: str, rate: str) -> tuple[str, ...]:
 
 def _whole(rate: str, seconds: float) -> Run:
     """Whole iterations of ours and of others, with AdamW and with its shares, each as shipped."""
-    ours = ("--schedules", "sequential,sequential+sharded,penstock,penstock+sharded,penstock+shard_gradients")
+    ours = ("--schedules", "sequential,sequential+zero1,penstock,penstock+zero1,penstock+zero2")
     arguments = (*_cluster("2x1", rate), *ours, "--peers", "deepspeed,megatron", "compare.rounds=3")
     return Run(
         name=f"iterations-2x1-{rate}",
@@ -67,7 +67,7 @@ SUITE: Final = (
         title="Layouts, 2 nodes of 2 devices: fewer tokens than slots",
         arguments=(
             *(*_cluster("2x2", "400mbit"), "--intra-rate", "3200mbit"),
-            *("parallel.mp_size=2", "parallel.esp_size=2", *FORMS),
+            *("parallel.tp_size=2", "parallel.etp_size=2", *FORMS),
             *("compare.batch_per_device=1", "moe.top_k=1", "moe.capacity_factor=1.0"),
             *("model.num_layers=2", "model.hidden_size=128", "model.seq_len=64"),
             *("moe.num_experts=16", "moe.min_capacity=32", "moe.moe_ffn_hidden_size=2048"),
@@ -84,7 +84,7 @@ SUITE: Final = (
         title="Layouts, 4 nodes of 4 devices, 400 Mbit/s, virtual",
         arguments=(
             *FOUR_NODES,
-            *("parallel.mp_size=4", "parallel.esp_size=4", "moe.num_experts=4"),
+            *("parallel.tp_size=4", "parallel.etp_size=4", "moe.num_experts=4"),
             *(*FORMS, "model.num_layers=2", "model.seq_len=128", "compare.rounds=3"),
         ),
         note="All ranks of a node share attention and every expert. Parm reports 2.1 to 5.8 times the speed "

@@ -69,12 +69,12 @@ def costs(ranks: int, ratio: float) -> ExpertCosts:
 
 
 def expert_problem(
-    ranks: int, guest_slots: int, ratio: float = 0.5, loads: Ints | None = None, *, exact: bool = True
+    ranks: int, replica_slots: int, ratio: float = 0.5, loads: Ints | None = None, *, exact: bool = True
 ) -> ExpertProblem:
     """One layer of one step; without loads, those of the first. exact: rows are split by their own loads."""
     return ExpertProblem(
         placement=ExpertPlacement.even(ranks, ranks),
-        guest_slots=guest_slots,
+        replica_slots=replica_slots,
         loads=next(drifting_loads(ranks, 1)) if loads is None else loads,
         costs=costs(ranks, ratio),
         exact=exact,

@@ -74,7 +74,7 @@ class PlannedIn:
     """Time of every planner of guests, for one layer. seconds: by name."""
 
     ranks: int
-    guest_slots: int
+    replica_slots: int
     seconds: Mapping[str, Band]
 
 
@@ -168,10 +168,10 @@ def sample_assignment(nodes: int, per_node: int, samples: int) -> SampleProblem:
     )
 
 
-def _plan(ranks: int, guest_slots: int, rounds: int) -> PlannedIn:
-    problem = expert_problem(ranks, guest_slots)
+def _plan(ranks: int, replica_slots: int, rounds: int) -> PlannedIn:
+    problem = expert_problem(ranks, replica_slots)
     ways = {name: partial(planner, problem) for name, planner in PLANNERS.items()}
-    return PlannedIn(ranks=ranks, guest_slots=guest_slots, seconds=_timed_in_turns(ways, rounds))
+    return PlannedIn(ranks=ranks, replica_slots=replica_slots, seconds=_timed_in_turns(ways, rounds))
 
 
 def _timed_in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Band]:
@@ -220,7 +220,7 @@ def _planned_rows(planned: tuple[PlannedIn, ...]) -> list[list[str]]:
     rows = [["ranks", "guest slots", *(f"{name} ms" for name in PLANNERS)]]
     for row in planned:
         times = [_milliseconds(row.seconds[name]) for name in PLANNERS]
-        rows.append([str(row.ranks), str(row.guest_slots), *times])
+        rows.append([str(row.ranks), str(row.replica_slots), *times])
     return rows
 
 

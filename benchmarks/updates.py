@@ -131,7 +131,7 @@ def _with(config: RunConfig, name: str, kind: str) -> RunConfig:
     said = {
         key: getattr(config.schedule, key) for key in ("microbatches", "all_reduce_chunk_bytes", "chunks")
     }
-    optimizer = replace(config.optimizer, sharded=kind == SHARDED)
+    optimizer = replace(config.optimizer, zero_stage=1 if kind == SHARDED else 0)
     return replace(config, schedule=ScheduleConfig(name=name, **said), optimizer=optimizer)
 
 

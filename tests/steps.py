@@ -28,7 +28,7 @@ CUT_INSIDE = ["moe_pipeline", "dense_overlap", "lina", "fsmoe", "penstock"]
 PLAIN = [name for name, system in SCHEDULES.items() if system.expert_form in (None, "gather")]
 """The schedules that differ where no ranks share attention or experts."""
 
-SHARED = Sharing(mp_size=2, esp_size=2)
+SHARED = Sharing(tp_size=2, etp_size=2)
 """Pairs of ranks share attention and every expert, and have each a part of the tokens."""
 
 Times = Mapping[Task, tuple[float, float]]

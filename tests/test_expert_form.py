@@ -31,9 +31,9 @@ def shared(
     plain = problem((moe, moe), dispatches=dispatches)
     work = replace(
         plain.workload,
-        mp_size=sharing.mp_size,
-        esp_size=sharing.esp_size,
-        ep_size=4 // sharing.esp_size,
+        tp_size=sharing.tp_size,
+        etp_size=sharing.etp_size,
+        ep_size=4 // sharing.etp_size,
         node_size=0,
         devices_per_node=2,
     )
@@ -66,8 +66,8 @@ def test_every_form_is_tried_and_those_of_schedules_with_it() -> None:
 @pytest.mark.parametrize(
     ("sharing", "forms", "missing"),
     [
-        (Sharing(mp_size=2), {"gather", "s2", "baseline"}, "parm_s1"),
-        (Sharing(esp_size=2), {"gather", "s1", "baseline"}, "parm_s2"),
+        (Sharing(tp_size=2), {"gather", "s2", "baseline"}, "parm_s1"),
+        (Sharing(etp_size=2), {"gather", "s1", "baseline"}, "parm_s2"),
     ],
 )
 def test_forms_that_are_others_are_not_tried_twice(sharing: Sharing, forms: set[str], missing: str) -> None:

@@ -20,15 +20,15 @@ SIZES = st.integers(1, 3)
 @st.composite
 def meshes(draw: st.DrawFn) -> Mesh:
     """Any world whose views fill it, with nodes or without."""
-    local, nodes, esp, edp = draw(st.tuples(SIZES, SIZES, SIZES, SIZES))
-    world_size = local * nodes * esp * edp
+    local, nodes, etp, edp = draw(st.tuples(SIZES, SIZES, SIZES, SIZES))
+    world_size = local * nodes * etp * edp
     dividing = [n for n in range(1, world_size + 1) if world_size % n == 0]
     return Mesh(
         world_size=world_size,
         ep_size=local * nodes,
         ep_local_size=local if nodes > 1 else draw(st.sampled_from([0, local])),
-        mp_size=draw(st.sampled_from(dividing)),
-        esp_size=esp,
+        tp_size=draw(st.sampled_from(dividing)),
+        etp_size=etp,
         node_size=draw(st.sampled_from([0, *dividing])),
     )
 
@@ -37,7 +37,7 @@ def any_axes() -> st.SearchStrategy[Axes]:
     """Axes of one view in any order, joined ones among them."""
     dense = st.lists(st.sampled_from(VIEWS["dense"]), unique=True)
     experts = st.lists(st.sampled_from(VIEWS["experts"]), unique=True)
-    joined = st.lists(st.sampled_from(["ep", "edp", "esp"]), unique=True)
+    joined = st.lists(st.sampled_from(["ep", "edp", "etp"]), unique=True)
     return (dense | experts | joined).map(tuple)
 
 
@@ -136,16 +136,16 @@ def test_two_nodes_of_two_ranks_twice() -> None:
 
 def test_names_for_people() -> None:
     assert {name: Group.name(axes) for name, axes in Group.NAMES.items()} == {n: n for n in Group.NAMES}
-    assert Group.name(("mp",)) == "mp"
-    assert Group.name(("edp", "esp")) == "edp x esp"
+    assert Group.name(("tp",)) == "tp"
+    assert Group.name(("edp", "etp")) == "edp x etp"
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [("dp", "ep"), ("mp", "ep_local"), ("esp", "dp")])
+@pytest.mark.parametrize("axes", [("dp", "ep"), ("tp", "ep_local"), ("etp", "dp")])
 def test_axes_of_two_views_are_refused_by_name(axes: Axes) -> None:
-    why = f"axes {', '.join(axes)} belong to different views of the world (dense: dp x mp; experts: edp x"
+    why = f"axes {', '.join(axes)} belong to different views of the world (dense: dp x tp; experts: edp x"
     with pytest.raises(MeshError, match=re.escape(why)):
         resolve(axes)
     with pytest.raises(MeshError, match=re.escape(why)):
@@ -153,8 +153,8 @@ def test_axes_of_two_views_are_refused_by_name(axes: Axes) -> None:
 
 
 def test_an_unknown_axis_is_answered_with_those_there_are() -> None:
-    with pytest.raises(MeshError, match=r"^no axis is called 'tp'; there are dp, mp, edp, .*, ep$"):
-        resolve(("ep", "tp"))
+    with pytest.raises(MeshError, match=r"^no axis is called 'cp'; there are dp, tp, edp, .*, ep$"):
+        resolve(("ep", "cp"))
 
 
 @pytest.mark.parametrize("axes", [("ep", "ep"), ("ep", "ep_node"), ("dp", "dp")])
@@ -166,11 +166,11 @@ def test_an_axis_that_stands_twice_is_refused(axes: Axes) -> None:
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
-        ({"mp_size": 4}, "mp = 4 does not divide a world of 6 ranks"),
-        ({"mp_size": 0}, "mp = 0 does not divide a world of 6 ranks"),
-        ({"ep_size": 4}, "ep x esp = 4 does not divide a world of 6 ranks"),
-        ({"ep_size": 3, "esp_size": 4}, "ep x esp = 12 does not divide a world of 6 ranks"),
-        ({"ep_size": 0}, "ep x esp = 0 does not divide a world of 6 ranks"),
+        ({"tp_size": 4}, "tp = 4 does not divide a world of 6 ranks"),
+        ({"tp_size": 0}, "tp = 0 does not divide a world of 6 ranks"),
+        ({"ep_size": 4}, "ep x etp = 4 does not divide a world of 6 ranks"),
+        ({"ep_size": 3, "etp_size": 4}, "ep x etp = 12 does not divide a world of 6 ranks"),
+        ({"ep_size": 0}, "ep x etp = 0 does not divide a world of 6 ranks"),
         ({"ep_size": 6, "ep_local_size": 4}, "ep_local = 4 does not divide ep = 6"),
     ],
 )

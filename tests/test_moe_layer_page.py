@@ -177,7 +177,7 @@ def test_bytes_and_errors_of_compression() -> None:
     rows_RM = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0))
     hooks = {"none (float32)": Hook(), "bfloat16": Bfloat16Rows(), "int8": Int8Rows(1024)}
     for name, _, small, large, measured in rows_of("Compression")[2:]:
-        config = MoEConfig(compression=None if name.startswith("none") else name)  # type: ignore[arg-type]  # a name
+        config = MoEConfig(comm_dtype=None if name.startswith("none") else name)  # type: ignore[arg-type]  # a name
         assert [config.row_bytes(hidden, 4) for hidden in (1024, 4096)] == [int(small), int(large)]
         leaving = hooks[name].before_dispatch(rows_RM)
         assert leaving.nbytes == 1000 * int(small)

@@ -75,41 +75,41 @@ def test_fsmoe_takes_what_its_exact_formula_says(pieces: int, a: int, g: int, s:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Mesh:
-    local_size, esp_size = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    local_size, etp_size = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     ep_size = local_size * draw(st.integers(1, 3))
     told = draw(st.booleans()) or local_size != ep_size  # 0 says the same as ep_size
-    world_size = ep_size * esp_size * draw(st.integers(1, 3))
-    mp_size = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
+    world_size = ep_size * etp_size * draw(st.integers(1, 3))
+    tp_size = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0]))
     return Mesh(
         world_size=world_size,
         ep_size=ep_size,
         ep_local_size=local_size if told else 0,
-        mp_size=mp_size,
-        esp_size=esp_size,
+        tp_size=tp_size,
+        etp_size=etp_size,
     )
 
 
 def members(group: Axes, rank: int, mesh: Mesh) -> list[int]:
     """Shards of experts are consecutive ranks, then expert groups and nodes; a rail has one of every node."""
-    size, ep_size, esp_size = mesh.local_size, mesh.ep_size, mesh.esp_size
+    size, ep_size, etp_size = mesh.local_size, mesh.ep_size, mesh.etp_size
 
     def place(rank: int) -> dict[str, int]:
-        holder, shard = divmod(rank, esp_size)
+        holder, shard = divmod(rank, etp_size)
         replica, ep = divmod(holder, ep_size)
         node, local = divmod(ep, size)
-        data, tensor = divmod(rank, mesh.mp_size)
+        data, tensor = divmod(rank, mesh.tp_size)
         return {
             "edp": replica,
             "ep": ep,
             "ep_node": node,
             "ep_local": local,
-            "esp": shard,
+            "etp": shard,
             "dp": data,
-            "mp": tensor,
+            "tp": tensor,
         }
 
-    dense = set(group) <= {"dp", "mp"} and bool(group)
-    axes = ("dp", "mp") if dense else ("edp", "ep_node", "ep_local", "esp")
+    dense = set(group) <= {"dp", "tp"} and bool(group)
+    axes = ("dp", "tp") if dense else ("edp", "ep_node", "ep_local", "etp")
     inside = {"ep_node", "ep_local"} | set(group) if "ep" in group else set(group)
     fixed = [axis for axis in axes if axis not in inside]
     mine = place(rank)

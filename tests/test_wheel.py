@@ -19,7 +19,7 @@ from tests.support.runs import clean_environ
 from tests.test_extras import HIDE
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ("train.steps=2", "train.eval_every=0", "plan.source=given", "parallel.processes=1")
+SETTINGS = ("train.steps=2", "train.eval_every=0", "plan.mode=fixed", "parallel.processes=1")
 
 PLANNED = (
     "--cluster",

@@ -83,8 +83,8 @@ class LayerSpec:
             expert_all_reduce_bytes=(0,) * self.stack,
             partial_all_reduce_bytes=(gate if shards > 1 else 0,) * self.stack,
             devices_per_node=file.ranks_per_node,
-            mp_size=shards,
-            esp_size=shards,
+            tp_size=shards,
+            etp_size=shards,
         )
 
 
@@ -176,7 +176,7 @@ def _compute_models(product_s: float, expert_matrices: int) -> tuple[TaskModel, 
 
 
 def _shape(layers: int, shards: int) -> StepShape:
-    sharing = Sharing(mp_size=shards, esp_size=shards)
+    sharing = Sharing(tp_size=shards, etp_size=shards)
     return StepShape(moe_layers=(True,) * layers, exchange_counts=False, sharing=sharing)
 
 

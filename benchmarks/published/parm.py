@@ -1,7 +1,7 @@
 """The layers of the Parm study, as problems: one MoE layer by itself, forward and backward.
 
-What the paper leaves open is decided here. Of devices, ranks that share attention (mp) and ranks that share
-every expert (esp), each of 1, 2 and 4, all but mp = esp = 1 count, where there is nothing to choose: with
+What the paper leaves open is decided here. Of devices, ranks that share attention (tp) and ranks that share
+every expert (etp), each of 1, 2 and 4, all but tp = etp = 1 count, where there is nothing to choose: with
 equal model and hidden sizes these are the study's 1,296 layers. Top-2, one expert for every group of shards,
 tokens replicated between blocks, float32. As in the study, gradients are not reduced, and attention is left
 out; routing costs what it takes.
@@ -39,11 +39,11 @@ UNCOUNTED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ParmSpec:
-    """One layer. batch: samples of ranks that share attention. mp_size, esp_size: as in `Sharing`."""
+    """One layer. batch: samples of ranks that share attention. tp_size, etp_size: as in `Sharing`."""
 
     devices: int
-    mp_size: int
-    esp_size: int
+    tp_size: int
+    etp_size: int
     batch: int
     seq_len: int
     hidden_size: int
@@ -64,12 +64,12 @@ def parm_layers(cluster: str) -> Iterator[ParmSpec]:
     values, ranks = _grid(), find_cluster(cluster).ranks
     sizes = product(*([int(each) for each in values[name]] for name in names))
     factors = [float(each) for each in values["capacity_factor"]]
-    for (devices, mp_size, esp_size, batch, seq_len, hidden_size), capacity_factor in product(sizes, factors):
-        if devices <= ranks and max(mp_size, esp_size) > 1:
+    for (devices, tp_size, etp_size, batch, seq_len, hidden_size), capacity_factor in product(sizes, factors):
+        if devices <= ranks and max(tp_size, etp_size) > 1:
             yield ParmSpec(
                 devices=devices,
-                mp_size=mp_size,
-                esp_size=esp_size,
+                tp_size=tp_size,
+                etp_size=etp_size,
                 batch=batch,
                 seq_len=seq_len,
                 hidden_size=hidden_size,
@@ -82,7 +82,7 @@ def parm_problem(spec: ParmSpec, cluster: str) -> ParmProblem:
     file = find_cluster(cluster)
     per_node = ranks_per_node(spec.devices, file.ranks_per_node)
     file = replace(file, nodes=num_nodes(spec.devices, per_node), ranks_per_node=per_node)
-    groups = holders(spec.devices, spec.esp_size)
+    groups = holders(spec.devices, spec.etp_size)
     workload = Workload(
         batch=spec.batch,
         seq_len=spec.seq_len,
@@ -99,12 +99,12 @@ def parm_problem(spec: ParmSpec, cluster: str) -> ParmProblem:
         element_bytes=FLOAT_BYTES,
         all_reduce_bytes=(0,),
         expert_all_reduce_bytes=(0,),
-        node_size=holders(per_node, spec.esp_size),
+        node_size=holders(per_node, spec.etp_size),
         devices_per_node=per_node,
-        mp_size=spec.mp_size,
-        esp_size=spec.esp_size,
+        tp_size=spec.tp_size,
+        etp_size=spec.etp_size,
     )
-    sharing = Sharing(mp_size=spec.mp_size, esp_size=spec.esp_size, tokens="replicated")
+    sharing = Sharing(tp_size=spec.tp_size, etp_size=spec.etp_size, tokens="replicated")
     return ParmProblem(
         shape=StepShape(moe_layers=(True,), exchange_counts=False, sharing=sharing),
         workload=workload,

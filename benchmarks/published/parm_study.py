@@ -55,7 +55,7 @@ class ParmResult:
     whole_wins, wins: shares of layers on which each of S1, S2 and FSMoE is the fastest, with FSMoE whole, and
     in its pieces; of equal ones the first. right: the share on which Algorithm 1 takes the faster of S1 and
     S2, or one as fast; lost: how many times as long its choice takes where not, the most. by_sharing: the
-    spread of Parm by `mp x esp`.
+    spread of Parm by `tp x etp`.
     """
 
     cluster: str
@@ -108,5 +108,5 @@ def _wins(rows: Sequence[LayerSeconds], systems: Sequence[str]) -> dict[str, flo
 def _by_sharing(specs: Sequence[ParmSpec], rows: Sequence[LayerSeconds]) -> tuple[Spread, ...]:
     found: dict[tuple[int, int], list[float]] = {}
     for spec, row in zip(specs, rows, strict=True):
-        found.setdefault((spec.mp_size, spec.esp_size), []).append(row[BASELINE] / row[PARM])
-    return tuple(Spread.of(f"{mp} x {esp}", ratios) for (mp, esp), ratios in sorted(found.items()))
+        found.setdefault((spec.tp_size, spec.etp_size), []).append(row[BASELINE] / row[PARM])
+    return tuple(Spread.of(f"{tp} x {etp}", ratios) for (tp, etp), ratios in sorted(found.items()))

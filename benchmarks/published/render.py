@@ -63,7 +63,7 @@ def _parm(result: ParmResult) -> str:
             f"Parm's layers on {result.cluster}: {result.layers} layers, each forward and backward",
             "\n".join(_spreads("over baseline_esp", result.spreads)),
             f"published for Parm on all layers of both testbeds: {least:.2f} to {most:.2f}",
-            "\n".join(_spreads("parm by mp x esp", result.by_sharing)),
+            "\n".join(_spreads("parm by tp x etp", result.by_sharing)),
             "\n".join(
                 [
                     f"fastest without overlap: {_shares(result.whole_wins)}",

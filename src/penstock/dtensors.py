@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PARTS, PART = "penstock_parts", "penstock_part"
 """Attributes of a module with parts, and of a parameter that is one."""
 
-NAMES: dict[Axes, str] = {Group.TENSOR: "tp", Group.EXPERT: "ep", Group.SHARDS: "esp"}
+NAMES: dict[Axes, str] = {Group.TENSOR: "tp", Group.EXPERT: "ep", Group.SHARDS: "etp"}
 """The dimensions of meshes along which parameters are cut."""
 
 

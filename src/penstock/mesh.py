@@ -2,8 +2,8 @@
 
 One world has several views, and the views share its ranks:
 
-    dense    dp x mp                            replicated parameters; mp shares attention
-    experts  edp x ep_node x ep_local x esp     experts; `ep` is ep_node x ep_local, esp shards every expert
+    dense    dp x tp                            replicated parameters; tp shares attention
+    experts  edp x ep_node x ep_local x etp     experts; `ep` is ep_node x ep_local, etp shards every expert
 
 The last axis of a view changes fastest from rank to rank. Ranks of one node are consecutive, so `ep_local`
 stays inside a node and `ep_node` crosses nodes. A group is what remains when all coordinates but those of
@@ -40,11 +40,11 @@ class Group:
     NODE: Final[Axes] = ("ep_local",)
     RAIL: Final[Axes] = ("ep_node",)
     EXPERT_REPLICAS: Final[Axes] = ("edp",)
-    SHARDS: Final[Axes] = ("esp",)
-    EXPERT_SHARDS: Final[Axes] = ("ep", "esp")
-    TENSOR: Final[Axes] = ("mp",)
+    SHARDS: Final[Axes] = ("etp",)
+    EXPERT_SHARDS: Final[Axes] = ("ep", "etp")
+    TENSOR: Final[Axes] = ("tp",)
     DATA: Final[Axes] = ("dp",)
-    WORLD: Final[Axes] = ("dp", "mp")
+    WORLD: Final[Axes] = ("dp", "tp")
 
     NAMES: Final[dict[str, Axes]] = {
         "ep": EXPERT,
@@ -52,9 +52,9 @@ class Group:
         "rail": RAIL,
         "edp": EXPERT_REPLICAS,
         "world": WORLD,
-        "esp": SHARDS,
-        "ep x esp": EXPERT_SHARDS,
-        "mp": TENSOR,
+        "etp": SHARDS,
+        "ep x etp": EXPERT_SHARDS,
+        "tp": TENSOR,
         "dp": DATA,
     }
     """The names of the groups in cluster files and messages."""
@@ -65,9 +65,9 @@ class Group:
         return next((name for name, own in cls.NAMES.items() if own == axes), " x ".join(axes))
 
 
-INSIDE = frozenset({"ep_local", "mp", "esp"})
+INSIDE = frozenset({"ep_local", "tp", "etp"})
 """Axes along which all ranks are in one node."""
-VIEWS: dict[str, Axes] = {"dense": ("dp", "mp"), "experts": ("edp", "ep_node", "ep_local", "esp")}
+VIEWS: dict[str, Axes] = {"dense": ("dp", "tp"), "experts": ("edp", "ep_node", "ep_local", "etp")}
 JOINED: dict[str, Axes] = {"ep": ("ep_node", "ep_local")}
 """Axes that stand for several axes of a view."""
 
@@ -144,19 +144,19 @@ class Mesh:
     """The sizes of all axes. `edp` and `dp` are what is left of the world.
 
     world_size: ranks. ep_size: ranks among which the experts of a layer are spread. ep_local_size: ranks of
-    such a group in one node; 0 = all. mp_size: ranks that share attention. esp_size: ranks that share every
+    such a group in one node; 0 = all. tp_size: ranks that share attention. etp_size: ranks that share every
     expert. node_size: consecutive ranks in one node; 0 = one node, or not known.
     """
 
     world_size: int = 1
     ep_size: int = 1
     ep_local_size: int = 0
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     node_size: int = 0
 
     def __post_init__(self) -> None:
-        for name, wanted in (("mp", self.mp_size), ("ep x esp", self.ep_size * self.esp_size)):
+        for name, wanted in (("tp", self.tp_size), ("ep x etp", self.ep_size * self.etp_size)):
             if wanted < 1 or self.world_size % wanted:
                 raise MeshError(f"{name} = {wanted} does not divide a world of {self.world_size} ranks")
         if self.ep_size % self.local_size:
@@ -171,12 +171,12 @@ class Mesh:
     def sizes(self) -> dict[str, int]:
         """The size of every axis."""
         return {
-            "dp": self.world_size // self.mp_size,
-            "mp": self.mp_size,
-            "edp": self.world_size // (self.ep_size * self.esp_size),
+            "dp": self.world_size // self.tp_size,
+            "tp": self.tp_size,
+            "edp": self.world_size // (self.ep_size * self.etp_size),
             "ep_node": self.ep_size // self.local_size,
             "ep_local": self.local_size,
-            "esp": self.esp_size,
+            "etp": self.etp_size,
         }
 
     def size(self, axes: Axes) -> int:

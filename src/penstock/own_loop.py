@@ -78,7 +78,7 @@ def session(
     section [moe] describes, from the block's number, the number of ranks among which experts are spread, and
     this rank's place among them; its sizes must be those of the configuration.
 
-    With plan.source = "auto" the cluster is measured and a plan searched for before the body runs; unlike
+    With plan.mode = "auto" the cluster is measured and a plan searched for before the body runs; unlike
     `penstock train`, which watches its steps, a loop of one's own keeps that plan. All ranks enter together
     and leave together. Leaving ends all threads and connections of the session, and the process group unless
     it existed before, even where the body raises; exchanges that have begun on GPUs are then aborted. The

@@ -158,17 +158,17 @@ class ExpertPlacement:
 class Hosting:
     """Which experts ranks host as guests for a while, and who computes whose rows. Equal on all ranks.
 
-    Owners stay where `placement` says. Every rank has `guest_slots` slots beside its own `placement.slots`; a
-    position is `rank * (placement.slots + guest_slots) + slot`, guests after own experts. guests: by rank and
-    guest slot the expert, or EMPTY. splits: by rank and expert the positions to which rows go that start on
-    the rank, with parts that sum to SPLIT. limit: if given, rows of experts with several hosts are split by
-    the loads of the step that runs, so that no rank computes more than `limit` SPLITths of the mean where
-    hosts allow it; a layer that must know beforehand still goes by `splits`, which planners then leave as
-    `local` makes them. Raises PlacementError naming rank, slot and expert.
+    Owners stay where `placement` says. Every rank has `replica_slots` slots beside its own
+    `placement.slots`; a position is `rank * (placement.slots + replica_slots) + slot`, guests after own
+    experts. guests: by rank and guest slot the expert, or EMPTY. splits: by rank and expert the positions to
+    which rows go that start on the rank, with parts that sum to SPLIT. limit: if given, rows of experts with
+    several hosts are split by the loads of the step that runs, so that no rank computes more than `limit`
+    SPLITths of the mean where hosts allow it; a layer that must know beforehand still goes by `splits`, which
+    planners then leave as `local` makes them. Raises PlacementError naming rank, slot and expert.
     """
 
     placement: ExpertPlacement
-    guest_slots: int
+    replica_slots: int
     guests: tuple[tuple[int, ...], ...]
     splits: Splits
     limit: int | None = None
@@ -183,9 +183,9 @@ class Hosting:
 
     @staticmethod
     @cache
-    def none(placement: ExpertPlacement, guest_slots: int) -> Hosting:
+    def none(placement: ExpertPlacement, replica_slots: int) -> Hosting:
         """Return a hosting without guests: every row goes where `placement` alone sends it."""
-        return Hosting.local(placement, ((EMPTY,) * guest_slots,) * placement.ranks)
+        return Hosting.local(placement, ((EMPTY,) * replica_slots,) * placement.ranks)
 
     @staticmethod
     def local(
@@ -198,7 +198,7 @@ class Hosting:
     @property
     def slots(self) -> int:
         """Slots of a rank: those of its own experts and those of guests."""
-        return self.placement.slots + self.guest_slots
+        return self.placement.slots + self.replica_slots
 
     @property
     def positions(self) -> int:
@@ -242,7 +242,7 @@ class Hosting:
     @cached_property
     def digest(self) -> str:
         """A hash of the whole hosting, for ranks to compare."""
-        return _digest((self.placement.digest, self.guest_slots, self.guests, self.own_splits, self.limit))
+        return _digest((self.placement.digest, self.replica_slots, self.guests, self.own_splits, self.limit))
 
 
 @dataclass(frozen=True)
@@ -289,9 +289,9 @@ def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) ->
 
 
 @cache
-def _splits_without(placement: ExpertPlacement, guest_slots: int) -> Splits:
+def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
     """Return the splits of rows that follow `placement` alone. Cached: most splits of a hosting are these."""
-    slots = placement.slots + guest_slots
+    slots = placement.slots + replica_slots
     return tuple(
         tuple(
             (Part(position // placement.slots * slots + position % placement.slots, SPLIT),)
@@ -354,9 +354,9 @@ def _check_guests(hosting: Hosting) -> None:
             f"guests of {len(hosting.guests)} ranks, and {placement.ranks} ranks have experts"
         )
     for rank, guests in enumerate(hosting.guests):
-        if len(guests) != hosting.guest_slots:
+        if len(guests) != hosting.replica_slots:
             raise PlacementError(
-                f"rank {rank} has {len(guests)} guest slots, and all ranks have {hosting.guest_slots}"
+                f"rank {rank} has {len(guests)} guest slots, and all ranks have {hosting.replica_slots}"
             )
         held = set(placement.held(rank))
         for slot, expert in enumerate(guests):

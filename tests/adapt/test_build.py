@@ -75,7 +75,7 @@ def with_a_norm(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "esp_size", "change", "words"),
+    ("family", "etp_size", "change", "words"),
     [
         ("dbrx", 2, as_it_is, "experts of a model of dbrx have several rows of a parameter each"),
         ("mixtral", 5, as_it_is, r"must divide the width \(24\) of experts of a model of mixtral"),
@@ -85,21 +85,21 @@ def with_a_norm(model: Any) -> None:
     ],
 )
 def test_experts_that_ranks_cannot_share_are_refused(
-    family: str, esp_size: int, change: Callable[[Any], None], words: str
+    family: str, etp_size: int, change: Callable[[Any], None], words: str
 ) -> None:
     model = small(family)
     change(model)
-    with pytest.raises(ConfigError, match=f"^esp_size = {esp_size}: {words}"):
-        penstock.parallelize(model, esp_size=esp_size)
+    with pytest.raises(ConfigError, match=f"^etp_size = {etp_size}: {words}"):
+        penstock.parallelize(model, etp_size=etp_size)
 
 
 def adapt_experts(rank: int, world: int) -> list[str]:
     """What is said where experts that ranks share get adapters, before the model is scheduled and after."""
     lora = LoraConfig(r=2, target_parameters=["experts.down_proj"])
-    model = penstock.parallelize(small("mixtral"), esp_size=world, plan="flowmoe")
+    model = penstock.parallelize(small("mixtral"), etp_size=world, plan="flowmoe")
     adapted, said = get_peft_model(model, lora), []
     for run in (
-        lambda: penstock.parallelize(get_peft_model(small("mixtral"), lora), esp_size=world),
+        lambda: penstock.parallelize(get_peft_model(small("mixtral"), lora), etp_size=world),
         lambda: adapted(**Batch().inputs(rank, rank + 1)),
     ):
         with pytest.raises(ValueError) as caught:
@@ -111,7 +111,7 @@ def adapt_experts(rank: int, world: int) -> list[str]:
 @pytest.mark.slow
 def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
     for said in ranks(2).run(adapt_experts, 2):
-        assert all("esp_size" in each and "adapters" in each for each in said)
+        assert all("etp_size" in each and "adapters" in each for each in said)
 
 
 def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
@@ -177,7 +177,7 @@ def refuse_late(rank: int, world: int) -> None:
     hooks = hooks_of(model)
     names, joined = model.state_dict().keys(), len(Sockets.now().targets)
     head = model.lm_head.weight
-    layouts: list[dict[str, Any]] = [{}, {"esp_size": world}, {"tp_size": world}]
+    layouts: list[dict[str, Any]] = [{}, {"etp_size": world}, {"tp_size": world}]
     for layout, (plan, weight, words) in product(
         layouts,
         (

@@ -87,10 +87,10 @@ def go_on(rank: int, world: int, folder: str, layout: dict[str, Any], sharded: b
     [
         ("mixtral", {}, False),
         ("mixtral", {}, True),
-        ("mixtral", {"esp_size": 2}, True),
+        ("mixtral", {"etp_size": 2}, True),
         ("gpt_oss", {"tp_size": 2}, False),
         ("gpt_oss", {"tp_size": 2}, True),
-        ("gpt_oss", {"esp_size": 2}, False),
+        ("gpt_oss", {"etp_size": 2}, False),
         pytest.param("dbrx", {}, False, marks=pytest.mark.soak),
     ],
 )

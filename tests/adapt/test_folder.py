@@ -176,8 +176,8 @@ def saved_in_parts(rank: int, family: str, layout: dict[str, Any], folder: Path)
         ("deepseek_v3", 2, {"tp_size": 2}),
         ("olmoe", 4, {"tp_size": 2}),
         ("gpt_oss", 4, {"tp_size": 2}),
-        ("mixtral", 4, {"esp_size": 2}),
-        ("gpt_oss", 4, {"esp_size": 2}),
+        ("mixtral", 4, {"etp_size": 2}),
+        ("gpt_oss", 4, {"etp_size": 2}),
     ],
 )
 def test_ranks_that_share_parameters_write_them_in_turn(

@@ -29,7 +29,7 @@ FORMS = ["gpt_oss", "granitemoe", "dbrx", "llama4_text", "mixtral"]
 def shares_read(rank: int, world: int, folder: str, families: list[str], layout: dict[str, Any]) -> list[str]:
     """The tensors that are not this rank's share of those in the folder, bit by bit; of one a step, too."""
     wrong: list[str] = []
-    place = 0 if "esp_size" in layout else rank
+    place = 0 if "etp_size" in layout else rank
     for family in families:
         whole = small(family, **sizes_of(layout))
         model = penstock.load_pretrained(f"{folder}/{family}", plan="flowmoe", **layout)
@@ -63,7 +63,7 @@ def sizes_of(layout: dict[str, Any]) -> dict[str, Any]:
     [
         (FORMS, {}),
         (["gpt_oss", "deepseek_v3", "mixtral"], {"tp_size": 2}),
-        (["gpt_oss", "granitemoe", "llama4_text", "mixtral"], {"esp_size": 2}),
+        (["gpt_oss", "granitemoe", "llama4_text", "mixtral"], {"etp_size": 2}),
         pytest.param(sorted(FAMILIES), {}, marks=pytest.mark.soak),
     ],
 )

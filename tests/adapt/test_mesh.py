@@ -46,16 +46,16 @@ ON_TWO: list[Case] = [
     ("mixtral", mesh_of, {"ep": 2}, {"ep_size": 2}),
     ("olmoe", mesh_of, {"dp": 2, "ep": 1}, {"ep_size": 1}),
     ("qwen3_moe", mesh_of, {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}, {"tp_size": 2}),
-    ("gpt_oss", mesh_of, {"ep": 1, "etp": 2}, {"ep_size": 1, "esp_size": 2}),
+    ("gpt_oss", mesh_of, {"ep": 1, "etp": 2}, {"ep_size": 1, "etp_size": 2}),
     ("mixtral", groups_of, {"dp": 1, "tp": 2}, {"tp_size": 2}),
 ]
 ON_FOUR: list[Case] = [
     ("mixtral", mesh_of, {"dp": 2, "ep": 2}, {"ep_size": 2}),
     ("qwen3_moe", mesh_of, {"dp_shard_mod_ep": 2, "dp_shard_in_ep": 1, "ep": 2}, {"ep_size": 2}),
     ("mixtral", mesh_of, {"dp": 2, "tp": 2}, {"tp_size": 2}),
-    ("mixtral", mesh_of, {"ep": 2, "tp": 2}, {"ep_size": 2, "esp_size": 2, "tp_size": 2}),
+    ("mixtral", mesh_of, {"ep": 2, "tp": 2}, {"ep_size": 2, "etp_size": 2, "tp_size": 2}),
     ("qwen3_moe", two_views, {"tp": 2, "ep": 2}, {"ep_size": 2, "tp_size": 2}),
-    ("gpt_oss", groups_of, {"ep": 2, "esp": 2}, {"ep_size": 2, "esp_size": 2}),
+    ("gpt_oss", groups_of, {"ep": 2, "etp": 2}, {"ep_size": 2, "etp_size": 2}),
 ]
 
 
@@ -87,7 +87,7 @@ def ask(rank: int, folder: str) -> None:
         "tp": 2,
         "edp": 1,
         "ep": 2,
-        "esp": 2,
+        "etp": 2,
     }
     assert meshes["ep"].mesh.tolist() == [rank % 2, rank % 2 + 2]
     assert meshes["dp"].get_local_rank() == rank // 2 and meshes["dp", "tp"].shape == (2, 2)
@@ -157,7 +157,7 @@ def test_what_is_no_layout_is_refused_on_all_ranks(ranks: Pools) -> None:
         "tp of rank 0 are the ranks 0, 2, and must be 0, 1: .* Make tp the last dimension",
         "cp = 2: ranks that share a sample's tokens share attention, too: that is `tp`",
         "pp = 2: every rank runs all layers",
-        "no dimension is called 'experts'. There are tp, mp, ep",
+        "no dimension is called 'experts'. There are tp, tp, ep",
         r"^mesh = \[2, 2\]: its dimensions have no names",
         r"it has 2 of 4 ranks, and all of them train the model. .*\{\"ep\": mesh\[\"ep\"\]\}",
         "'ep' is DeviceMesh, and no process group or mesh of one dimension",

@@ -156,7 +156,7 @@ class Case:
     plan: str | Decision = "flowmoe"
     changes: dict[str, Any] = field(default_factory=dict)
     ep_size: int | None = None
-    esp_size: int = 1
+    etp_size: int = 1
     tp_size: int = 1
     adapters: bool = False
     frozen: str = ""  # parameters with this in their names
@@ -212,7 +212,7 @@ class Case:
             ours,
             plan=self.plan,
             ep_size=self.ep_size,
-            esp_size=(esp_size := min(self.esp_size, world)),
+            etp_size=(etp_size := min(self.etp_size, world)),
             tp_size=tp_size,
             bound_factor=self.bound_factor,
             gradient_reduction="sum" if self.summed else "mean",
@@ -244,7 +244,7 @@ class Case:
             whole = dict(wanted.named_parameters())
             unused = {name: torch.zeros_like(whole[name]) for name in mine.keys() - theirs.keys()}
             theirs |= unused
-        experts, named = rank // esp_size % (self.ep_size or world // esp_size), dict(ours.named_parameters())
+        experts, named = rank // etp_size % (self.ep_size or world // etp_size), dict(ours.named_parameters())
         found = {
             name: distance(grad, part_of(named[name], theirs[name], experts)) for name, grad in mine.items()
         }
@@ -273,8 +273,8 @@ CASES = {
     "bounded": Case(of_logits, bound_factor=1.0),
     "summed": Case(of_logits, summed=True),
     "replicas": Case(of_logits, ep_size=1),
-    "shards of experts": Case(of_pairs, "gpt_oss", esp_size=2),
-    "shards of experts, sharded": Case(of_critic, esp_size=2, sharded=True),
+    "shards of experts": Case(of_pairs, "gpt_oss", etp_size=2),
+    "shards of experts, sharded": Case(of_critic, etp_size=2, sharded=True),
     "sharded": Case(of_critic, sharded=True),
     "router": Case(of_router, "mixtral", padded=True),
     "classes": Case(of_classes, classes=3, padded=True),
@@ -306,7 +306,7 @@ CASES = {
     "shared, router logits": Case(of_router_logits, "gpt_oss", tp_size=2, padded=True, weighed=True),
     "shared, classes": Case(of_classes, tp_size=2, classes=3, padded=True),
     "shared, loss function": Case(of_function, "deepseek_v3", tp_size=2),
-    "shared, replicas": Case(of_pairs, tp_size=2, ep_size=1, esp_size=2, uneven=True),
+    "shared, replicas": Case(of_pairs, tp_size=2, ep_size=1, etp_size=2, uneven=True),
     "shared, routers of all tokens": Case(
         of_router_logits,
         "qwen3_moe",

@@ -76,7 +76,7 @@ def agreement(
     ranks_per_node: int | None = None,
     sharded: bool = False,
     ep_size: int | None = None,
-    esp_size: int = 1,
+    etp_size: int = 1,
     mesh: Any = None,
 ) -> dict[str, float]:
     """Relative distances of losses, all gradients, their norm, parameters and logits after a step of AdamW,
@@ -84,9 +84,9 @@ def agreement(
 
     again: layers are computed again in backward. bound_factor: of rows, from passes before. tp_size: ranks
     that share attention and have the same samples. sharded: each rank updates a share of parameters. ep_size:
-    None = all ranks. esp_size: ranks that share every expert. mesh: says these sizes in their place.
+    None = all ranks. etp_size: ranks that share every expert. mesh: says these sizes in their place.
     """
-    ep_size = ep_size or world // esp_size
+    ep_size = ep_size or world // etp_size
     batch = Batch(padded=True)
     everything = batch.inputs()
     groups, place = world // tp_size, rank // tp_size
@@ -99,7 +99,7 @@ def agreement(
     with exactly(dtype), DrawnFromScores() if family == RANDOM else nullcontext():
         wanted, model = (small(family, seed=seed, dtype=dtype, **changes) for _ in range(2))
         options = {"output_router_logits": True} if hasattr(wanted, "router_aux_loss_coef") else {}
-        shared = {"ep_size": ep_size, "tp_size": tp_size, "esp_size": esp_size}
+        shared = {"ep_size": ep_size, "tp_size": tp_size, "etp_size": etp_size}
         penstock.parallelize(
             model,
             **(shared if mesh is None else {"mesh": mesh}),
@@ -126,7 +126,7 @@ def agreement(
         for name in ("loss", "aux_loss") if options else ("loss",):
             found[name] = distance(ours[name].detach().double(), theirs[name].detach().double())
         for name, p in trained.items() if not sharded else ():
-            found[name] = distance(grads[name], part_of(p, all_grads[name], rank // esp_size % ep_size))
+            found[name] = distance(grads[name], part_of(p, all_grads[name], rank // etp_size % ep_size))
         norm = penstock.clip_grad_norm_(model, 0.5) if optimizer is None else stepped(optimizer)
         found["norm"] = distance(norm, torch.nn.utils.clip_grad_norm_(wanted.parameters(), 0.5).double())
         for each in (wanted, model) if optimizer is None else (wanted,):
@@ -134,7 +134,7 @@ def agreement(
         whole = dict(wanted.named_parameters())
         found |= {
             f"{name} after AdamW": distance(
-                p.detach(), part_of(p, whole[name].detach(), rank // esp_size % ep_size)
+                p.detach(), part_of(p, whole[name].detach(), rank // etp_size % ep_size)
             )
             for name, p in trained.items()
         }
@@ -301,15 +301,15 @@ REPLICAS: list[tuple[str, dict[str, Any]]] = [
 """Layouts in which experts have replicas."""
 
 NARROW: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3_moe", {"esp_size": 4}),
-    ("gpt_oss", {"esp_size": 2, "sharded": True}),
-    ("deepseek_v3", {"esp_size": 2, "tp_size": 2, "again": True}),
-    ("llama4_text", {"esp_size": 2, "ep_size": 1}),
-    ("olmoe", {"esp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
+    ("qwen3_moe", {"etp_size": 4}),
+    ("gpt_oss", {"etp_size": 2, "sharded": True}),
+    ("deepseek_v3", {"etp_size": 2, "tp_size": 2, "again": True}),
+    ("llama4_text", {"etp_size": 2, "ep_size": 1}),
+    ("olmoe", {"etp_size": 2, "tp_size": 4, "ep_size": 1, "sharded": True}),
 ]
 """Layouts in which ranks share every expert."""
 
-ALL_NARROW = [(name, {"esp_size": 2}) for name, family in sorted(FAMILIES.items()) if family.form.narrows]
+ALL_NARROW = [(name, {"etp_size": 2}) for name, family in sorted(FAMILIES.items()) if family.form.narrows]
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: in
         ("deepseek_v3", Decision(schedule="penstock", chunks=2, dispatch="node_once", recompute="blocks")),
         ("gpt_oss", Decision(schedule="flowmoe", microbatches=2, dispatch="hierarchical_2d")),
         ("olmoe", Decision(schedule="penstock", dispatch="hierarchical_1d", experts="planned")),
-        ("qwen2_moe", Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2)),
+        ("qwen2_moe", Decision(schedule="penstock", microbatches=2, experts="planned", replica_slots=2)),
         ("gpt_oss", Decision(schedule="penstock", chunks=2, experts="shadowing")),
     ]
     if tp_size > 1:
@@ -375,7 +375,7 @@ def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: in
     [
         Decision(schedule="flowmoe", microbatches=2, dispatch="node_once"),
         Decision(schedule="penstock", chunks=2, dispatch="hierarchical_2d", recompute="blocks"),
-        Decision(schedule="penstock", microbatches=2, experts="planned", guest_slots=2),
+        Decision(schedule="penstock", microbatches=2, experts="planned", replica_slots=2),
     ],
 )
 def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
@@ -389,7 +389,7 @@ def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
 @pytest.mark.slow
 def test_rows_that_travel_compressed_are_rounded_and_no_more(ranks: Pools) -> None:
     for form in ("bfloat16", "int8"):
-        plan = Decision(schedule="flowmoe", compression=form)
+        plan = Decision(schedule="flowmoe", comm_dtype=form)
         for found in ranks(2).run(agreement, 2, "qwen3_moe", plan, torch.float32):
             assert 1e-4 < max(found.values()) < 0.1, found
 

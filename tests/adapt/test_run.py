@@ -54,7 +54,7 @@ class Case:
     ranks: int = 1
     tp_size: int = 1
     ep_size: int | None = None
-    esp_size: int = 1
+    etp_size: int = 1
     schedule: str = "penstock"
     sharded: bool = False
     experts: str = "none"
@@ -65,7 +65,7 @@ class Case:
     def __str__(self) -> str:
         extra = f"{' sharded' * self.sharded} {self.dispatch} {self.schedule} {self.experts}"
         extra += f"{' documents' * self.documents}{' moves' * self.moves}"
-        return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size} esp{self.esp_size}{extra}"
+        return f"{self.family} {self.ranks}: tp{self.tp_size} ep{self.ep_size} etp{self.etp_size}{extra}"
 
     def config(self, folder: Path) -> RunConfig:
         """The run that begins with the model in a folder."""
@@ -78,15 +78,15 @@ class Case:
                 experts=self.experts,  # type: ignore[arg-type]
                 samples="netmoe" if self.moves else "none",
             ),
-            plan=PlanConfig(source="given"),
+            plan=PlanConfig(mode="fixed"),
             parallel=ParallelConfig(
                 ep_size=self.ep_size,
-                mp_size=self.tp_size,
-                esp_size=self.esp_size,
-                ranks_per_node=max(self.tp_size, self.esp_size, self.ranks // 2),
+                tp_size=self.tp_size,
+                etp_size=self.etp_size,
+                ranks_per_node=max(self.tp_size, self.etp_size, self.ranks // 2),
             ),
             data=DataConfig(batch_per_device=SAMPLES // groups, separate_documents=self.documents),
-            optimizer=replace(ADAMW, sharded=self.sharded),
+            optimizer=replace(ADAMW, zero_stage=1 if self.sharded else 0),
             train=TrainConfig(precision="float32"),
         ).resolved(self.ranks)
 
@@ -260,12 +260,12 @@ CASES = [
     (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
     (Case("jamba", 4, moves=True, schedule="flowmoe"), Case("jamba", 2, moves=True, sharded=True)),
     (Case("qwen2_moe", 2, moves=True, experts="planned"), Case("qwen2_moe", 4, tp_size=2, moves=True)),
-    (Case("mixtral", 4, esp_size=2, schedule="fsmoe"), Case("mixtral", 4, esp_size=4, sharded=True)),
-    (Case("gpt_oss", 4, esp_size=2, tp_size=2, sharded=True), Case("gpt_oss", 1)),
-    (Case("llama4_text", 2), Case("llama4_text", 4, esp_size=2, schedule="flowmoe")),
-    (Case("granitemoe", 2, esp_size=2), Case("granitemoe", 4, ep_size=1, esp_size=2)),
-    (Case("olmoe", 4, esp_size=2, experts="planned"), Case("olmoe", 2, esp_size=2, sharded=True)),
-    (Case("qwen2_moe", 4, esp_size=2, moves=True, schedule="fsmoe"), Case("qwen2_moe", 2)),
+    (Case("mixtral", 4, etp_size=2, schedule="fsmoe"), Case("mixtral", 4, etp_size=4, sharded=True)),
+    (Case("gpt_oss", 4, etp_size=2, tp_size=2, sharded=True), Case("gpt_oss", 1)),
+    (Case("llama4_text", 2), Case("llama4_text", 4, etp_size=2, schedule="flowmoe")),
+    (Case("granitemoe", 2, etp_size=2), Case("granitemoe", 4, ep_size=1, etp_size=2)),
+    (Case("olmoe", 4, etp_size=2, experts="planned"), Case("olmoe", 2, etp_size=2, sharded=True)),
+    (Case("qwen2_moe", 4, etp_size=2, moves=True, schedule="fsmoe"), Case("qwen2_moe", 2)),
 ]
 """A run, and the layout on which it is continued after two steps."""
 
@@ -315,13 +315,13 @@ def test_plans_reckon_with_the_gradients_that_ranks_find(
     """With attention shared and not, with replicas of experts and shards of them."""
     cases = [
         (
-            Case(family, 4, tp_size=tp_size, ep_size=2, esp_size=esp_size),
+            Case(family, 4, tp_size=tp_size, ep_size=2, etp_size=etp_size),
             folder_of(family, tmp_path / family, **DIVISIBLE),
         )
         for family in families
-        for tp_size, esp_size in ((1, 1), (2, 1), (1, 2))
+        for tp_size, etp_size in ((1, 1), (2, 1), (1, 2))
         if tp_size == 1 or FAMILIES[family].attention is not None
-        if esp_size == 1 or FAMILIES[family].form.narrows
+        if etp_size == 1 or FAMILIES[family].form.narrows
     ]
     for pairs in ranks(4).run(planned_and_found, cases):
         assert len(pairs) == len(cases) and all(planned == found for planned, found in pairs)

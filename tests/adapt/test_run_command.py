@@ -110,8 +110,8 @@ def test_what_the_family_does_not_have_is_refused(
 @pytest.mark.parametrize(
     ("family", "setting", "key"),
     [
-        ("dbrx", "parallel.mp_size=2", "parallel.mp_size"),
-        ("dbrx", "parallel.esp_size=2", "parallel.esp_size"),
+        ("dbrx", "parallel.tp_size=2", "parallel.tp_size"),
+        ("dbrx", "parallel.etp_size=2", "parallel.etp_size"),
         ("gpt_oss", "data.separate_documents=true", "data.separate_documents"),
         ("dbrx", "placement.experts=shadowing", "placement.experts"),
         ("deepseek_v3", "moe.aux_loss_coeff=0.5", "moe.aux_loss_coeff"),
@@ -156,7 +156,7 @@ def test_other_layers_are_made_for_the_own_decoder_alone(start: Path) -> None:
 
 
 def test_a_session_trains_any_family(start: Path) -> None:
-    settings = (f"model.config={start}", f"model.seq_len={LENGTH}", "plan.source=given")
+    settings = (f"model.config={start}", f"model.seq_len={LENGTH}", "plan.mode=fixed")
     wanted = AutoModelForCausalLM.from_pretrained(start)
     tokens_BL, labels_BL = text(0)
     with penstock.session(None, *settings) as session:
@@ -229,7 +229,7 @@ def other_files(rank: int, folder: Path) -> str:
     """What a session says whose file, or weights, differ between ranks."""
     mine = folder / ("first" if rank == 0 else "second")
     try:
-        with penstock.session(None, f"model.config={mine}", "model.seq_len=8", "plan.source=given"):
+        with penstock.session(None, f"model.config={mine}", "model.seq_len=8", "plan.mode=fixed"):
             return "trained"
     except ConfigError as error:
         return error.key
@@ -339,7 +339,7 @@ def test_a_share_of_experts_is_not_taken_for_all_of_them(ranks: Pools, start: Pa
 
 
 def test_runs_of_one_file_do_not_change_each_other(start: Path) -> None:
-    settings = (f"model.config={start / 'config.json'}", "model.seq_len=8", "plan.source=given")
+    settings = (f"model.config={start / 'config.json'}", "model.seq_len=8", "plan.mode=fixed")
     with (
         penstock.session(None, *settings, "moe.aux_loss_coeff=0.5") as first,
         penstock.session(None, *settings, "moe.aux_loss_coeff=0.25") as second,

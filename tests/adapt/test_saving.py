@@ -57,7 +57,7 @@ def test_experts_that_layers_share_are_saved_as_transformers_does(ranks: Pools, 
 def counted(rank: int) -> list[list[int]]:
     """Parameters of spread models by their own count: all, trained ones, and all but embeddings."""
     del rank
-    layouts: list[dict[str, Any]] = [{"ep_size": 2}, {"esp_size": 2}]
+    layouts: list[dict[str, Any]] = [{"ep_size": 2}, {"etp_size": 2}]
     return [counts_of(penstock.parallelize(frozen_in_part(), plan="flowmoe", **each)) for each in layouts]
 
 

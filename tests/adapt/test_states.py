@@ -116,7 +116,7 @@ def files_of_torch(rank: int, layout: Layout, family: str) -> tuple[bool, list[s
     torch.save((saved.model.state_dict(), saved.optimizer.state_dict()), file)
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file.getvalue())
-    whole = saved.whole() if "esp_size" not in layout else None
+    whole = saved.whole() if "etp_size" not in layout else None
     wanted = [saved.step(), saved.step()]
 
     def read(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -174,7 +174,7 @@ def refusal(function: Callable[[], Any]) -> str:
     [
         ({"ep_size": 2}, "qwen3_moe"),
         ({"ep_size": 1, "tp_size": 2}, "qwen3_moe"),
-        ({"ep_size": 1, "esp_size": 2}, "mixtral"),
+        ({"ep_size": 1, "etp_size": 2}, "mixtral"),
     ],
     ids=["experts", "attention", "shards"],
 )
@@ -189,7 +189,7 @@ def refused_shards(rank: int, folder: Path) -> list[str]:
     """What `torch.distributed.checkpoint` says of parts of fused matrices."""
     from torch.distributed.checkpoint.api import CheckpointException
 
-    training, found = Training(rank, {"ep_size": 1, "esp_size": 2}, family="mixtral"), []
+    training, found = Training(rank, {"ep_size": 1, "etp_size": 2}, family="mixtral"), []
     try:
         save_distributed(training.model.state_dict(), checkpoint_id=folder)
     except CheckpointException as error:

@@ -97,20 +97,20 @@ def fine_tune(
     [
         (2, FEW, {"ep_size": 2}),
         (2, FEW, {"ep_size": 2, "tp_size": 2}),
-        (2, FEW, {"esp_size": 2}),
-        (4, ("mixtral", "gpt_oss"), {"ep_size": 2, "esp_size": 2, "tp_size": 2}),
+        (2, FEW, {"etp_size": 2}),
+        (4, ("mixtral", "gpt_oss"), {"ep_size": 2, "etp_size": 2, "tp_size": 2}),
         pytest.param(2, ALL, {"ep_size": 2}, marks=pytest.mark.soak),
-        pytest.param(2, NARROW, {"esp_size": 2}, marks=pytest.mark.soak),
+        pytest.param(2, NARROW, {"etp_size": 2}, marks=pytest.mark.soak),
         pytest.param(4, FEW, {"ep_size": 2}, marks=pytest.mark.soak),
         pytest.param(4, FEW, {"ep_size": 2, "tp_size": 2}, marks=pytest.mark.soak),
-        pytest.param(4, FEW, {"ep_size": 1, "esp_size": 2}, marks=pytest.mark.soak),
+        pytest.param(4, FEW, {"ep_size": 1, "etp_size": 2}, marks=pytest.mark.soak),
     ],
 )
 def test_what_ranks_save_together_transformers_reads(
     ranks: Pools, tmp_path: Path, world: int, families: Sequence[str], layout: dict[str, Any]
 ) -> None:
     results = ranks(world).run(fine_tune, world, str(tmp_path), families, layout, timeout_s=300)
-    experts = layout.get("ep_size", world // layout.get("esp_size", 1))
+    experts = layout.get("ep_size", world // layout.get("etp_size", 1))
     for family in families:
         kind = type(small(family))
         read, told = kind.from_pretrained(tmp_path / family, output_loading_info=True)
@@ -121,7 +121,7 @@ def test_what_ranks_save_together_transformers_reads(
             assert held.keys() == whole.keys() and count == read.num_parameters()
             for name, (mine, sharding) in held.items():
                 theirs = whole[name]
-                place = rank // layout.get("esp_size", 1) % experts
+                place = rank // layout.get("etp_size", 1) % experts
                 assert torch.equal(cut(mine, sharding, theirs, place), mine), name
             length = tokens.shape[1] - prompt.shape[1]
             assert read.eval().generate(prompt, max_new_tokens=length, do_sample=False).equal(tokens)

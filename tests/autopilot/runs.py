@@ -46,7 +46,7 @@ def slow_rank(trainer: Trainer, after: int) -> None:
 
 def auto(folder: Path) -> tuple[str, ...]:
     """Settings of a run that plans for the cluster file in its folder."""
-    return "plan.source=auto", f"plan.cluster={folder / 'cluster.json'}"
+    return "plan.mode=auto", f"plan.cluster={folder / 'cluster.json'}"
 
 
 def on_slow_devices(folder: Path) -> None:

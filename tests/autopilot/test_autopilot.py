@@ -87,7 +87,7 @@ def test_the_run_leaves_its_cluster_and_its_plan(planned: tuple[Path, list[Told]
     assert ClusterFile.read(Path(outputs["cluster"])) == ClusterFile.read(folder / "cluster.json")
     assert Path(outputs["plan"]) == folder / "run" / "plan.json"
     saved = load(RunConfig, folder / "run" / "config.toml")
-    assert (saved.plan.source, saved.schedule.microbatches) == ("auto", 64)  # as it was asked for
+    assert (saved.plan.mode, saved.schedule.microbatches) == ("auto", 64)  # as it was asked for
     assert [m.plan for m in metrics(folder)] == [digest[:PLAN_DIGITS] for digest in leader.plans]
 
 
@@ -149,7 +149,13 @@ def test_a_plan_file_runs_as_it_is(ranks: Pools, planned: tuple[Path, list[Told]
     """Also in a run that would freeze its order again: the very order in the file, to the last step."""
     folder, before = planned
     again = folder_of(tmp_path, "again", RANKS)
-    told = run(ranks, again, f"plan.source={folder / 'run' / 'plan.json'}", "schedule.refine_after=2")
+    told = run(
+        ranks,
+        again,
+        "plan.mode=replay",
+        f"plan.file={folder / 'run' / 'plan.json'}",
+        "schedule.refine_after=2",
+    )
     assert set(told[0].plans) == {before[0].plans[-1]}
     assert "made for cluster by hand" in " ".join(told[0].said.split())
     assert losses(again) == pytest.approx(losses(folder), rel=1e-5)
@@ -162,7 +168,7 @@ def test_an_edited_plan_file(ranks: Pools, planned: tuple[Path, list[Told]], tmp
     edited["choice"] |= {"schedule": "moe_pipeline", "chunks": 3, "backward_chunks": 2}
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     again = folder_of(tmp_path, "again", RANKS)
-    told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "train.steps=3")
+    told = run(ranks, again, "plan.mode=replay", f"plan.file={tmp_path / 'edited.json'}", "train.steps=3")
     assert told[0].summary is not None and told[0].summary.schedule == "moe_pipeline"
     assert "made for the cluster that its run measured" in " ".join(told[0].said.split())
     assert losses(again) == pytest.approx(losses(folder)[:3], rel=1e-5)
@@ -184,7 +190,7 @@ def test_a_plan_with_a_gradient_partition(
     edited["choice"] |= fsmoe | {"partition": to_dict(Partition(tuple(parts)))}
     (tmp_path / "edited.json").write_text(json.dumps(edited))
     again = folder_of(tmp_path, "again", RANKS)
-    told = run(ranks, again, f"plan.source={tmp_path / 'edited.json'}", "plan.tuner=grid")
+    told = run(ranks, again, "plan.mode=replay", f"plan.file={tmp_path / 'edited.json'}", "plan.tuner=grid")
     assert told[0].refused is None and told[0].summary is not None
     assert told[0].summary.schedule == "fsmoe" and "does not split its all-reduces" in told[0].said
     assert losses(again) == pytest.approx(losses(folder), rel=1e-5)
@@ -196,7 +202,7 @@ def test_a_plan_with_a_gradient_partition(
 @pytest.mark.parametrize(
     ("setting", "what"),
     [
-        ("plan.source=nowhere.json", "nowhere.json"),
+        ("plan.mode=replay", "plan.file=nowhere.json", "nowhere.json"),
         ("plan.cluster=fsmoe-testbed-c", "fsmoe-testbed-b"),
         ("plan.cluster=nowhere/cluster.json", "nowhere/cluster.json"),
     ],
@@ -204,7 +210,7 @@ def test_a_plan_with_a_gradient_partition(
 def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, setting: str, what: str) -> None:
     """Found by rank 0 alone, refused on all."""
     folder = folder_of(tmp_path, "run", RANKS)
-    for told in run(ranks, folder, "plan.source=auto", setting):
+    for told in run(ranks, folder, "plan.mode=auto", setting):
         assert told.refused is not None and what in told.refused[1]
     assert not (folder / "run").exists()
 
@@ -214,7 +220,7 @@ def test_a_plan_for_another_step_is_refused(
 ) -> None:
     plan = planned[0] / "run" / "plan.json"
     folder = folder_of(tmp_path, "run", RANKS)
-    for told in run(ranks, folder, f"plan.source={plan}", "data.batch_per_device=6"):
+    for told in run(ranks, folder, "plan.mode=replay", f"plan.file={plan}", "data.batch_per_device=6"):
         assert told.refused is not None
         assert told.refused[0].endswith("sizes.batch_per_rank") and "6" in told.refused[1]
 

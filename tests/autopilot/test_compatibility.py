@@ -51,7 +51,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe.capacity_factor": ("none", 1.0),
     "moe.dispatch": ("auto", "flat", "hierarchical_1d", "hierarchical_2d", "node_once"),
     "moe.one_copy_per_rank": ("false", "true"),
-    "moe.compression": ("none", "bfloat16", "int8"),
+    "moe.comm_dtype": ("none", "bfloat16", "int8"),
     "moe.aux_loss_group": ("global", "sequence", "microbatch"),
     "moe.shared_ffn_hidden_size": (0, 8),
     "moe.expert_bias_rate": (0, 0.01),
@@ -70,7 +70,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "placement.experts": ("auto", "none", "pro_prophet", "shadowing", "planned"),
     "placement.split": ("auto", "exact", "last_step"),
     "plan.recompute": ("none", "experts", "blocks"),
-    "optimizer.sharded": ("false", "true", "auto"),
+    "optimizer.zero_stage": ("0", "1", "2", "auto"),
     "train.precision": ("float32", "bfloat16"),
 }
 
@@ -79,8 +79,8 @@ few_settings = st.lists(
     st.sampled_from([f"{key}={value}" for key, several in VALUES.items() for value in several]), max_size=4
 )
 sharing = st.tuples(
-    st.sampled_from([f"parallel.mp_size={size}" for size in (1, 2, 4)]),
-    st.sampled_from([f"parallel.esp_size={size}" for size in (1, 2, 4)]),
+    st.sampled_from([f"parallel.tp_size={size}" for size in (1, 2, 4)]),
+    st.sampled_from([f"parallel.etp_size={size}" for size in (1, 2, 4)]),
 )
 """What ranks share decides most of what goes together."""
 
@@ -147,16 +147,16 @@ def test_the_early_check_finds_what_building_finds(
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (("parallel.mp_size=2", "moe.gate=soft"), "moe.gate"),
-        (("parallel.esp_size=2", "moe.compression=int8"), "parallel.esp_size"),
-        (("parallel.esp_size=2", "moe.one_copy_per_rank=true"), "moe.one_copy_per_rank"),
+        (("parallel.tp_size=2", "moe.gate=soft"), "moe.gate"),
+        (("parallel.etp_size=2", "moe.comm_dtype=int8"), "parallel.etp_size"),
+        (("parallel.etp_size=2", "moe.one_copy_per_rank=true"), "moe.one_copy_per_rank"),
         (("moe.dispatch=node_once",), "moe.dispatch"),
-        (("moe.dispatch=hierarchical_2d", "plan.source=auto"), "moe.dispatch"),
-        (("plan.source=auto", "plan.layout=auto", "moe.dispatch=hierarchical_2d"), "moe.dispatch"),
+        (("moe.dispatch=hierarchical_2d", "plan.mode=auto"), "moe.dispatch"),
+        (("plan.mode=auto", "plan.layout=auto", "moe.dispatch=hierarchical_2d"), "moe.dispatch"),
         (("placement.experts=shadowing", "placement.split=exact"), "placement.split"),
         (("moe.num_experts=1024", "moe.one_copy_per_rank=true"), "moe.one_copy_per_rank"),
         (
-            ("schedule.expert_form=s2", "moe.dispatch=hierarchical_2d", "parallel.mp_size=2"),
+            ("schedule.expert_form=s2", "moe.dispatch=hierarchical_2d", "parallel.tp_size=2"),
             "moe.dispatch",
         ),
     ],
@@ -170,10 +170,10 @@ def test_the_command_says_it_before_ranks_start(
 @pytest.mark.parametrize(
     ("command", "settings", "key"),
     [
-        ("profile", ("parallel.mp_size=2", "moe.gate=soft", "moe.capacity_factor=none"), "moe.gate"),
+        ("profile", ("parallel.tp_size=2", "moe.gate=soft", "moe.capacity_factor=none"), "moe.gate"),
         ("profile", ("moe.dispatch=hierarchical_1d",), "moe.dispatch"),
-        ("bench", ("parallel.esp_size=2", "moe.compression=int8"), "parallel.esp_size"),
-        ("bench", ("--plan", "parallel.esp_size=2", "moe.compression=int8"), "moe.compression"),
+        ("bench", ("parallel.etp_size=2", "moe.comm_dtype=int8"), "parallel.etp_size"),
+        ("bench", ("--plan", "parallel.etp_size=2", "moe.comm_dtype=int8"), "moe.comm_dtype"),
         ("bench", ("--virtual", "--schedules", "sequential,flowmoe+hierarchical_2d"), "moe.dispatch"),
     ],
 )

@@ -21,7 +21,7 @@ from tests.support.ranks import Pools
 from tests.support.runs import refused, write_config
 from tests.support.training import Told, folder_of, train_on
 
-AUTO = ("plan.source=auto", "plan.layout=auto", "plan.budget=0.1", "plan.trials=1", "plan.watch=false")
+AUTO = ("plan.mode=auto", "plan.layout=auto", "plan.budget=0.1", "plan.trials=1", "plan.watch=false")
 SIX = ("train.steps=6", "train.checkpoint_every=3", "optimizer.min_lr_ratio=1.0")
 RANKS = 4
 
@@ -35,7 +35,7 @@ def found_by(config: RunConfig, ranks: int = RANKS, memory: MemoryBudget | None 
 
 
 def shares(found: FoundLayouts) -> set[tuple[int, int]]:
-    return {(each.sizes.mp_size, each.sizes.esp_size) for each in found.ranked}
+    return {(each.sizes.tp_size, each.sizes.etp_size) for each in found.ranked}
 
 
 @pytest.mark.slow
@@ -43,21 +43,21 @@ def test_layouts_of_a_run_have_its_samples(tmp_path: Path) -> None:
     """Two heads are at most for two ranks; experts of 24 units for any of the four."""
     config = config_of(tmp_path)
     found = found_by(config)
-    assert shares(found) == {(mp, esp) for mp in (1, 2) for esp in (1, 2, 4)}
-    assert found.undivided == 2 * (2 + 2 + 1), "mp = 4, with tokens of both kinds, by ep for every esp"
+    assert shares(found) == {(tp, etp) for tp in (1, 2) for etp in (1, 2, 4)}
+    assert found.undivided == 2 * (2 + 2 + 1), "tp = 4, with tokens of both kinds, by ep for every etp"
     samples = {each.problem.batch * each.problem.mesh.sizes["dp"] for each in found.ranked}
     assert samples == {config.data.batch_per_device * RANKS}
-    twice = replace(config, parallel=replace(config.parallel, mp_size=2, ep_size=1))
-    assert {each.problem.batch / each.sizes.mp_size for each in found_by(twice).ranked} == {2}
+    twice = replace(config, parallel=replace(config.parallel, tp_size=2, ep_size=1))
+    assert {each.problem.batch / each.sizes.tp_size for each in found_by(twice).ranked} == {2}
     assert {each.sizes.ep_size for each in found_by(twice).ranked} == {1}
 
 
 @pytest.mark.parametrize(
     ("setting", "possible"),
     [
-        ("moe.gate=soft", {(1, esp) for esp in (1, 2, 4)}),
+        ("moe.gate=soft", {(1, etp) for etp in (1, 2, 4)}),
         ("moe.one_copy_per_rank=true", {(1, 1)}),
-        ("moe.compression=bfloat16", {(mp, 1) for mp in (1, 2)}),
+        ("moe.comm_dtype=bfloat16", {(tp, 1) for tp in (1, 2)}),
     ],
 )
 def test_layouts_that_a_layer_cannot_run_are_left_out(
@@ -69,15 +69,15 @@ def test_layouts_that_a_layer_cannot_run_are_left_out(
     assert found.refused and all(each.startswith(f"{key} = ") for each in found.refused)
     assert found.lines[-1].endswith(f", {len(found.refused)} cannot be had: {found.refused[0]}")
     with pytest.raises(ConfigError, match=key):
-        check_shared(config.moe, replace(config.parallel, mp_size=2, esp_size=2))
+        check_shared(config.moe, replace(config.parallel, tp_size=2, etp_size=2))
 
 
 def test_impossible_layouts_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"plan.source = given searches for none"):
+    with pytest.raises(ConfigError, match=r"plan.mode = fixed searches for none"):
         PlanConfig(layout="auto")
-    odd = config_of(tmp_path, "parallel.mp_size=2", "data.batch_per_device=1", *AUTO)
+    odd = config_of(tmp_path, "parallel.tp_size=2", "data.batch_per_device=1", *AUTO)
     with pytest.raises(ConfigError, match=r"data.batch_per_device = 1: 1 samples cannot be divided"):
-        with_layout(odd, LayoutSizes(mp_size=1, ep_size=4, esp_size=1))
+        with_layout(odd, LayoutSizes(tp_size=1, ep_size=4, etp_size=1))
     check_some_layout(odd, RANKS, RANKS, None)
     with pytest.raises(ConfigError, match=r"each of 4 ranks needs"):
         check_some_layout(odd, RANKS, RANKS, 1 << 10)
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_every_layout_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         found_by(legs)
     assert not caught.value.hint, "the reason says what to do"
-    wrong = "moe.gate=soft", "parallel.mp_size=2", "data.batch_per_device=1"
+    wrong = "moe.gate=soft", "parallel.tp_size=2", "data.batch_per_device=1"
     soft = config_of(tmp_path, *wrong, *AUTO)
     with pytest.raises(ConfigError, match=r'moe.gate = "soft": mixes all tokens of a sample'):
         check_some_layout(soft, RANKS, RANKS, None)
@@ -142,22 +142,22 @@ def test_a_run_gets_the_layout_that_fits_and_keeps_it(
     folder = folder_of(tmp_path, "run", RANKS)
     never = "plan.recompute=none"  # else the memory would do for all layouts, with blocks computed again
     sizes = sorted(found_by(config_of(folder, never)).ranked, key=lambda each: each.best.memory_bytes)
-    assert sizes[0].sizes.mp_size == 2 and sizes[0].best.memory_bytes < sizes[-1].best.memory_bytes
+    assert sizes[0].sizes.tp_size == 2 and sizes[0].best.memory_bytes < sizes[-1].best.memory_bytes
     cluster = folder / "cluster.json"
     file = replace(ClusterFile.read(cluster), memory_bytes=sizes[1].best.memory_bytes)
     file.save(cluster)
     named = (f"plan.cluster={cluster}", never)
     first, *others = run(ranks, folder, *named)
     said = said_by(first)
-    assert first.summary is not None and first.summary.mp_size == 2
+    assert first.summary is not None and first.summary.tp_size == 2
     assert all(other.plans == first.plans for other in others)
     best = found_by(config_of(folder, never), memory=MemoryBudget(bytes=sizes[1].best.memory_bytes)).best
     assert best.words in said and "need more memory" in said
     assert "next best layout" in said and all(not other.said for other in others)
     assert losses(folder) == pytest.approx(alone, rel=2e-4)
     paper = PlanFile.read(folder / "run" / "plan.json")
-    assert (paper.sizes.mp_size, paper.sizes.esp_size) == (best.sizes.mp_size, best.sizes.esp_size)
-    assert load(RunConfig, folder / "run" / "config.toml").parallel.mp_size == 1, "as it was asked for"
+    assert (paper.sizes.tp_size, paper.sizes.etp_size) == (best.sizes.tp_size, best.sizes.etp_size)
+    assert load(RunConfig, folder / "run" / "config.toml").parallel.tp_size == 1, "as it was asked for"
     go_on(ranks, folder, named, best.sizes)
 
 
@@ -165,7 +165,7 @@ def go_on(ranks: Pools, folder: Path, named: tuple[str, ...], kept: LayoutSizes)
     """With the same settings the layout stays; asked for another, or on fewer ranks, it is chosen again."""
     resume = ("train.resume=true", "train.steps=8")
     said = said_by(run(ranks, folder, *named, *resume)[0])
-    words = f"mp {kept.mp_size}, ep {kept.ep_size}, esp {kept.esp_size}"
+    words = f"tp {kept.tp_size}, ep {kept.ep_size}, etp {kept.etp_size}"
     assert f"layout kept from step-00000006: {words}" in said and "layouts compared" not in said
     said = said_by(run(ranks, folder, *named, *resume, "train.steps=9", "parallel.ep_size=1")[0])
     assert "(parallel.ep_size has changed)" in said and re.search(r"\d layouts? compared", said)

@@ -20,14 +20,14 @@ from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 
 STILL = Decision(schedule="moe_pipeline")
-GUESTS = replace(STILL, experts="planned", guest_slots=1)
+GUESTS = replace(STILL, experts="planned", replica_slots=1)
 SLOWER = 20.0
 """How many times longer guests travel than predicted."""
 
 
 def planned(choice: Decision) -> Planned:
     """A plan on a measured cluster whose transfers feel company."""
-    each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), guest_slots=(1,)))
+    each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
     task = TaskModel(op="X", phase="F", alpha_s=1e-4, scale=1.0, beside=1.2)
     file: ClusterFile = replace(FILE, rates=each.cluster, tasks=(task,), transfers_beside_compute=1.5)
     each = replace(each, cluster=ProfiledCluster.build(file), observed=each.evidence)

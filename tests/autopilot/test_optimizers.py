@@ -1,4 +1,4 @@
-"""`optimizer.sharded=auto`: the optimiser of the shorter whole iteration, or the one that fits."""
+"""`optimizer.zero_stage=auto`: the optimiser of the shorter whole iteration, or the one that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.training import folder_of, train_on
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=2, hidden_size=256, num_heads=4, seq_len=64),
     moe=MoEConfig(num_experts=4, top_k=1, moe_ffn_hidden_size=64),
-    optimizer=OptimizerConfig(sharded="auto"),
+    optimizer=OptimizerConfig(zero_stage="auto"),
     plan=PlanConfig(recompute="none"),  # else what does not fit could be computed again instead
 )
 LAYOUT = Layout(world_size=4, ep_size=4, rank=0)
@@ -80,19 +80,19 @@ def test_a_run_keeps_what_was_chosen(ranks: Pools, tmp_path: Path) -> None:
         name="slow memory", nodes=1, ranks_per_node=2, rates=ClusterConfig(memory_bytes_per_s=1e7)
     )
     cluster.save(folder / "cluster.json")
-    usual = ["train.steps=3", "optimizer.sharded=auto", "optimizer.min_lr_ratio=1.0"]
+    usual = ["train.steps=3", "optimizer.zero_stage=auto", "optimizer.min_lr_ratio=1.0"]
     found = [
-        "plan.source=auto",
+        "plan.mode=auto",
         f"plan.cluster={folder / 'cluster.json'}",
         "plan.trials=1",
         "plan.budget=0.02",
     ]
     (first, _) = ranks(2).run(train_on, 2, folder, [*usual, *found], None)
     assert "predicted whole iterations" in first.said
-    assert PlanFile.read(folder / "run" / "plan.json").sizes.sharded_optimizer
+    assert PlanFile.read(folder / "run" / "plan.json").sizes.zero_stage == 1
     losses = [each.loss for each in read_metrics(folder / "run" / "metrics.jsonl")]
     again = folder_of(tmp_path, "again", 2)
-    replayed = [f"plan.source={folder / 'run' / 'plan.json'}"]
+    replayed = ["plan.mode=replay", f"plan.file={folder / 'run' / 'plan.json'}"]
     (second, _) = ranks(2).run(train_on, 2, again, [*usual, *replayed], None)
     assert second.refused is None
     ours = [each.loss for each in read_metrics(again / "run" / "metrics.jsonl")]

@@ -159,24 +159,24 @@ def test_plans_know_the_slower_rank_of_a_file_of_as_many_ranks() -> None:
 
 @pytest.mark.slow
 def test_groups_that_share_attention_and_experts_are_measured(ranks: Pools) -> None:
-    shares = ("parallel.mp_size=2", "parallel.esp_size=2")
+    shares = ("parallel.tp_size=2", "parallel.etp_size=2")
     first, *others = ranks(4).run(profiled, 4, shares, 0)
     assert all(file == first for file in others)
     used = {(link.collective, link.group, link.lane) for link in first.links}
-    for group in ("mp", "esp"):
+    for group in ("tp", "etp"):
         assert {("all_gather", group, "intra"), ("reduce_scatter", group, "intra")} <= used
-    assert {("all_to_all", "ep x esp", "inter"), ("all_reduce", "dp", "inter")} <= used
-    pair = first.link(PAIR, "ep x esp")
+    assert {("all_to_all", "ep x etp", "inter"), ("all_reduce", "dp", "inter")} <= used
+    pair = first.link(PAIR, "ep x etp")
     assert pair is not None and pair.ranks == 4 and pair.fit is not None and len(pair.fit.points) >= 2
-    asked = run_problem(tiny(*shares), Layout(world_size=4, ep_size=2, rank=0, mp_size=2, esp_size=2), first)
+    asked = run_problem(tiny(*shares), Layout(world_size=4, ep_size=2, rank=0, tp_size=2, etp_size=2), first)
     assert parm_models(asked).pair.beta_s_per_byte >= pair.beta_s_per_byte
     kinds = {(task.op, task.phase) for task in first.tasks}
     assert {("TA", "F"), ("GT", "B"), ("HV", "F"), ("HL", "B"), ("X", "B")} <= kinds
 
 
-def pair_traffic(rank: int, esp_size: int) -> int:
+def pair_traffic(rank: int, etp_size: int) -> int:
     """Bytes that a rank sends for one pair of which each has 4096 bytes."""
-    config = tiny("parallel.mp_size=2", f"parallel.esp_size={esp_size}")
+    config = tiny("parallel.tp_size=2", f"parallel.etp_size={etp_size}")
     layout = Layout.build(config.parallel, 4, rank, 4)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
     machinery.transports.open(_groups(layout))
@@ -188,10 +188,10 @@ def pair_traffic(rank: int, esp_size: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("esp_size", [1, 2])
-def test_a_pair_sends_what_a_combine_and_its_gather_do(ranks: Pools, esp_size: int) -> None:
+@pytest.mark.parametrize("etp_size", [1, 2])
+def test_a_pair_sends_what_a_combine_and_its_gather_do(ranks: Pools, etp_size: int) -> None:
     """Three quarters to other ranks; to the one with the same tokens what is left once shards are added."""
-    assert ranks(4).run(pair_traffic, esp_size) == [4096 * 3 // 4 + 4096 // esp_size] * 4
+    assert ranks(4).run(pair_traffic, etp_size) == [4096 * 3 // 4 + 4096 // etp_size] * 4
 
 
 @pytest.mark.slow

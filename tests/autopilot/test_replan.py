@@ -31,7 +31,7 @@ def test_a_search_that_moves_nothing_does_not_end_what_moves(tmp_path: Path) -> 
     config = load(RunConfig, write_config(tmp_path), [f"plan.budget={BUDGET}"])
     with short_search():
         best = find_plan(evenly, budget=BUDGET).best
-        choice = replace(best.choice, experts="planned", guest_slots=1)
+        choice = replace(best.choice, experts="planned", replica_slots=1)
         moving = evaluate(evenly, choice)
         assert best.predicted_s < WORTH * moving.predicted_s
         now = Planned(problem=evenly, choice=choice, plan=moving.plan, number=3, plans=3).seeing(hot)

@@ -40,7 +40,7 @@ COUNTS: dict[str, str] = {
     "moe.slots_per_expert": "8 moe.gate=soft",
     "moe.dispatch": "hierarchical_1d",
     "moe.one_copy_per_rank": "true",
-    "moe.compression": "int8",
+    "moe.comm_dtype": "int8",
     "moe.aux_loss_group": "microbatch",
     "moe.num_groups": "4 moe.num_groups=2 moe.group_top_k=2",
     "moe.group_top_k": "1 moe.num_groups=4 moe.group_top_k=2",
@@ -48,34 +48,34 @@ COUNTS: dict[str, str] = {
     "schedule.chunks": "2",
     "schedule.backward_chunks": "2",
     "schedule.all_reduce_chunk_bytes": "12345",
-    "schedule.expert_form": "s1 parallel.esp_size=2",
+    "schedule.expert_form": "s1 parallel.etp_size=2",
     "schedule.priority": "critical_path",
     "schedule.name": "fsmoe",
     "placement.samples": "netmoe",
     "placement.experts": "planned",
-    "placement.guest_slots": "2 placement.experts=planned",
+    "placement.replica_slots": "2 placement.experts=planned",
     "placement.split": "last_step placement.experts=planned",
     "placement.solver": "kuhn_munkres placement.samples=netmoe",
     "placement.every": "2 placement.experts=planned",
     "placement.prediction": "none placement.samples=netmoe",
     "plan.layout": "auto",
-    "plan.lossy": "true",
+    "plan.comm_dtype": "auto",
     "plan.recompute": "blocks",
     "plan.budget": "0.5",
     "parallel.ep_size": "2",
-    "parallel.mp_size": "2",
-    "parallel.esp_size": "2",
-    "parallel.tokens": "replicated parallel.mp_size=2",
+    "parallel.tp_size": "2",
+    "parallel.etp_size": "2",
+    "parallel.tokens": "replicated parallel.tp_size=2",
     "data.batch_per_device": "4",
-    "optimizer.sharded": "true",
-    "optimizer.shard_gradients": "true optimizer.sharded=true",
+    "optimizer.zero_stage": "1",
     "train.precision": "float32",
     "output.loads": "false",
 }
 """Another value than the default, and settings without which it would mean nothing."""
 
 REFUSED = {
-    "plan.source": "given",
+    "plan.mode": "fixed",
+    "plan.file": "plan.json plan.mode=replay",
     "plan.cluster": "fsmoe-testbed-a",
     "plan.profile_s": "3.0",
     "plan.trials": "1",
@@ -135,7 +135,7 @@ NO_MATTER = {
     "optimizer.beta1": "0.5",
     "optimizer.beta2": "0.5",
     "optimizer.eps": "1e-7",
-    "optimizer.clip_grad_norm": "0.5 optimizer.sharded=true",
+    "optimizer.clip_grad_norm": "0.5 optimizer.zero_stage=1",
     **{f"train.{each}": "3" for each in ("steps", "seed", "eval_every", "eval_batches", "checkpoint_every")},
     **{f"train.{each}": "3" for each in ("keep_checkpoints", "log_every", "max_skipped_steps")},
     "train.resume": "true",
@@ -201,7 +201,7 @@ def test_a_setting_that_contradicts_the_command_is_refused_by_name(key: str, con
 
 def test_what_the_file_says_of_a_run_without_a_search_is_left_to_that_run(config: Path) -> None:
     path = config.with_name("given.toml")
-    of_a_run = 'source = "given"\ntuner = "grid"\ntrials = 1\n'
+    of_a_run = 'mode = "fixed"\ntuner = "grid"\ntrials = 1\n'
     path.write_text(f'{config.read_text()}[schedule]\nname = "lina"\n[plan]\n{of_a_run}')
     assert planned(path, {}) == planned(config, {})
     assert dict(run_subject(path, ["schedule.chunks=2"], FILE).problem.forced) == {"chunks": 2}

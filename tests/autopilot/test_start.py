@@ -39,12 +39,14 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
         placement: PlacementConfig = CONFIG.placement, schedule: ScheduleConfig = CONFIG.schedule
     ) -> list[str]:
         said: list[str] = []
-        config = replace(CONFIG, plan=PlanConfig(source=str(path)), placement=placement, schedule=schedule)
+        config = replace(
+            CONFIG, plan=PlanConfig(mode="replay", file=str(path)), placement=placement, schedule=schedule
+        )
         with telling(said.append):
             assert start(config, machinery).choice.samples == "netmoe"
         return [line for line in said if line.startswith("warning: ")]
 
-    assert warnings() == warnings(placement=PlacementConfig(samples="netmoe", guest_slots=2)) == []
+    assert warnings() == warnings(placement=PlacementConfig(samples="netmoe", replica_slots=2)) == []
     (samples,) = warnings(placement=PlacementConfig(samples="none"))
     assert f"placement.samples = none is ignored because the plan in {path} has netmoe" in samples
     (experts,) = warnings(placement=PlacementConfig(experts="planned"))
@@ -58,13 +60,13 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
 def test_a_plan_with_as_many_guest_slots_as_are_weighed_is_what_was_asked_for(
     asked: int, planned: int, warns: bool
 ) -> None:
-    choice = Decision(experts="planned", guest_slots=planned)
-    found = overruled(PlacementConfig(guest_slots=asked), choice, Path("plan.json"))
-    assert ["placement.guest_slots = 2 is ignored" in line for line in found] == [True] * warns
+    choice = Decision(experts="planned", replica_slots=planned)
+    found = overruled(PlacementConfig(replica_slots=asked), choice, Path("plan.json"))
+    assert ["placement.replica_slots = 2 is ignored" in line for line in found] == [True] * warns
     (line,) = overruled(
-        PlacementConfig(experts="planned", guest_slots=4), replace(choice, guest_slots=8), Path()
+        PlacementConfig(experts="planned", replica_slots=4), replace(choice, replica_slots=8), Path()
     )
-    assert "placement.guest_slots = 4 is ignored" in line
+    assert "placement.replica_slots = 4 is ignored" in line
 
 
 @pytest.mark.slow

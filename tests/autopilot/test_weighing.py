@@ -15,7 +15,7 @@ from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 
 STILL = Decision(schedule="moe_pipeline")
-MOVING = replace(STILL, experts="planned", guest_slots=1)
+MOVING = replace(STILL, experts="planned", replica_slots=1)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_plan_changes_only_where_something_else_is_to_move(
     routing: str, running: Decision, expected: Decision | None
 ) -> None:
     """What moves already is neither adopted again under another number nor left where it stopped paying."""
-    problem = routed(routing, Movable(experts=("none", "planned"), guest_slots=(1,)))
+    problem = routed(routing, Movable(experts=("none", "planned"), replica_slots=(1,)))
     planned = Planned(problem=problem, choice=running, plan=evaluate(problem, running).plan)
     verdict = _weighed(planned, True)
     assert [line[:9] for line in verdict.lines] == ["Moving   ", "Experts  "]
@@ -44,7 +44,7 @@ def test_a_plan_changes_only_where_something_else_is_to_move(
 def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:
     """Two planners within half a percent: a run does not change to and fro between them."""
     problem = routed(
-        "hot_expert,hot_share=0.5", Movable(experts=("none", "least_loaded", "planned"), guest_slots=(1,))
+        "hot_expert,hot_share=0.5", Movable(experts=("none", "least_loaded", "planned"), replica_slots=(1,))
     )
     running = {name: replace(MOVING, experts=name) for name in ("least_loaded", "planned")}
     times_s = [evaluate(problem, choice).predicted_s for choice in running.values()]
@@ -55,7 +55,7 @@ def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:
 
 
 def test_a_plan_that_moves_is_priced_by_the_routing_that_it_was_weighed_with() -> None:
-    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), guest_slots=(1,)))
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
     evenly = replace(weighed, evidence=None)
     for choice, problem in ((STILL, evenly), (MOVING, weighed)):
         found = evaluate(problem, choice)
@@ -66,7 +66,7 @@ def test_a_plan_that_moves_is_priced_by_the_routing_that_it_was_weighed_with() -
 
 def test_plans_must_hold_the_rows_that_were_observed() -> None:
     """Whatever moves, and also where routing is not observed again; a plan that runs has shown to fit."""
-    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), guest_slots=(1,)))
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
     evenly = replace(weighed, evidence=None)
     planned = Planned(problem=evenly, choice=STILL, plan=evaluate(evenly, STILL).plan)
     seen = planned.seeing(weighed.evidence).seeing(None)

@@ -31,7 +31,7 @@ def test_the_ratio_is_that_of_transfers_to_experts_under_even_routing() -> None:
 def test_the_tables() -> None:
     result = simulate_planners(steps=1, ratios=(0.2,), drifts=(0.0,))
     assert PlannersResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-    rows = {(row.planner, row.guest_slots): row for row in result.planners}
+    rows = {(row.planner, row.replica_slots): row for row in result.planners}
     assert set(rows) == {("none", 1)} | {(name, slots) for name in CONTENDERS for slots in (1, 2)}
     assert rows["least_loaded" + EXACT, 2].imbalance < rows["least_loaded", 2].imbalance
     none, best = rows["none", 1], rows["planned", 2]

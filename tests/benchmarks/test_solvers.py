@@ -28,7 +28,7 @@ RESULT = SolversResult(
         ),
         Solved(nodes=128, devices_per_node=1, samples=4096, solver_s={"network_simplex": band(0.06)}),
     ),
-    planned=(PlannedIn(ranks=16, guest_slots=1, seconds={name: band(0.004) for name in PLANNERS}),),
+    planned=(PlannedIn(ranks=16, replica_slots=1, seconds={name: band(0.004) for name in PLANNERS}),),
 )
 
 

@@ -46,7 +46,7 @@ SHARDINGS: list[dict[str, Any]] = [
 
 def cuts_of(sharding: dict[str, Any], stacked: bool) -> list[Sharding]:
     """The parts of four ranks; stacked: and those of four others, which have other experts."""
-    cuts = [Sharding.along(axes=("mp",), index=index, count=4, **sharding) for index in range(4)]
+    cuts = [Sharding.along(axes=("tp",), index=index, count=4, **sharding) for index in range(4)]
     return [StackedSharding.of(cut, 3, 6, place) for place in range(2) for cut in cuts] if stacked else cuts
 
 
@@ -79,7 +79,7 @@ def test_parts_of_all_ranks_fill_the_whole(sharding: dict[str, Any], stacked: bo
 def dealt(rank: int) -> list[list[str]]:
     """What a rank writes of whole and of shared tensors, twice, and once more after one has changed."""
     dealing = Dealing(Control(rank, 2))
-    rows = Sharding.along(0, (4, 3), ("mp",), rank, 2)
+    rows = Sharding.along(0, (4, 3), ("tp",), rank, 2)
     state: State = {name: Part.of(torch.ones(6)) for name in ("a", "b")}
     state |= {"shared": Part.of(torch.ones(2, 3), rows), f"own{rank}": Part.of(torch.ones(()))}
     found = [[name for name, _ in dealing.deal(state, "dealing")] for _ in range(2)]
@@ -96,7 +96,7 @@ def test_every_box_is_written_by_one_rank(ranks: Pools) -> None:
 
 
 def with_a_hole(rank: int) -> str:
-    rows = Sharding.along(0, (6, 3), ("mp",), rank, 3)
+    rows = Sharding.along(0, (6, 3), ("tp",), rank, 3)
     try:
         Dealing(Control(rank, 2)).deal({"shared": Part.of(torch.ones(2, 3), rows)}, "dealing")
     except ValueError as error:

@@ -105,7 +105,7 @@ assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [[], ["parallel.mp_size=2", "parallel.esp_size=2"], ["optimizer.sharded=true"]], ids=" ".join
+    "layout", [[], ["parallel.tp_size=2", "parallel.etp_size=2"], ["optimizer.zero_stage=1"]], ids=" ".join
 )
 def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
     """It computes the same there, without Penstock; and a run may begin with it, on another layout."""

@@ -36,7 +36,7 @@ def test_results_are_written_there(home: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_plan_and_a_cluster_of_ones_own_may_lie_there(home: Path) -> None:
-    assert PlanConfig(source="~/plan.json").file == home / "plan.json"
+    assert PlanConfig(mode="replay", file="~/plan.json").path == home / "plan.json"
     shutil.copy(FOLDER / f"{names()[0]}.json", home / "cluster.json")
     assert find_cluster("~/cluster.json") == find_cluster(names()[0])
 
@@ -48,6 +48,6 @@ def test_nobody_has_that_home(capsys: pytest.CaptureFixture[str]) -> None:
         main(["report", "~nobody-of-that-name/x"])
     assert why in capsys.readouterr().err
     with pytest.raises(ConfigError, match=why):
-        PlanConfig(source="~nobody-of-that-name/plan.json")
+        PlanConfig(mode="replay", file="~nobody-of-that-name/plan.json")
     with pytest.raises(ConfigError, match=why):
         find_cluster("~nobody-of-that-name/cluster.json")

@@ -114,7 +114,7 @@ def test_the_layout_of_a_configuration_is_chosen_where_it_is_left_open(
     words = ["plan", str(write_config(tmp_path)), "--cluster", str(cluster), "--budget", "0.001"]
     asked, configured = (
         " ".join(run([*words, *more], capsys).split())
-        for more in (["--layout", "auto"], ["plan.source=auto", "plan.layout=auto"])
+        for more in (["--layout", "auto"], ["plan.mode=auto", "plan.layout=auto"])
     )
     for said in (asked, configured):
         assert "layout, by quick plans: dp" in said and "next best layout" in said and "per rank" in said
@@ -143,11 +143,11 @@ def test_what_if_plans_the_step_that_is_shown_again(
     """In its layout and with its optimiser, also where these are open."""
     path = tmp_path / "cluster.json"
     words = [*SMALL, "--batch", "1", "--budget", "0.0001", "--json", "--ep-size", "2"]
-    now = json.loads(run([*words, "--layout", "auto", "--sharded-optimizer", "auto"], capsys))
+    now = json.loads(run([*words, "--layout", "auto", "--zero-stage", "auto"], capsys))
     sizes = now["sizes"]
     find_cluster("flowmoe-cluster-2").faster(compute=2.0).save(path)
-    shown = [f"--mp-size={sizes['mp_size']}", f"--esp-size={sizes['esp_size']}"]
-    shown += [f"--sharded-optimizer={str(sizes['sharded_optimizer']).lower()}"]
+    shown = [f"--tp-size={sizes['tp_size']}", f"--etp-size={sizes['etp_size']}"]
+    shown += [f"--zero-stage={sizes['zero_stage']}"]
     on_it = [str(path) if word == "flowmoe-cluster-2" else word for word in [*words, *shown]]
     then = json.loads(run(on_it, capsys))
     gain = then["why"]["predicted_s"] / now["why"]["predicted_s"]
@@ -313,7 +313,7 @@ def test_what_a_terminal_would_obey_is_shown_as_text(
     ("name", "value"),
     [
         *((name, 0) for name in ("layers", "batch_per_rank", "seq_len", "hidden_size", "ffn_hidden_size")),
-        *((name, 0) for name in ("num_experts", "top_k", "ranks", "ep_size", "mp_size", "esp_size")),
+        *((name, 0) for name in ("num_experts", "top_k", "ranks", "ep_size", "tp_size", "etp_size")),
         *(("seq_len", value) for value in (-1, 1 << 70)),
         *((name, 1 << 40) for name in ("moe_layers", "top_k", "ep_size")),
     ],

@@ -102,12 +102,12 @@ def test_two_plans_tell_what_differs(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "B against A" in printed([*STUDY, "--against", str(path)], capsys)
 
 
-@pytest.mark.parametrize("sharded", ["false", "true"])
-def test_an_update_takes_its_passes(sharded: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_an_update_takes_its_passes(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without shares a pass is a step without its update; shares are updated and gathered once."""
-    words = [*STUDY, "--sharded-optimizer", sharded]
+    words = [*STUDY, "--zero-stage", stage]
     once = found(words, capsys)
-    samples = 2 * once["sizes"]["ranks"] // once["sizes"]["mp_size"] * once["sizes"]["batch_per_rank"]
+    samples = 2 * once["sizes"]["ranks"] // once["sizes"]["tp_size"] * once["sizes"]["batch_per_rank"]
     twice = found([*words, "--global-batch", str(samples)], capsys)
     assert twice["sizes"]["passes"] == 2 and once["sizes"]["passes"] == 1
     assert once["predicted_s"] < twice["predicted_s"] <= 2 * once["predicted_s"]

@@ -76,7 +76,7 @@ def test_what_all_find_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("parallel.mp_size=2", "moe.gate=soft"),
+        ("parallel.tp_size=2", "moe.gate=soft"),
         ("placement.experts=shadowing", "placement.split=exact"),
     ],
 )

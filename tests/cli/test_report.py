@@ -30,7 +30,7 @@ def folder(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = folder_of(tmp_path_factory.mktemp("report"), "reported", RANKS)
     settings = [
         f"train.steps={STEPS}",
-        "plan.source=auto",
+        "plan.mode=auto",
         f"plan.cluster={parent / 'cluster.json'}",
         "plan.budget=0.01",
         "moe.capacity_factor=1.0",

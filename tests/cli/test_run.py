@@ -14,7 +14,7 @@ from penstock.cli.run import exit_code
 from penstock.config import HintWarning
 from tests.support.runs import clean_environ, command, write_config
 
-HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.mp_size\n"
+HINT = "penstock: parallel.tensor_parallel_size: taken as parallel.tp_size\n"
 SETTING = "parallel.tensor_parallel_size=4"
 
 
@@ -56,7 +56,7 @@ def test_a_setting_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["train", str(write_config(tmp_path)), SETTING]) == 2
     hint, error = capsys.readouterr().err.splitlines()
     assert hint + "\n" == HINT
-    assert error.startswith("penstock: parallel.mp_size = 4: must divide model.num_heads (2)")
+    assert error.startswith("penstock: parallel.tp_size = 4: must divide model.num_heads (2)")
 
 
 @pytest.mark.parametrize(

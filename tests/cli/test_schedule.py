@@ -23,17 +23,17 @@ def test_prints_grid_and_timeline(name: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_ranks_that_share_are_drawn_on_the_lane_inside_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    sharing = ["--mp-size", "4", "--esp-size", "2", "--tokens", "replicated", "--expert-form", "s1"]
+    sharing = ["--tp-size", "4", "--etp-size", "2", "--tokens", "replicated", "--expert-form", "s1"]
     assert main(["schedule", "lina", *sharing]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "4 ranks share attention (mp), 2 every expert (esp); between blocks tokens are replicated" in text
+    assert "4 ranks share attention (tp), 2 every expert (etp); between blocks tokens are replicated" in text
     assert "rows reach all shards as in s1" in text and "on 8 ranks with 2 experts each (ep 4)" in text
-    assert main(["schedule", "fsmoe", "--mp-size", "1", "--esp-size", "1"]) == 0
+    assert main(["schedule", "fsmoe", "--tp-size", "1", "--etp-size", "1"]) == 0
     assert "intra " not in capsys.readouterr().out
 
 
 def test_what_moves_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    moves = ["--samples", "netmoe", "--experts", "planned", "--guest-slots", "2"]
+    moves = ["--samples", "netmoe", "--experts", "planned", "--replica-slots", "2"]
     assert main(["schedule", "flowmoe", "--microbatches", "1", *moves]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "SP new homes of all samples" in text and "GP parameters of experts" in text
@@ -43,8 +43,8 @@ def test_what_moves_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sizes_that_the_drawn_step_cannot_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schedule", "parm_s1", "--esp-size", "5"]) == 2
-    assert "penstock: --esp-size = 5: " in (error := capsys.readouterr().err) and "Nearest valid: 4" in error
+    assert main(["schedule", "parm_s1", "--etp-size", "5"]) == 2
+    assert "penstock: --etp-size = 5: " in (error := capsys.readouterr().err) and "Nearest valid: 4" in error
 
 
 def test_json_holds_the_schedule_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -413,7 +413,7 @@ def test_routing_is_recorded_only_when_asked_for(whole_run: Whole) -> None:
         ("schedule.microbatches=5", ["schedule.microbatches", "Nearest valid: 4"]),
         ("model.preset=GPT2-Tiny", ["model.preset", "flowmoe/gpt2-tiny"]),
         ("plan.cluster=nope", ['plan.cluster = "nope": is neither', "cluster-1", "penstock profile"]),
-        ("plan.source=nope.json", ['plan.source = "nope.json": there is no such file. Use given, auto']),
+        ("plan.file=nope.json", ['plan.file = "nope.json"', "plan.mode=replay"]),
         ("output.dir=/proc/x", ['output.dir = "/proc/x"', "Choose a path that you can write to."]),
     ],
 )

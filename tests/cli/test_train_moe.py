@@ -88,7 +88,7 @@ def test_losses_carry_the_name_of_their_group(tmp_path: Path) -> None:
     "settings",
     [
         ("moe.gate=noisy", "moe.order=einsum", "moe.capacity_factor=1.0"),
-        ("moe.gate=cosine", "moe.compression=int8", "moe.expert=gelu"),
+        ("moe.gate=cosine", "moe.comm_dtype=int8", "moe.expert=gelu"),
     ],
 )
 def test_parts_by_name(ranks: Pools, tmp_path: Path, settings: tuple[str, ...]) -> None:

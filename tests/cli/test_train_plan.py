@@ -1,4 +1,4 @@
-"""`plan.source=auto` as a user runs it: measured, chosen, explained, saved and replayed."""
+"""`plan.mode=auto` as a user runs it: measured, chosen, explained, saved and replayed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIX = "train.steps=6"
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     """A run by the command on two ranks: its folder, its JSON and what it said beside it."""
     folder = tmp_path_factory.mktemp("plan")
-    settings = ("parallel.timeout_s=60", SIX, "plan.source=auto", "plan.profile_s=0.2")
+    settings = ("parallel.timeout_s=60", SIX, "plan.mode=auto", "plan.profile_s=0.2")
     done = run_forked(2, "train", write_config(folder), "--json", *settings)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)  # exactly one object, whatever libraries print
@@ -78,11 +78,11 @@ def test_the_plan_and_the_cluster_serve_again(
     kept.mkdir()
     for name in ("plan", "cluster"):
         Path(outputs[name]).rename(kept / f"{name}.json")
-    again, said = trained(ranks, folder, f"plan.source={kept / 'plan.json'}")
+    again, said = trained(ranks, folder, "plan.mode=replay", f"plan.file={kept / 'plan.json'}")
     assert again.schedule == found["schedule"] and "measuring the cluster" not in said
     assert again.cluster is None
     assert losses(folder / "run") == pytest.approx(expected, rel=1e-5)
-    searched, said = trained(ranks, folder, "plan.source=auto", f"plan.cluster={kept / 'cluster.json'}")
+    searched, said = trained(ranks, folder, "plan.mode=auto", f"plan.cluster={kept / 'cluster.json'}")
     assert "measuring the cluster" not in said and "warning" not in said
     assert searched.cluster is not None
 
@@ -90,6 +90,6 @@ def test_the_plan_and_the_cluster_serve_again(
 def test_a_plan_file_that_is_not_there(ranks: Pools, tmp_path: Path) -> None:
     """Every rank finds the same fault, and `penstock train` says it once: see test_train.py."""
     write_config(tmp_path)
-    for told in ranks(2).run(train_on, 2, tmp_path, ["plan.source=nowhere.json"], None):
+    for told in ranks(2).run(train_on, 2, tmp_path, ["plan.mode=replay", "plan.file=nowhere.json"], None):
         assert told.refused is not None and told.said == ""
         assert told.refused[1].startswith("nowhere.json: there is no such file")

@@ -48,8 +48,7 @@ PLAN = {
     "sizes": {
         **dict.fromkeys(SIZES, 1),
         "tokens": "split",
-        "sharded_optimizer": False,
-        "shard_gradients": False,
+        "zero_stage": 0,
     },
     "choice": {
         "schedule": "flowmoe",

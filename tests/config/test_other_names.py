@@ -86,7 +86,6 @@ def test_given_tables_stay_as_they_are() -> None:
         ("parallel.pipeline_model_parallel_size=2", "no pipeline parallelism"),
         ("parallel.context_parallel_size=2", "no context parallelism"),
         ("megatron.cp_size=2", "megatron.cp_size: Penstock has no context parallelism"),
-        ("optimizer.zero_stage=1", "Use optimizer.sharded=true (ZeRO 1), optimizer.shard_gradients=true"),
     ],
 )
 def test_what_others_have_and_penstock_has_not(override: str, said: str) -> None:

@@ -102,7 +102,7 @@ def test_every_rank_keeps_as_many_samples_of_every_slice_and_none_is_lost(step: 
 @pytest.mark.parametrize("shares", [(1, 2, 4), (2, 2, 4), (2, 4, 2), (4, 2, 4), (4, 1, 8)])
 def test_samples_move_between_the_devices_that_exchange_rows(shares: tuple[int, int, int]) -> None:
     """Prices assume the runtime's groups, also where experts have more shards than attention, or fewer."""
-    sizes: dict[str, Any] = dict(zip(("mp_size", "esp_size", "ep_size"), shares, strict=True))
+    sizes: dict[str, Any] = dict(zip(("tp_size", "etp_size", "ep_size"), shares, strict=True))
     layout = Layout.build(ParallelConfig(processes=8, **sizes), 8, 0, WORK.num_experts, node_size=8)
     work = replace(WORK, **sizes, node_size=0, devices_per_node=8)
     ran = [(plane.devices, plane.device_P) for plane in company_of(layout).planes]
@@ -214,7 +214,7 @@ def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
 
 def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_of_all() -> None:
     """Split as the hosting says, guests would compute the rows of their own ranks alone."""
-    shape = replace(SHAPE, guest_slots=1, chunks=2)
+    shape = replace(SHAPE, replica_slots=1, chunks=2)
     counts = counts_of("hot_expert,hot_share=0.5")
     hot = int(rank_loads(counts, shape, WORK)[0].sum(axis=0).argmax())
     guests = [[hot] if (rank - hot) % 2 else [EMPTY] for rank in range(8)]
@@ -237,7 +237,7 @@ def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_
 
 
 def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() -> None:
-    shape = replace(SHAPE, guest_slots=1)
+    shape = replace(SHAPE, replica_slots=1)
     counts = counts_of("hot_expert,hot_share=0.5")
     plain = RoutedCost(shape, WORK, CLUSTER, counts)
     loads = rank_loads(counts, shape, WORK)
@@ -262,7 +262,7 @@ def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() ->
     def seconds(op: str, slots: int) -> list[float]:
         empty = [EMPTY] * slots
         hosting = Hosting.local(ExpertPlacement.even(8, 8), [empty, *[[0, *empty[1:]]] * 7])
-        shape, placed = replace(SHAPE, guest_slots=slots), Placed.still(counts, (hosting, hosting))
+        shape, placed = replace(SHAPE, replica_slots=slots), Placed.still(counts, (hosting, hosting))
         task = next(each for each in build_graph(shape).tasks if each.op == op)
         found: list[float] = RoutedCost(shape, WORK, cluster, counts, placed=placed)(task).tolist()
         return found
@@ -282,7 +282,7 @@ def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.
 
     monkeypatch.setattr(placed_moves, "seated", counted)
     work = replace(WORK, dispatch="hierarchical_2d")
-    shape = replace(SHAPE, guest_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
+    shape = replace(SHAPE, replica_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
     counts = counts_of("zipf")
     placed = Placed.still(counts, (halved(), halved()))
     cost = RoutedCost(shape, work, CLUSTER, counts, placed=placed)

@@ -112,7 +112,7 @@ def test_what_was_measured_does_not_depend_on_the_rates_of_a_description(group: 
 def test_of_several_measured_groups_the_nearest_in_size_counts() -> None:
     """Groups along the very axes first, whatever their size."""
     several = [measured("all_to_all", "ep", "inter", ranks, 0.01 * ranks) for ranks in (2, 16)]
-    fused = measured("all_to_all", "ep x esp", "inter", 4, 5.0)
+    fused = measured("all_to_all", "ep x etp", "inter", 4, 5.0)
     cluster = ProfiledCluster.build(replace(TESTBED_B, links=(*several, fused)))
     for link in several:
         assert cluster.all_to_all(link.ranks) == link.model
@@ -137,7 +137,7 @@ def test_a_file_lends_another_what_that_lacks() -> None:
 
 def test_transfers_of_moves_take_as_long_as_a_run_has_measured() -> None:
     """Only those of their op: rows take the same collective, and are as a profile has measured them."""
-    shape = StepShape(moe_layers=(True,), guest_slots=1)
+    shape = StepShape(moe_layers=(True,), replica_slots=1)
     file = replace(TESTBED_B, moves=(MoveModel(op=Op.GUEST_PARAMETERS, in_steps=3.0),))
     before, now = (
         StepCost(shape, workload(shape), ProfiledCluster.build(each)) for each in (TESTBED_B, file)

@@ -207,24 +207,24 @@ def test_experts_of_all_ranks_cost_together_what_the_plan_assumes(step: Step) ->
 
 
 SHARING = [(2, 2, 2), (2, 1, 4), (1, 2, 2), (4, 4, 1), (1, 4, 1)]
-"""mp, esp and ep of four ranks."""
+"""tp, etp and ep of four ranks."""
 
 
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
-@pytest.mark.parametrize(("mp", "esp", "ep"), SHARING)
+@pytest.mark.parametrize(("tp", "etp", "ep"), SHARING)
 @pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
 def test_where_ranks_share_equal_parts_every_rank_costs_what_the_plan_assumes(
-    form: ExpertForm, mp: int, esp: int, ep: int, tokens: TokenLayout
+    form: ExpertForm, tp: int, etp: int, ep: int, tokens: TokenLayout
 ) -> None:
-    sharing = Sharing(mp_size=mp, esp_size=esp, tokens=tokens)
+    sharing = Sharing(tp_size=tp, etp_size=etp, tokens=tokens)
     shape = StepShape(moe_layers=(True, False, True), microbatches=2, sharing=sharing, expert_form=form)
     work = Workload(
         batch=4, seq_len=16, hidden_size=8, ffn_hidden_size=16, vocab_size=16, num_experts=8, top_k=2,
         expert_matrices=2, capacity_factor=4.0, min_capacity=0, world_size=4, ep_size=ep, element_bytes=4,
         all_reduce_bytes=(800,) * 3, expert_all_reduce_bytes=(0,) * 3, partial_all_reduce_bytes=(400,) * 3,
-        mp_size=mp, esp_size=esp, dense_ffn_hidden_size=16, devices_per_node=max(mp, esp),
+        tp_size=tp, etp_size=etp, dense_ffn_hidden_size=16, devices_per_node=max(tp, etp),
     )  # fmt: skip
-    counts = np.full((4 // mp, 4, 2, 8), 4)
+    counts = np.full((4 // tp, 4, 2, 8), 4)
     cost, even = RoutedCost(shape, work, CLUSTER, counts), StepCost(shape, work, CLUSTER)
     for task in build_graph(shape).tasks:
         alone = task.op in TRANSFERS and ep == 1 and task.axes == Group.EXPERT

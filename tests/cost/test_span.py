@@ -62,7 +62,7 @@ def test_what_a_workload_says_of_its_groups() -> None:
 def test_shards_of_a_node_share_its_card() -> None:
     """Groups of 4 shards that fill a node each: every one of 4 devices has its like in the others."""
     whole = workload(StepShape(moe_layers=(True,)), ep_size=4)
-    told = replace(whole, world_size=16, mp_size=4, esp_size=4, node_size=1)
+    told = replace(whole, world_size=16, tp_size=4, etp_size=4, node_size=1)
     work = replace(told, devices_per_node=4)
     assert work.span(Group.EXPERT) == work.span(Group.DATA) == Span.regular(4, 1, at_once=4)
     assert work.span(Group.EXPERT_SHARDS) == work.span(Group.WORLD) == Span.regular(4, 4)

@@ -191,9 +191,9 @@ def test_rows_under_way_may_be_smaller_than_hidden_states() -> None:
 @pytest.mark.parametrize(("form", "slots"), [("gather", 4), ("s1", 4), ("s2", 2)])
 def test_few_tokens_have_slots_by_form(form: ExpertForm, slots: int) -> None:
     """Ranks that split 20 tokens have four slots each at 64 experts; those that deal them, four together."""
-    shape = StepShape(moe_layers=(True,), sharing=Sharing(mp_size=2, esp_size=2), expert_form=form)
+    shape = StepShape(moe_layers=(True,), sharing=Sharing(tp_size=2, etp_size=2), expert_form=form)
     work = replace(workload(shape, capacity_factor=1.0), batch=1, seq_len=20, num_experts=64)
-    work = replace(work, mp_size=2, esp_size=2, partial_all_reduce_bytes=(0,))
+    work = replace(work, tp_size=2, etp_size=2, partial_all_reduce_bytes=(0,))
     move = task_at(build_graph(shape), "L0.D.m0.c0.F")
     copies = 1 if form == "gather" else 2
     assert StepCost(shape, work, CLUSTER).work(move).sent_bytes == work.wire_bytes(64 * slots * copies)
@@ -211,8 +211,8 @@ def test_soft_slots_are_counted_by_sample() -> None:
 @pytest.mark.parametrize(("slots", "pieces", "shards"), [(1, 1, 1), (3, 2, 1), (2, 5, 2)])
 def test_guests_cost_their_room_in_any_number_of_pieces(slots: int, pieces: int, shards: int) -> None:
     """Experts of 3 x 16 x 24 numbers."""
-    shape = StepShape(moe_layers=(True,), guest_slots=slots, guest_pieces=pieces)
-    cost = StepCost(shape, replace(workload(shape), esp_size=shards), CLUSTER)
+    shape = StepShape(moe_layers=(True,), replica_slots=slots, guest_pieces=pieces)
+    cost = StepCost(shape, replace(workload(shape), etp_size=shards), CLUSTER)
     for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
         tasks = [task for task in build_graph(shape).tasks if task.op == op]
         assert len(tasks) == pieces

@@ -23,54 +23,54 @@ from tests.plan.problems import problem
 from tests.steps import SHARED, gradients_of
 from tests.test_expert_form import shared
 
-BOTH = Movable(samples=("none", "netmoe"), experts=("none", "planned"), guest_slots=(1, 2))
+BOTH = Movable(samples=("none", "netmoe"), experts=("none", "planned"), replica_slots=(1, 2))
 
 
 def test_it_is_a_section_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[placement]\nsamples = "netmoe"\nexperts = "pro_prophet"\nguest_slots = 2\n')
+    file.write_text('[placement]\nsamples = "netmoe"\nexperts = "pro_prophet"\nreplica_slots = 2\n')
     config = load(RunConfig, file, ["placement.every=10", "placement.split=last_step"])
     choice = config.schedule.decision("flat", config.placement)
-    assert (choice.samples, choice.experts, choice.guest_slots) == ("netmoe", "pro_prophet", 2)
+    assert (choice.samples, choice.experts, choice.replica_slots) == ("netmoe", "pro_prophet", 2)
     assert choice.split == "last_step"
     file.write_text(to_toml(config))
     assert load(RunConfig, file) == config
     assert config.placement.saying(choice) == config.placement
     with pytest.raises(ConfigError, match="there is no such setting"):
         load(ScheduleConfig, None, ["samples=netmoe"])
-    with pytest.raises(ConfigError, match="guest_slots = 0: must be from 1 to 64"):
-        load(RunConfig, None, ["placement.guest_slots=0"])
+    with pytest.raises(ConfigError, match="replica_slots = 0: must be from 1 to 64"):
+        load(RunConfig, None, ["placement.replica_slots=0"])
     with pytest.raises(ConfigError, match="Did you mean pro_prophet"):
         load(RunConfig, None, ["placement.experts=prophet"])
 
 
 def test_by_default_nothing_moves() -> None:
-    for placement in (None, PlacementConfig(), PlacementConfig(guest_slots=3)):
+    for placement in (None, PlacementConfig(), PlacementConfig(replica_slots=3)):
         choice = ScheduleConfig().decision("flat", placement)
         assert (choice.samples, choice.experts, choice.guests) == ("none", "none", 0)
         assert "move" not in choice.words
 
 
 def test_twice_the_guest_slots_are_weighed_where_it_is_open_how_experts_move() -> None:
-    assert PlacementConfig(guest_slots=3).weighed.guest_slots == (3, 6)
-    assert PlacementConfig(guest_slots=64).weighed.guest_slots == (64,)
-    assert PlacementConfig(guest_slots=3, experts="planned").weighed.guest_slots == (3,)
-    assert PlacementConfig(guest_slots=3).movable.guest_slots == (3,)
+    assert PlacementConfig(replica_slots=3).weighed.replica_slots == (3, 6)
+    assert PlacementConfig(replica_slots=64).weighed.replica_slots == (64,)
+    assert PlacementConfig(replica_slots=3, experts="planned").weighed.replica_slots == (3,)
+    assert PlacementConfig(replica_slots=3).movable.replica_slots == (3,)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_cuts_a_step_that_moves(name: str) -> None:
     shape = StepShape(moe_layers=(True, False))
     plain, moving = Decision(schedule=name), Decision(schedule=name, samples="netmoe", experts="planned")
-    found = cut(replace(moving, guest_slots=2), shape, gradients_of(shape))
-    assert (found.moves_samples, found.guest_slots, found.gathers_loads) == (True, 2, True)
-    still = replace(found, moves_samples=False, guest_slots=0, gathers_loads=False)
+    found = cut(replace(moving, replica_slots=2), shape, gradients_of(shape))
+    assert (found.moves_samples, found.replica_slots, found.gathers_loads) == (True, 2, True)
+    still = replace(found, moves_samples=False, replica_slots=0, gathers_loads=False)
     assert still == cut(plain, shape, gradients_of(shape))
 
 
 def test_what_may_move_is_searched_where_rows_are_gathered() -> None:
     each = replace(shared(SHARED), movable=BOTH)
-    tried = {(d.form, d.samples, d.experts, d.guest_slots) for d in space(each)}
+    tried = {(d.form, d.samples, d.experts, d.replica_slots) for d in space(each)}
     moved = {(s, e, n) for s in BOTH.samples for e, n in (("none", 1), ("planned", 1), ("planned", 2))}
     others = {(form, "none", "none", 1) for form in FORM_TOKENS}
     assert tried == {("gather", *values) for values in moved} | others
@@ -80,7 +80,7 @@ def test_what_may_move_is_searched_where_rows_are_gathered() -> None:
 
 def test_it_is_told_of_and_has_columns_where_some_plan_moves() -> None:
     plain = Decision()
-    moving = replace(plain, samples="netmoe", experts="least_loaded", guest_slots=2)
+    moving = replace(plain, samples="netmoe", experts="least_loaded", replica_slots=2)
     assert replace(moving, experts="none").words == f"{plain.words}, samples move (netmoe)"
     assert moving.words.endswith("samples move (netmoe), experts move (least_loaded, 2 guest slots per rank)")
     candidate = evaluate(problem(), plain)
@@ -95,11 +95,11 @@ def test_it_is_told_of_and_has_columns_where_some_plan_moves() -> None:
 def test_a_plan_file_keeps_it_and_older_ones_move_nothing(tmp_path: Path) -> None:
     each, path = problem(), tmp_path / "plan.json"
     found = evaluate(each, Decision(schedule="lina"))
-    moving = replace(found.choice, samples="netmoe", experts="planned", guest_slots=2)
+    moving = replace(found.choice, samples="netmoe", experts="planned", replica_slots=2)
     PlanFile.of(each, replace(found, choice=moving), model="m", cluster="c").save(path)
     assert PlanFile.read(path).choice == moving
     table = json.loads(path.read_text())
-    for name in ("samples", "experts", "guest_slots"):
+    for name in ("samples", "experts", "replica_slots"):
         del table["choice"][name]
     path.write_text(json.dumps(table))
     file = PlanFile.read(path)
@@ -158,7 +158,7 @@ def test_guests_travel_in_pieces_where_gradients_do() -> None:
     shape = StepShape(moe_layers=(True,))
     gradients = gradients_of(shape)._replace(expert=700)
     for name, pieces in (("flowmoe", 6), ("sequential", 1)):
-        choice = Decision(schedule=name, experts="planned", guest_slots=2, all_reduce_chunk_bytes=256)
+        choice = Decision(schedule=name, experts="planned", replica_slots=2, all_reduce_chunk_bytes=256)
         assert cut(choice, shape, gradients).guest_pieces == pieces
         assert cut(replace(choice, experts="none"), shape, gradients).guest_pieces == 1
     assert (

@@ -10,7 +10,7 @@ from penstock.step.shape import FORM_TOKENS, ExpertForm
 
 
 @pytest.mark.parametrize("form", FORM_TOKENS)
-@pytest.mark.parametrize("sharing", [Sharing(), Sharing(mp_size=2, esp_size=2)])
+@pytest.mark.parametrize("sharing", [Sharing(), Sharing(tp_size=2, etp_size=2)])
 def test_a_step_passes_from_its_input_through_its_layers_to_its_output(
     sharing: Sharing, form: ExpertForm
 ) -> None:

@@ -34,8 +34,8 @@ WORK = Workload(
     min_capacity=0,
     world_size=8,
     ep_size=4,
-    mp_size=2,
-    esp_size=2,
+    tp_size=2,
+    etp_size=2,
     devices_per_node=NODE,
     element_bytes=BYTES,
     all_reduce_bytes=(8,),
@@ -56,7 +56,7 @@ Volumes = dict[str, tuple[float, float]]
 
 @cache
 def step(form: ExpertForm, tokens: TokenLayout, capacity: float | None) -> tuple[Graph, StepCost]:
-    sharing = Sharing(mp_size=WORK.mp_size, esp_size=WORK.esp_size, tokens=tokens)
+    sharing = Sharing(tp_size=WORK.tp_size, etp_size=WORK.etp_size, tokens=tokens)
     shape = StepShape(moe_layers=(True,), sharing=sharing, expert_form=form)
     work = replace(
         WORK, capacity_factor=capacity, top_k=2 if capacity else 8, num_experts=4 if capacity else 8
@@ -119,8 +119,8 @@ def test_experts_of_the_baseline_do_the_work_of_every_sharing_rank_again() -> No
     for form in forms:
         graph, cost = step(form, "split", 4.0)
         flops[form] = next(cost.work(task).flops for task in graph.tasks if task.op == "X" and task.forward)
-    once = ETM / 4 * 2 * 2 * 4 * 6 / WORK.mp_size  # rows of a pair, two matrices, of which a rank has half
-    assert flops == {"baseline": once * WORK.mp_size, "s1": once, "s2": once, "gather": once}
+    once = ETM / 4 * 2 * 2 * 4 * 6 / WORK.tp_size  # rows of a pair, two matrices, of which a rank has half
+    assert flops == {"baseline": once * WORK.tp_size, "s1": once, "s2": once, "gather": once}
 
 
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
@@ -147,7 +147,7 @@ def test_three_numbers_of_every_token_are_all_that_the_vocabulary_sends() -> Non
 
 
 def test_choices_are_a_number_of_every_sample_and_expert() -> None:
-    sharing = Sharing(mp_size=2, esp_size=2, judges_samples=True)
+    sharing = Sharing(tp_size=2, etp_size=2, judges_samples=True)
     shape = StepShape(moe_layers=(True,), sharing=sharing, microbatches=3)
     cost = StepCost(shape, replace(WORK, batch=4), ClusterConfig())
     judged = [task for task in build_graph(shape).tasks if task.op == "NC"]

@@ -64,7 +64,7 @@ def expert_problems(draw: st.DrawFn) -> ExpertProblem:
     shuffled = rng.permutation(ranks * held).reshape(ranks, held).tolist()
     return ExpertProblem(
         placement=ExpertPlacement.of(shuffled),
-        guest_slots=draw(st.integers(1, 3)),
+        replica_slots=draw(st.integers(1, 3)),
         loads=loads[draw(st.sampled_from(list(loads)))],
         costs=costs_of(
             tuple(nodes.tolist()),

@@ -31,7 +31,9 @@ def splits(draw: st.DrawFn) -> tuple[ExactSplit, Ints]:
     placement, guests = problem.placement, []
     for rank in range(problem.ranks):
         others = [e for e in range(placement.num_experts) if e not in placement.held(rank)]
-        chosen = [*rng.permutation(others).tolist(), *[EMPTY] * problem.guest_slots][: problem.guest_slots]
+        chosen = [*rng.permutation(others).tolist(), *[EMPTY] * problem.replica_slots][
+            : problem.replica_slots
+        ]
         guests.append([EMPTY if rng.random() < 0.3 else expert for expert in chosen])
     limit = draw(st.sampled_from((SPLIT, SPLIT + 200, 2 * SPLIT)))
     hosting = replace(Hosting.local(placement, guests), limit=limit)

@@ -30,15 +30,15 @@ NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
 
 
 def none_of(problem: ExpertProblem) -> Hosting:
-    return Hosting.none(problem.placement, problem.guest_slots)
+    return Hosting.none(problem.placement, problem.replica_slots)
 
 
-def skewed(seed: int = 0, guest_slots: int = 1, byte_s: float = 1e-11) -> ExpertProblem:
+def skewed(seed: int = 0, replica_slots: int = 1, byte_s: float = 1e-11) -> ExpertProblem:
     """3 of 16 experts have over half of the rows; 4 nodes of 4 ranks."""
     loads = skewed_loads(np.random.default_rng(seed), 16, 16)
     placement = ExpertPlacement.even(16, 16)
     costs = costs_of(NODES, byte_s=byte_s)
-    return ExpertProblem(placement=placement, guest_slots=guest_slots, loads=loads, costs=costs)
+    return ExpertProblem(placement=placement, replica_slots=replica_slots, loads=loads, costs=costs)
 
 
 @given(problem=expert_problems(), name=st.sampled_from(list(PLANNERS)))
@@ -63,15 +63,15 @@ def test_even_loads_and_no_loads_need_no_guests(name: str) -> None:
         loads = np.full((16, 16), rows)
         placement = ExpertPlacement.even(16, 16)
         slow = costs_of(NODES, byte_s=1e-7)
-        problem = ExpertProblem(placement=placement, guest_slots=2, loads=loads, costs=slow)
+        problem = ExpertProblem(placement=placement, replica_slots=2, loads=loads, costs=slow)
         assert find_planner(name)(problem).is_empty
 
 
-@pytest.mark.parametrize(("guest_slots", "most"), [(1, 1.1), (2, 1.05)])
-def test_loads_become_even(guest_slots: int, most: float) -> None:
+@pytest.mark.parametrize(("replica_slots", "most"), [(1, 1.1), (2, 1.05)])
+def test_loads_become_even(replica_slots: int, most: float) -> None:
     """Top 3 of 16 experts over half of the rows: the fullest rank had 2.7 times the mean and more."""
     for seed in range(4):
-        problem = skewed(seed, guest_slots)
+        problem = skewed(seed, replica_slots)
         assert LayerLoad.of(problem.loads, none_of(problem)).imbalance > 2.7
         assert LayerLoad.of(problem.loads, find_planner("planned")(problem)).imbalance < most
 
@@ -94,14 +94,14 @@ def test_on_slow_links_weights_stay_where_they_are() -> None:
     """An expert of 100 MB for some hundred rows: no planner that asks the price moves it."""
     problem = skewed()
     dear = costs_of(NODES, byte_s=1e-6, expert_bytes=1e8)
-    priced = ExpertProblem(placement=problem.placement, guest_slots=1, loads=problem.loads, costs=dear)
+    priced = ExpertProblem(placement=problem.placement, replica_slots=1, loads=problem.loads, costs=dear)
     for name in ("planned", "pro_prophet", "shadowing"):
         assert find_planner(name)(priced).is_empty, name
 
 
 def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
     """Experts that turn hot unforeseen then have hosts, where rows are split by their own loads."""
-    problem = skewed(guest_slots=2, byte_s=1e-12)
+    problem = skewed(replica_slots=2, byte_s=1e-12)
     hosting, by_plan = (find_planner("planned")(replace(problem, exact=exact)) for exact in (True, False))
     filled, left = (
         sum(guest == EMPTY for held in each.guests for guest in held) for each in (hosting, by_plan)
@@ -119,7 +119,7 @@ def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
 def test_flows_that_are_worked_out_in_parts_lead_to_the_same_plan(
     monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
-    problem = replace(skewed(guest_slots=2), exact=exact)
+    problem = replace(skewed(replica_slots=2), exact=exact)
     whole = find_planner("planned")(problem)
     sizes: list[int] = []
 
@@ -161,7 +161,7 @@ def test_refusals() -> None:
     ):
         ExpertProblem(
             placement=ExpertPlacement.even(4, 2),
-            guest_slots=1,
+            replica_slots=1,
             loads=np.zeros((2, 3), np.int64),
             costs=costs_of((0, 1)),
         )

@@ -71,18 +71,18 @@ Shared = Callable[[Problem], Problem]
 @st.composite
 def shared(draw: st.DrawFn) -> Shared:
     """The same step on two or four times the ranks, which share attention, experts or both."""
-    mp_size, esp_size = draw(st.sampled_from(((2, 2), (2, 1), (1, 2), (4, 2), (2, 4))))
+    tp_size, etp_size = draw(st.sampled_from(((2, 2), (2, 1), (1, 2), (4, 2), (2, 4))))
     tokens: TokenLayout = draw(st.sampled_from(("split", "replicated")))
-    return lambda each: with_sharing(each, mp_size, esp_size, tokens)
+    return lambda each: with_sharing(each, tp_size, etp_size, tokens)
 
 
-def with_sharing(each: Problem, mp_size: int, esp_size: int, tokens: TokenLayout = "split") -> Problem:
-    """The same step on nodes with `max(mp_size, esp_size)` times the ranks."""
-    work, size = each.workload, max(mp_size, esp_size)
+def with_sharing(each: Problem, tp_size: int, etp_size: int, tokens: TokenLayout = "split") -> Problem:
+    """The same step on nodes with `max(tp_size, etp_size)` times the ranks."""
+    work, size = each.workload, max(tp_size, etp_size)
     shape = replace(
         each.shape,
         moe_layers=each.shape.moe_layers,
-        sharing=Sharing(mp_size=mp_size, esp_size=esp_size, tokens=tokens),
+        sharing=Sharing(tp_size=tp_size, etp_size=etp_size, tokens=tokens),
         all_reduce_chunks=(),
         expert_all_reduce_chunks=(),
         partial_all_reduce_chunks=(),
@@ -90,11 +90,11 @@ def with_sharing(each: Problem, mp_size: int, esp_size: int, tokens: TokenLayout
     work = replace(
         work,
         world_size=work.world_size * size,
-        mp_size=mp_size,
-        esp_size=esp_size,
+        tp_size=tp_size,
+        etp_size=etp_size,
         devices_per_node=work.ranks_per_node * size,
-        node_size=work.ranks_per_node * size // esp_size if size == esp_size else 0,
-        partial_all_reduce_bytes=(1 << 16 if mp_size > 1 else 0,) * len(each.shape.moe_layers),
+        node_size=work.ranks_per_node * size // etp_size if size == etp_size else 0,
+        partial_all_reduce_bytes=(1 << 16 if tp_size > 1 else 0,) * len(each.shape.moe_layers),
     )
     return replace(each, shape=shape, workload=work, dispatches=("flat",), slowness=())
 
@@ -147,10 +147,10 @@ def every_kind(draw: st.DrawFn) -> Problem:
         movable=Movable(
             samples=draw(st.sampled_from((NOTHING_MOVES, SAMPLES_MOVE, ("netmoe",)))),
             experts=draw(st.sampled_from((NOTHING_MOVES, EXPERTS_MOVE, ("planned",)))),
-            guest_slots=draw(st.sampled_from(((1,), (1, 3)))),
+            replica_slots=draw(st.sampled_from(((1,), (1, 3)))),
         ),
         recompute=draw(st.sampled_from((("none",), get_args(Recompute)))),
-        compressions=draw(st.sampled_from((("none",), ("none", "int8")))),
+        comm_dtypes=draw(st.sampled_from((("none",), ("none", "int8")))),
     )
     if draw(maybe):
         each = sharing_updates(each, releases=draw(maybe))

@@ -42,7 +42,7 @@ LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e10, link_latency_s=1e-
     [
         {"gathers_loads": True},
         {"moving": Movable(experts=("planned",))},
-        {"moving": Movable(experts=("planned",), guest_slots=(3,))},
+        {"moving": Movable(experts=("planned",), replica_slots=(3,))},
         {"moving": Movable(samples=("netmoe",), experts=("planned",))},
     ],
 )

@@ -48,10 +48,10 @@ def guests(**fixed: Any) -> Problem:
 FORCED: list[tuple[Problem, str, object]] = [
     *((moving(samples=(value,)), "samples", value) for value in get_args(SampleMoves)),
     *((moving(experts=(value,)), "experts", value) for value in get_args(ExpertMoves)),
-    *((guests(guest_slots=(value,)), "guest_slots", value) for value in (1, 2, 5)),
+    *((guests(replica_slots=(value,)), "replica_slots", value) for value in (1, 2, 5)),
     *((guests(split=value), "split", value) for value in get_args(Split)),
     *((small(dispatches=(value,)), "dispatch", value) for value in DISPATCHES),
-    *((replace(small(), compressions=(value,)), "compression", value) for value in get_args(RowForm)),
+    *((replace(small(), comm_dtypes=(value,)), "comm_dtype", value) for value in get_args(RowForm)),
     *((replace(small(), recompute=(value,)), "recompute", value) for value in get_args(Recompute)),
     *(
         (forced(small(), {name: value}), name, value)
@@ -72,7 +72,7 @@ def answers(each: Problem) -> Iterator[tuple[str, Decision]]:
     """Yield the choices of every planner, and of all that a search begins with."""
     yield from ((name, planner(each)) for name, planner in planners(each).items())
     yield from (("first", choice) for choice in first_choices(each))
-    ranked = rank_layouts([LayoutSizes(mp_size=1, ep_size=4, esp_size=1)], lambda _: each)
+    ranked = rank_layouts([LayoutSizes(tp_size=1, ep_size=4, etp_size=1)], lambda _: each)
     yield "layout", ranked.best.best.choice
 
 
@@ -86,7 +86,7 @@ def test_a_forced_setting_holds_in_every_answer(
     each = with_sharing(each, 2, 2) if shared else each
     for planner, choice in answers(each):
         assert choice.value(name) == value, (planner, choice.words)
-        assert name != "guest_slots" or choice.guests == value
+        assert name != "replica_slots" or choice.guests == value
         each.cut(choice)  # it can be had, too
     assert {choice.value(name) for choice in space(each)} == {value}
 
@@ -95,7 +95,7 @@ def test_a_forced_setting_holds_in_every_answer(
 @pytest.mark.parametrize(
     "name",
     [
-        *("samples", "experts", "dispatch", "compression", "recompute"),
+        *("samples", "experts", "dispatch", "comm_dtype", "recompute"),
         *("schedule", "microbatches", "chunks", "backward_chunks", "all_reduce_chunk_bytes", "priority"),
     ],
 )

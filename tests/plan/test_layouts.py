@@ -24,8 +24,8 @@ SIZES = Overrides(layers=1, batch=4, seq_len=64, nodes=2)
 def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
     found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, SIZES)
     works = [each.problem.workload for each in found.ranked]
-    assert {(work.mp_size, work.esp_size) for work in works} == {(m, e) for m in (1, 2, 4) for e in (1, 2, 4)}
-    assert {work.ep_size for work in works if work.esp_size == 4} == {2, 1}, "everywhere, or nowhere"
+    assert {(work.tp_size, work.etp_size) for work in works} == {(m, e) for m in (1, 2, 4) for e in (1, 2, 4)}
+    assert {work.ep_size for work in works if work.etp_size == 4} == {2, 1}, "everywhere, or nowhere"
     assert len(works) == (2 + 2 + 2) * (1 + 2 * 2) and found.undivided == found.too_large == 0
     assert len({each.sizes for each in found.ranked}) == len(works)
     assert {work.batch * work.mesh.sizes["dp"] for work in works} == {8}
@@ -33,7 +33,7 @@ def test_all_layouts_of_a_cluster_work_on_the_same_samples() -> None:
     assert seconds == sorted(seconds)
     best = found.ranked[0]
     assert evaluate(best.problem, Decision()).predicted_s >= best.best.predicted_s
-    assert f"mp {works[0].mp_size}, ep {works[0].ep_size}" in best.words
+    assert f"tp {works[0].tp_size}, ep {works[0].ep_size}" in best.words
     lines = "\n".join(found.lines)
     assert best.words in lines and found.ranked[1].words in lines and "0 more do not divide" in lines
 
@@ -60,18 +60,18 @@ def test_the_comparison_of_layouts_ends_by_the_clock_with_what_it_has(compared: 
 def test_what_does_not_divide_is_left_out_and_named() -> None:
     one = Overrides(layers=1, nodes=2, seq_len=64)
     found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, one)
-    assert found.undivided and {each.sizes.mp_size for each in found.ranked} == {4}
+    assert found.undivided and {each.sizes.tp_size for each in found.ranked} == {4}
     with pytest.raises(ConfigError, match="samples of a step"):
-        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(mp_size=2))
+        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(tp_size=2))
     with pytest.raises(ConfigError, match="ranks of a node"):
-        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(esp_size=3))
+        published_problem("fsmoe/mixtral-7b-layers", TESTBED, Overrides(etp_size=3))
 
 
 def test_quick_plans_have_the_dispatch_that_suits_the_layout() -> None:
     """Between nodes with one slow card each, a row travels once for all experts of a node."""
     each = problem(dispatches=tuple(DISPATCHES), all_reduce_bytes=0)
     each = replace(each, cluster=replace(each.cluster, link_bytes_per_s=1e7, intra_bytes_per_s=1e11))
-    ranked = rank_layouts([LayoutSizes(mp_size=1, ep_size=4, esp_size=1)], lambda _: each)
+    ranked = rank_layouts([LayoutSizes(tp_size=1, ep_size=4, etp_size=1)], lambda _: each)
     best = ranked.best.best
     assert best.choice.dispatch != "flat"
     assert best.predicted_s < evaluate(each, best.choice.deciding("dispatch", "flat")).predicted_s

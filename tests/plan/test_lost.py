@@ -13,9 +13,9 @@ from penstock.plan.moving import WORTH, weigh
 from tests.plan.test_moving import CHOICE, routed
 
 STILL = CHOICE
-GUESTS = replace(CHOICE, experts="planned", guest_slots=1)
+GUESTS = replace(CHOICE, experts="planned", replica_slots=1)
 SAMPLES = replace(CHOICE, samples="netmoe")
-MOVABLE = Movable(experts=("none", "planned"), guest_slots=(1,))
+MOVABLE = Movable(experts=("none", "planned"), replica_slots=(1,))
 
 
 def lost(slower: Decision, faster: Decision, *, predicted: float, measured: float) -> LostTrial:
@@ -25,7 +25,7 @@ def lost(slower: Decision, faster: Decision, *, predicted: float, measured: floa
 def test_a_trial_tells_by_how_much_the_prediction_of_a_move_errs() -> None:
     trial = lost(GUESTS, STILL, predicted=0.9, measured=1.08)
     assert miss([trial], GUESTS, STILL) == pytest.approx(1.2)
-    assert miss([trial], replace(GUESTS, guest_slots=2), STILL) == pytest.approx(1.2)
+    assert miss([trial], replace(GUESTS, replica_slots=2), STILL) == pytest.approx(1.2)
     assert miss([trial], STILL, STILL) == miss([trial], SAMPLES, STILL) == miss([], GUESTS, STILL) == 1.0
 
 

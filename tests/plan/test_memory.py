@@ -88,7 +88,7 @@ def test_what_a_step_takes_on_a_gpu(cards: Pools, precision: str, batch: int, re
 
 def test_guests_take_weights_and_gradients_and_no_moments() -> None:
     without, found = (
-        estimate_memory(problem((True, False, True)), Decision(experts=experts, guest_slots=3))
+        estimate_memory(problem((True, False, True)), Decision(experts=experts, replica_slots=3))
         for experts in ("none", "planned")
     )
     room = 2 * 3 * 2 * 128 * 256 * 4
@@ -137,7 +137,7 @@ def test_guests_take_rows_from_the_busiest_rank() -> None:
     """Rank 0 has the only expert that is wanted twice; once it has guests, no rank has more than the mean."""
     each = known(problem(), (0, 1), (0, 1))
     still, moving = (
-        estimate_memory(each, Decision(experts=experts, guest_slots=1))
+        estimate_memory(each, Decision(experts=experts, replica_slots=1))
         for experts in ("none", "least_loaded")
     )
     assert moving.activations_bytes == estimate_memory(problem(), Decision()).activations_bytes
@@ -146,7 +146,7 @@ def test_guests_take_rows_from_the_busiest_rank() -> None:
 
 MOVES: tuple[dict[str, object], ...] = (
     {},
-    {"experts": "planned", "guest_slots": 2},
+    {"experts": "planned", "replica_slots": 2},
     {"experts": "pro_prophet"},
     {"samples": "netmoe", "experts": "least_loaded"},
 )
@@ -218,10 +218,10 @@ def test_dense_blocks_and_shared_experts_count() -> None:
 def test_shards_share_weights_and_tokens() -> None:
     """256 tokens of a pair of ranks, 2 x 128 x 256 of an expert of which each of two ranks has half."""
     each = problem()
-    work = replace(each.workload, world_size=8, mp_size=2, esp_size=2)
+    work = replace(each.workload, world_size=8, tp_size=2, etp_size=2)
     whole, found = estimate_memory(each, Decision()), {}
     for tokens, form in product(TOKENS, FORM_TOKENS):
-        sharing = Sharing(mp_size=2, esp_size=2, tokens=tokens)
+        sharing = Sharing(tp_size=2, etp_size=2, tokens=tokens)
         shared = replace(each, workload=work, shape=replace(each.shape, sharing=sharing))
         found[tokens, form] = estimate_memory(shared, Decision(expert_form=form))
         experts = 2 * 2 * 128 * 256 * 4

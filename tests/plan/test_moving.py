@@ -40,7 +40,7 @@ def routed(text: str, movable: Movable) -> Problem:
 
 @pytest.mark.parametrize("planner", ["pro_prophet", "shadowing", "least_loaded", "planned"])
 def test_guests_pay_where_an_expert_is_hot(planner: str) -> None:
-    movable = Movable(experts=("none", planner), guest_slots=(1, 2))
+    movable = Movable(experts=("none", planner), replica_slots=(1, 2))
     found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE, Decision()])
     assert found.moves and found.best.choice.experts == planner
     assert found.best.predicted_s < WORTH * found.still.predicted_s
@@ -140,10 +140,10 @@ def test_what_was_weighed_by_a_quick_rule_gets_the_order_that_was_asked_for() ->
 
 
 def test_what_is_given_moves_in_every_plan_that_is_compared() -> None:
-    movable = Movable(samples=("none", "netmoe"), experts=("planned",), guest_slots=(2,))
+    movable = Movable(samples=("none", "netmoe"), experts=("planned",), replica_slots=(2,))
     found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE])
     for each in (found.still, found.best):
-        assert (each.choice.experts, each.choice.guest_slots) == ("planned", 2)
+        assert (each.choice.experts, each.choice.replica_slots) == ("planned", 2)
     assert [line.split()[0] for line in found.lines] == ["Moving", "Samples"]
 
 
@@ -158,13 +158,13 @@ def on_16_ranks(text: str, **sizes: int) -> Problem:
 def test_twice_the_guest_slots_are_taken_where_loads_drift_and_they_fit() -> None:
     drifting = on_16_ranks("slow_drift,drift=0.3", seq_len=16, ffn_hidden_size=1024)
     two = weigh(drifting, [CHOICE])
-    assert (two.best.choice.experts, two.best.choice.guest_slots) == ("planned", 2)
+    assert (two.best.choice.experts, two.best.choice.replica_slots) == ("planned", 2)
     assert two.lines[1].startswith("Experts  planned with 2 guest slots: ")
     one = weigh(drifting, [CHOICE], memory=MemoryBudget(bytes=two.best.memory_bytes - 1))
-    assert one.best.choice.guest_slots == 1 and "with 1 guest slot: " in one.lines[1]
+    assert one.best.choice.replica_slots == 1 and "with 1 guest slot: " in one.lines[1]
     assert two.best.predicted_s < WORTH * one.best.predicted_s
     steady = weigh(on_16_ranks("hot_expert,hot_share=0.7"), [CHOICE])
-    assert steady.moves and steady.best.choice.guest_slots == 1, "a second one would bring next to nothing"
+    assert steady.moves and steady.best.choice.replica_slots == 1, "a second one would bring next to nothing"
 
 
 def test_moves_that_a_step_cannot_have_are_named_with_the_reason() -> None:
@@ -173,7 +173,7 @@ def test_moves_that_a_step_cannot_have_are_named_with_the_reason() -> None:
     found = weigh(slots, [CHOICE])
     samples, experts = found.lines
     assert samples.startswith("Samples  not weighed: netmoe: pass sample_moves: layer 0 has a fixed number")
-    assert experts.startswith("Experts  not weighed: planned: guest_slots: every expert has a fixed number")
+    assert experts.startswith("Experts  not weighed: planned: replica_slots: every expert has a fixed number")
     assert not found.moves and found.best == found.still
     with pytest.raises(RefusalError, match=r"no plan to compare moves with: pass sample_moves: layer 0 has"):
         weigh(replace(slots, movable=Movable(samples=("netmoe",))), [CHOICE])

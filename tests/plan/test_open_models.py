@@ -49,7 +49,7 @@ def test_they_have_as_many_parameters_as_published(name: str) -> None:
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "deepseek-v2-lite"])
 def test_a_plan_says_what_comes_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", name, "--cluster", "2x8xH100,net=8x400gbit", "--budget", "0.01"]
-    assert main([*words, "--sharded-optimizer", "true", "--price", "2", "--json"]) == 0
+    assert main([*words, "--zero-stage", "1", "--price", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     speed = plan["throughput"]
     assert speed["tokens_per_s"] == pytest.approx(16 * speed["tokens_per_s_per_device"])

@@ -287,7 +287,7 @@ def test_times_are_finite(path: Path, key: str, value: float) -> None:
 
 def test_an_explanation_is_of_one_choice(path: Path) -> None:
     words = PlanFile.read(path).choice.words
-    rounded = f"{words} (5 MiB of rows per rank and step instead of 10 MiB, rounded: plan.lossy)"
+    rounded = f"{words} (5 MiB of rows per rank and step instead of 10 MiB, rounded: plan.comm_dtype)"
     assert edited(path, put(None, "why", [f"Plan     {rounded}"])).explains_choice
     placed = f"Placed   {words}, experts move (planned, a guest slot per rank)"
     assert not edited(path, put(None, "why", [f"Plan     {words}", placed])).explains_choice

@@ -108,7 +108,7 @@ def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: P
     [
         {"schedule": "moe_pipeline", "chunks": 2, "backward_chunks": 2},
         {"dispatch": "hierarchical_2d"},
-        {"compression": "int8"},
+        {"comm_dtype": "int8"},
         {"all_reduce_chunk_bytes": 1 << 16},
         {"recompute": "blocks"},
         {"split": "last_step"},

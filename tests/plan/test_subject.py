@@ -31,14 +31,14 @@ def test_every_model_has_a_step_on_every_cluster(name: str, cluster: str) -> Non
     found = evaluate(each, Decision(schedule="flowmoe", microbatches=2))
     assert 0 < found.bound.seconds <= found.predicted_s
     work, shared = each.workload, file.ranks_per_node if MODELS[name].sharded else 1
-    assert (work.mp_size, work.esp_size, work.world_size) == (shared, shared, file.ranks)
+    assert (work.tp_size, work.etp_size, work.world_size) == (shared, shared, file.ranks)
 
 
 def test_mixtral_on_testbed_b() -> None:
     subject = published_problem("fsmoe/mixtral-7b-layers", TESTBED_B)
     work = subject.problem.workload
     assert (work.world_size, work.ep_size, work.num_experts) == (32, 8, 8)
-    assert (work.mp_size, work.esp_size, work.nodes) == (4, 4, 8)
+    assert (work.tp_size, work.etp_size, work.nodes) == (4, 4, 8)
     assert (subject.problem.shape.num_layers, work.batch, work.seq_len, work.top_k) == (7, 1, 256, 2)
     assert work.all_reduce_bytes == (4 * 4096**2 * 4 // 4,) * 7
     assert work.partial_all_reduce_bytes == (4096 * 8 * 4,) * 7, "every rank routes its part of the tokens"
@@ -79,7 +79,7 @@ def test_bytes_and_operations_are_of_the_precision_that_is_told(
 
 def test_elsewhere_mixtral_has_its_published_sizes() -> None:
     work = published_problem("fsmoe/mixtral-7b-layers", TESTBED_A).problem.workload
-    assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.esp_size) == (32, 1024, 6, 8)
+    assert (len(work.all_reduce_bytes), work.seq_len, work.num_experts, work.etp_size) == (32, 1024, 6, 8)
 
 
 def test_a_flowmoe_model_spreads_its_experts_over_all_ranks() -> None:

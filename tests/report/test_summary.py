@@ -63,18 +63,18 @@ trace       runs/first/trace.json
 
 
 @pytest.mark.parametrize(
-    ("mp_size", "esp_size", "words"),
+    ("tp_size", "etp_size", "words"),
     [
         (2, 4, "on 4 processes (2 share attention, 4 share each expert), schedule flowmoe"),
         (2, 1, "on 4 processes (2 share attention), schedule flowmoe"),
         (1, 2, "on 4 processes (2 share each expert), schedule flowmoe"),
     ],
 )
-def test_processes_that_share_parameters(mp_size: int, esp_size: int, words: str) -> None:
-    summary = replace(SUMMARY, mp_size=mp_size, esp_size=esp_size)
+def test_processes_that_share_parameters(tp_size: int, etp_size: int, words: str) -> None:
+    summary = replace(SUMMARY, tp_size=tp_size, etp_size=etp_size)
     assert words in summary.to_text(400)
     found = summary.to_dict()
-    assert (found["mp_size"], found["esp_size"]) == (mp_size, esp_size)
+    assert (found["tp_size"], found["etp_size"]) == (tp_size, etp_size)
 
 
 def test_text_of_a_good_run() -> None:

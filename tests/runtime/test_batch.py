@@ -35,17 +35,17 @@ def uneven(
     return replace(base, schedule=cut, batches=batches, batch=4, moe=replace(base.moe, **moe))
 
 
-@pytest.mark.parametrize("mp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("training", [True, False])
-def test_numbers_of_samples_are_unique_among_those_that_differ(mp_size: int, training: bool) -> None:
+def test_numbers_of_samples_are_unique_among_those_that_differ(tp_size: int, training: bool) -> None:
     seen: dict[int, list[int]] = {}
     for rank in range(4):
-        layout = Layout(world_size=4, ep_size=1, rank=rank, mp_size=mp_size)
+        layout = Layout(world_size=4, ep_size=1, rank=rank, tp_size=tp_size)
         numbers = SampleNumbers(layout)
         mine = [int(n) for _ in range(3) for n in numbers.take(2, torch.device("cpu"), training=training)]
         assert seen.setdefault(layout.dp_rank, mine) == mine, "ranks that share attention count alike"
     found = sorted(number for mine in seen.values() for number in mine)
-    count = 6 * 4 // mp_size
+    count = 6 * 4 // tp_size
     assert found == (list(range(count)) if training else list(range(-count, 0)))
 
 

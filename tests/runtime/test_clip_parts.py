@@ -28,9 +28,9 @@ EXPERTS, LIMIT = 4, 0.5
 class World:
     """How four ranks share what there is."""
 
-    mp_size: int
+    tp_size: int
     ep_size: int
-    esp_size: int
+    etp_size: int
 
 
 WORLDS = [World(2, 2, 2), World(4, 1, 4), World(2, 4, 1), World(2, 1, 2), World(1, 2, 2), World(4, 2, 1)]
@@ -67,7 +67,7 @@ def wholes() -> dict[str, Tensor]:
 @cache
 def ranks_on(rank: int, world: World) -> ExpertRanks:
     layout = Layout(
-        world_size=4, rank=rank, mp_size=world.mp_size, ep_size=world.ep_size, esp_size=world.esp_size
+        world_size=4, rank=rank, tp_size=world.tp_size, ep_size=world.ep_size, etp_size=world.etp_size
     )
     machinery = build_machinery(layout, torch.device("cpu"), ParallelConfig(), "float32")
     return ExpertRanks(layout, machinery.transports.inter, torch.device("cpu"))

@@ -93,11 +93,11 @@ def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compression", ["bfloat16", "int8"])
-def test_compressed_rows_are_the_same_in_any_cut(ranks: Pools, compression: Compression) -> None:
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "int8"])
+def test_compressed_rows_are_the_same_in_any_cut(ranks: Pools, comm_dtype: Compression) -> None:
     """Rows are encoded one by one, so it does not matter with which others they travel."""
     base = case(4, "softmax", "sort", "hierarchical_2d", "gelu", "moe_pipeline")
-    base = replace(base, moe=replace(base.moe, compression=compression), double=False)
+    base = replace(base, moe=replace(base.moe, comm_dtype=comm_dtype), double=False)
     one, other = (merge(ranks(4).run(run_step, cut(base, degrees))) for degrees in ((1, 1), (2, 3)))
     assert abs(one.loss - other.loss) <= 1e-5 * one.loss
     for name, gradient in one.gradients.items():

@@ -150,7 +150,7 @@ def test_samples_and_experts_move_where_ranks_share(ranks: Pools, layout: Layout
 
 
 def test_where_several_ranks_have_the_same_rows_guests_are_refused() -> None:
-    place = Place(world_size=4, ep_size=2, rank=0, node_size=0, mp_size=2, esp_size=2)
-    shape = StepShape(moe_layers=(True,), guest_slots=1, expert_form="s2")
+    place = Place(world_size=4, ep_size=2, rank=0, node_size=0, tp_size=2, etp_size=2)
+    shape = StepShape(moe_layers=(True,), replica_slots=1, expert_form="s2")
     with pytest.raises(ValueError, match="expert_form = s2 has the same rows on all ranks"):
         check_can_host([None], shape, place)

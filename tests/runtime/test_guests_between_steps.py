@@ -373,10 +373,10 @@ def test_fixed_slots_are_refused() -> None:
 def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again() -> None:
     stack = stack_of(0, CASE)
     layers, host = stack.moe_layers, Host(stack.machinery.layout, stack.machinery.device)
-    shape = replace(stack.base_shape, guest_slots=1)
+    shape = replace(stack.base_shape, replica_slots=1)
     host.open(layers, shape)
     under_way = host.lend(layers)
-    host.open(layers, replace(shape, guest_slots=2))
+    host.open(layers, replace(shape, replica_slots=2))
     host.take_back(under_way)
     slots = {room.guests.num_local_experts for room in host.lend(layers).rooms if room is not None}
     assert slots == {2}
@@ -386,7 +386,7 @@ def test_guests_whose_rows_nobody_splits_any_more_are_not_brought() -> None:
     """With a plan under which rows go before counts are known, they would do little until the next plan."""
     stack = stack_of(0, CASE)
     layers, host = stack.moe_layers, Host(stack.machinery.layout, stack.machinery.device)
-    shape = replace(stack.base_shape, guest_slots=1)
+    shape = replace(stack.base_shape, replica_slots=1)
     host.open(layers, shape)
     limited = tuple(None if h is None else replace(h, limit=SPLIT) for h in host.hostings)
     host.use(limited)

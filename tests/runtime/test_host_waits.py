@@ -108,15 +108,15 @@ PLANS = 2
 
 def _fits(known: Mapping[str, Any]) -> bool:
     """Whether a layout has what a form of the MoE part, or a feature, is about."""
-    world, mp, ep, esp = known.get("layout", (4, 2, 2, 2))
-    if "engine" in known and known["engine"][1] != "gather" and mp * esp == 1:
+    world, tp, ep, etp = known.get("layout", (4, 2, 2, 2))
+    if "engine" in known and known["engine"][1] != "gather" and tp * etp == 1:
         return False
     more = FEATURES[known.get("feature", "plain")]
     if "node_size" in more:
-        return (world, mp, ep, esp) == (4, 1, 4, 1)
+        return (world, tp, ep, etp) == (4, 1, 4, 1)
     if "placer" in more or "packed" in more or "module_experts" in more:
-        return mp * esp == 1 and (world, ep) != (4, 2)
-    return mp > 1 if "tokens" in more else mp == 1 or "recompute" not in more
+        return tp * etp == 1 and (world, ep) != (4, 2)
+    return tp > 1 if "tokens" in more else tp == 1 or "recompute" not in more
 
 
 def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:

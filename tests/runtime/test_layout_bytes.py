@@ -42,7 +42,7 @@ Elements = tuple[Fraction, Fraction]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that the formulas name. esp and mp groups lie in a node, which they fill."""
+    """The sizes that the formulas name. etp and tp groups lie in a node, which they fill."""
 
     n_ep: int
     n_esp: int
@@ -72,16 +72,16 @@ class Sizes:
 
 def forward(name: str, sizes: Sizes) -> dict[str, Elements]:
     """By op, with all tokens on every rank between blocks."""
-    etm, blm, esp, mp = sizes.ETM, sizes.BLM, sizes.n_esp, sizes.n_mp
-    gathered, summed = sizes.shards(etm * esp), sizes.shards(2 * etm * esp)
-    shared, repeated = sizes.shards(etm * esp / mp), sizes.across(etm * esp)
+    etm, blm, etp, tp = sizes.ETM, sizes.BLM, sizes.n_esp, sizes.n_mp
+    gathered, summed = sizes.shards(etm * etp), sizes.shards(2 * etm * etp)
+    shared, repeated = sizes.shards(etm * etp / tp), sizes.across(etm * etp)
     fused = {"D": sizes.both, "C": sizes.both}
     return {
         "baseline_esp": {"BG": gathered, "D": repeated, "BR": summed, "C": repeated},
         "parm_s1": {**fused, "UG": sizes.tokens(blm)},
         "parm_s2": {**fused, "SG": sizes.tokens(etm)},
         "fsmoe": {
-            "D": sizes.across(etm / mp), "XG": shared, "XS": shared, "C": sizes.across(etm / mp),
+            "D": sizes.across(etm / tp), "XG": shared, "XS": shared, "C": sizes.across(etm / tp),
             "UG": sizes.tokens(blm),
         },
     }[name]  # fmt: skip
@@ -109,8 +109,8 @@ def case_of(name: str, sizes: Sizes, tokens: TokenLayout) -> Case:
     return Case(
         world_size=sizes.n_ep * sizes.n_esp,
         ep_size=sizes.n_ep,
-        mp_size=sizes.n_mp,
-        esp_size=sizes.n_esp,
+        tp_size=sizes.n_mp,
+        etp_size=sizes.n_esp,
         node_size=NODE,
         tokens=tokens,
         schedule=ScheduleConfig(name=name, all_reduce_chunk_bytes=4096),

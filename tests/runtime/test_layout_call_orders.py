@@ -32,8 +32,8 @@ def case_of(form: ExpertForm) -> Case:
     return Case(
         world_size=4,
         ep_size=2,
-        mp_size=2,
-        esp_size=2,
+        tp_size=2,
+        etp_size=2,
         schedule=ScheduleConfig(name="sequential", expert_form=form),
         model=ModelConfig(
             num_layers=2, hidden_size=16, num_heads=4, vocab_size=32, seq_len=5, ffn_hidden_size=32
@@ -46,7 +46,7 @@ def case_of(form: ExpertForm) -> Case:
 
 def alone(case: Case) -> Case:
     schedule = replace(case.schedule, expert_form=None)
-    one = replace(case, world_size=1, ep_size=1, mp_size=1, esp_size=1, batch=4)
+    one = replace(case, world_size=1, ep_size=1, tp_size=1, etp_size=1, batch=4)
     return replace(one, schedule=schedule)
 
 

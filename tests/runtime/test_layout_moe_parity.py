@@ -1,6 +1,6 @@
 """The forms of the MoE part on ranks that share attention and experts: every layout, gate, order, and scale.
 
-Where ranks of an mp group hold the same tokens, a gradient is easily `mp` times too large, or too small: the
+Where ranks of an tp group hold the same tokens, a gradient is easily `tp` times too large, or too small: the
 tests of scales say which one is.
 """
 
@@ -38,11 +38,11 @@ def accepted(known: dict[str, Any]) -> bool:
     """
     if "order" in known and (known["gate"], known["order"]) not in ACCEPTED:
         return False
-    _, mp_size, _, esp_size = known.get("layout", ALONE)
-    split = mp_size > 1 and FORM_TOKENS[known["form"]] == "split" if "form" in known else None
+    _, tp_size, _, etp_size = known.get("layout", ALONE)
+    split = tp_size > 1 and FORM_TOKENS[known["form"]] == "split" if "form" in known else None
     if known["gate"] == "soft" and split:
         return False
-    return known.get("order") != "merged" or (esp_size == 1 and split is not False)
+    return known.get("order") != "merged" or (etp_size == 1 and split is not False)
 
 
 @pytest.mark.slow
@@ -93,17 +93,17 @@ def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: st
             FORMS,
             "moe.one_copy_per_rank",
         ),
-        ({"compression": "int8"}, (4, 1, 2, 2), FORMS, "parallel.esp_size"),
+        ({"comm_dtype": "int8"}, (4, 1, 2, 2), FORMS, "parallel.etp_size"),
         (GATES["soft"], (4, 2, 4, 1), ("gather", "s1"), "moe.gate"),
     ],
 )
 def test_what_ranks_cannot_share_says_why(
     moe: dict[str, Any], layout: Layout, forms: tuple[ExpertForm, ...], key: str
 ) -> None:
-    world_size, mp_size, ep_size, esp_size = layout
+    world_size, tp_size, ep_size, etp_size = layout
     config = MoEConfig(**{"num_experts": 8, "moe_ffn_hidden_size": 8} | moe)
-    place = Place(world_size=world_size, mp_size=mp_size, ep_size=ep_size, esp_size=esp_size, rank=0)
-    layer = build_layer(8, config, ep_size=ep_size, shard=ExpertShard(0, esp_size))
+    place = Place(world_size=world_size, tp_size=tp_size, ep_size=ep_size, etp_size=etp_size, rank=0)
+    layer = build_layer(8, config, ep_size=ep_size, shard=ExpertShard(0, etp_size))
     for form in forms:
         with pytest.raises(ConfigError) as refused:
             maker_of(layer, place, form)
@@ -136,7 +136,7 @@ AROUND = (
 def gradients(
     ranks: Pools, form: ExpertForm, tokens: str, balance: float, group: BalanceGroup
 ) -> tuple[Weights, Weights]:
-    """Of two mp groups with two shards of every expert, and of the reference."""
+    """Of two tp groups with two shards of every expert, and of the reference."""
     settings: dict[str, Any] = {
         "aux_loss_coeff": balance,
         "aux_loss_group": group,
@@ -162,7 +162,7 @@ def scale_of(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("tokens", TOKENS)
 class TestScales:
     def test_experts_of_the_baseline_count_a_row_once(self, ranks: Pools, tokens: str) -> None:
-        """Every rank of an mp group sends the same rows."""
+        """Every rank of an tp group sends the same rows."""
         check_scales(*gradients(ranks, "baseline", tokens, 0.0, "global"), EXPERT)
 
     @pytest.mark.parametrize("form", [form for form in FORMS if form != "baseline"])

@@ -40,9 +40,9 @@ EIGHT: dict[str, tuple[Layout, str, ExpertForm]] = {
     fits,
     schedule=SCHEDULES,
     form=FORMS,
-    mp_size=SIZES,
+    tp_size=SIZES,
     ep_size=SIZES,
-    esp_size=SIZES,
+    etp_size=SIZES,
     world_size=(2, 4),
     **SETTINGS,
 )
@@ -50,9 +50,9 @@ def test_two_and_four_ranks(
     ranks: Pools,
     schedule: str,
     form: ExpertForm,
-    mp_size: int,
+    tp_size: int,
     ep_size: int,
-    esp_size: int,
+    etp_size: int,
     world_size: int,
     tokens: str,
     capacity_factor: float | None,
@@ -67,7 +67,7 @@ def test_two_and_four_ranks(
     scattered: bool,
 ) -> None:
     step = layout_case(
-        (world_size, mp_size, ep_size, esp_size),
+        (world_size, tp_size, ep_size, etp_size),
         schedule,
         form,
         tokens=tokens,

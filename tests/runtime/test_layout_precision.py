@@ -23,12 +23,12 @@ GROUPS = 2
 """Of ranks with samples of their own."""
 
 
-def case_of(layout: Layout, form: ExpertForm = "gather", compression: Compression | None = None) -> Case:
+def case_of(layout: Layout, form: ExpertForm = "gather", comm_dtype: Compression | None = None) -> Case:
     """In float32, on the same samples whatever the layout; tokens between blocks lie as they do not at the
     gate, so that they are converted."""
     schedule = "sequential" if layout == ALONE else "penstock"
     tokens = "replicated" if form in ("gather", "s1") else "split"
-    found = layout_case(layout, schedule, form, num_layers=1, compression=compression, tokens=tokens)
+    found = layout_case(layout, schedule, form, num_layers=1, comm_dtype=comm_dtype, tokens=tokens)
     samples = found.batch * (GROUPS if layout == ALONE else 1)
     return replace(found, double=False, batch=samples, seed=1)  # no token is between two experts there
 
@@ -67,12 +67,12 @@ def test_bfloat16_on_ranks_that_share_is_bfloat16_on_one(ranks: Pools) -> None:
         assert away < 2 * usual, f"{form}: {away:.3g}, on one rank {usual:.3g}"
 
 
-@pytest.mark.parametrize("compression", ["bfloat16", "int8"])
-def test_compressed_rows_are_those_of_one_rank(ranks: Pools, compression: Compression) -> None:
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "int8"])
+def test_compressed_rows_are_those_of_one_rank(ranks: Pools, comm_dtype: Compression) -> None:
     """A row is rounded by itself, whoever sends it; experts are whole, see what is refused for shards."""
-    cases = [case_of((4, 2, 4, 1), form, compression) for form in FORMS]
+    cases = [case_of((4, 2, 4, 1), form, comm_dtype) for form in FORMS]
     shared = [merge(list(each)) for each in zip(*ranks(4).run(steps, cases), strict=True)]
-    one, exact = run_step(0, case_of(ALONE, compression=compression)), run_step(0, case_of(ALONE))
+    one, exact = run_step(0, case_of(ALONE, comm_dtype=comm_dtype)), run_step(0, case_of(ALONE))
     name = "model.layers.0.mlp.experts.w_up.0"
     assert (one.gradients[name] - exact.gradients[name]).norm() > 1e-4 * exact.gradients[name].norm()
     for form, result in zip(FORMS, shared, strict=True):

@@ -26,7 +26,7 @@ CASE = Case(
     batches=(3, 1, 0, 4),
     padding=True,
 )
-SHARING = replace(CASE, mp_size=2, batches=(3, 1))
+SHARING = replace(CASE, tp_size=2, batches=(3, 1))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def two_steps(rank: int, case: Case) -> Told:
     return Told(list(stack.loads), chosen)
 
 
-@pytest.mark.parametrize("case", [CASE, SHARING], ids=["dp", "mp"])
+@pytest.mark.parametrize("case", [CASE, SHARING], ids=["dp", "tp"])
 def test_every_rank_hears_the_loads_of_all(ranks: Pools, case: Case) -> None:
     told = ranks(4).run(two_steps, case)
     for each in told:

@@ -164,14 +164,14 @@ def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str
 @pytest.mark.every_value
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("compression", ["bfloat16", "int8"])
-def test_compression_is_the_same_on_any_layout(ranks: Pools, compression: Compression, dispatch: str) -> None:
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "int8"])
+def test_compression_is_the_same_on_any_layout(ranks: Pools, comm_dtype: Compression, dispatch: str) -> None:
     """A row is rounded by itself, there and back: four ranks and one round alike, and not at all is else."""
     results = []
-    choices: list[tuple[Compression | None, int]] = [(compression, 4), (compression, 1), (None, 1)]
+    choices: list[tuple[Compression | None, int]] = [(comm_dtype, 4), (comm_dtype, 1), (None, 1)]
     for chosen, world_size in choices:
         base = case(world_size, "softmax", "sort", dispatch if world_size > 1 else "flat", "gelu", "penstock")
-        moe = replace(base.moe, compression=chosen)
+        moe = replace(base.moe, comm_dtype=chosen)
         model = replace(base.model, num_layers=1)
         step = replace(base, model=model, moe=moe, double=False, batch=12 // world_size)
         results.append(merge(ranks(world_size).run(run_step, step)))
@@ -196,11 +196,11 @@ def test_compression_is_the_same_on_any_layout(ranks: Pools, compression: Compre
         ({"order": "index"}, "set a capacity_factor"),
         ({"order": "einsum"}, "set a capacity_factor"),
         ({"one_copy_per_rank": True, "capacity_factor": 1.0}, "slots belong to experts"),
-        ({"one_copy_per_rank": True, "compression": "int8"}, "would be rounded"),
+        ({"one_copy_per_rank": True, "comm_dtype": "int8"}, "would be rounded"),
         ({"dispatch": JOINED, "gate": "soft"}, "whose tokens do not choose"),
         ({"dispatch": JOINED, "order": "einsum", "capacity_factor": 1.0}, "a slot for every choice"),
         ({"dispatch": JOINED, "one_copy_per_rank": True}, "the same by rank"),
-        ({"dispatch": JOINED, "compression": "int8"}, "rounds what is beside it"),
+        ({"dispatch": JOINED, "comm_dtype": "int8"}, "rounds what is beside it"),
         ({"gate": "soft", "expert_bias_rate": 0.1}, "how tokens choose"),
         ({"gate": "expert_choice", "capacity_factor": 1.0, "num_groups": 2, "group_top_k": 1}, "how tokens"),
         ({"num_groups": 3, "group_top_k": 1}, "must divide num_experts"),

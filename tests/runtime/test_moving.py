@@ -75,7 +75,7 @@ def test_a_new_plan_that_its_own_loads_do_not_pay_for_is_not_hosted() -> None:
 
 def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
     loads_PYE = np.arange(8 * 2 * 3, dtype=np.int32).reshape(8, 2, 3)
-    mesh = Mesh(world_size=8, ep_size=2, esp_size=2)
+    mesh = Mesh(world_size=8, ep_size=2, etp_size=2)
     found = loads_of_group(loads_PYE, mesh, 5)
     assert len(found) == 2
     assert found[1].tolist() == [

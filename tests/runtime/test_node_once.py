@@ -114,7 +114,7 @@ def test_parts_that_do_not_fit_say_why(make: Callable[[], object], why: str) -> 
     ("layout", "settings", "why"),
     [
         ({"ep_size": 4, "node_size": 4}, {}, "needs an expert group over several nodes"),
-        ({"ep_size": 2, "esp_size": 2}, {}, "parallel.esp_size = 2 forbids"),
+        ({"ep_size": 2, "etp_size": 2}, {}, "parallel.etp_size = 2 forbids"),
         (
             {"ep_size": 4},
             {"placement": PlacementConfig(samples="netmoe")},
@@ -135,9 +135,9 @@ def test_layouts_and_moves_that_do_not_fit_say_why(
     ("layout", "moe", "names"),
     [
         ({"ep_size": 4}, {}, ["flat", "hierarchical_1d", "hierarchical_2d", JOINED]),
-        ({"ep_size": 4}, {"compression": "int8"}, ["flat", "hierarchical_1d", "hierarchical_2d"]),
+        ({"ep_size": 4}, {"comm_dtype": "int8"}, ["flat", "hierarchical_1d", "hierarchical_2d"]),
         ({"ep_size": 2, "world_size": 2, "node_size": 1}, {}, ["flat", JOINED]),
-        ({"ep_size": 2, "esp_size": 2, "world_size": 8}, {}, ["flat"]),
+        ({"ep_size": 2, "etp_size": 2, "world_size": 8}, {}, ["flat"]),
         ({"ep_size": 1, "world_size": 1}, {}, ["flat"]),
     ],
 )
@@ -145,5 +145,5 @@ def test_a_search_looks_at_it_where_it_can_run(
     layout: dict[str, Any], moe: dict[str, Any], names: list[str]
 ) -> None:
     step = case(4, "softmax", "sort", "auto", "gelu", "penstock")
-    config = replace(step.config, moe=replace(step.moe, **moe), plan=PlanConfig(source="auto"))
+    config = replace(step.config, moe=replace(step.moe, **moe), plan=PlanConfig(mode="auto"))
     assert candidates(config, Layout(**{"world_size": 4, "rank": 0, "node_size": 2, **layout})) == names

@@ -29,11 +29,11 @@ from tests.support.ranks import Pools
 MOVES = ("samples", "experts", "both")
 REPLICAS = "replicas"
 SHARED: dict[str, tuple[tuple[int, int, int, int], TokenLayout]] = {
-    "mp 2": ((4, 2, 4, 1), "split"),
-    "mp 2, whole samples": ((4, 2, 4, 1), "replicated"),
-    "esp 2": ((4, 1, 2, 2), "split"),
-    "mp 2, esp 2": ((4, 2, 2, 2), "split"),
-    "mp 2, esp 2, whole samples": ((4, 2, 2, 2), "replicated"),
+    "tp 2": ((4, 2, 4, 1), "split"),
+    "tp 2, whole samples": ((4, 2, 4, 1), "replicated"),
+    "etp 2": ((4, 1, 2, 2), "split"),
+    "tp 2, etp 2": ((4, 2, 2, 2), "split"),
+    "tp 2, etp 2, whole samples": ((4, 2, 2, 2), "replicated"),
 }
 ROUTINGS: dict[str, dict[str, Any]] = {
     "real": {},

@@ -29,7 +29,7 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     host_randomly(stack, HOSTS, 0)
     tokens, labels = (each[BY_RANK.mine(rank)] for each in batch_of(BY_RANK))
     before, plan = stack(tokens, labels).detach(), stack.plan
-    placement = PlacementConfig(samples="netmoe", experts=experts, guest_slots=1)
+    placement = PlacementConfig(samples="netmoe", experts=experts, replica_slots=1)
     config = replace(BY_RANK.config, placement=placement)
     with short_search():
         other = first_plan(config, stack.machinery.layout, stack.base_shape, stack.gradients.sizes_bytes)

@@ -141,7 +141,7 @@ def test_one_rank_alone(ranks: Pools) -> None:
 def test_ranks_that_share_attention_or_experts(
     ranks: Pools, layout: Layout, tokens: Literal["split", "replicated"]
 ) -> None:
-    """All ranks of an mp group give up the same samples, each its part of their tokens."""
+    """All ranks of an tp group give up the same samples, each its part of their tokens."""
     sizes: dict[str, Any] = {"num_layers": 3, "moe_layers": (0, 2), "shared_ffn_hidden_size": 6}
     turns = cycle(("penstock", "fsmoe", "flowmoe"))
     for placer in (RandomHomes(), Eager()):
@@ -190,13 +190,13 @@ def test_any_case(ranks: Pools) -> None:
     check()
 
 
-@pytest.mark.parametrize("compression", [None, "int8"])
+@pytest.mark.parametrize("comm_dtype", [None, "int8"])
 def test_masks_and_compressed_rows_are_those_of_samples_that_stay(
-    ranks: Pools, compression: Literal["int8"] | None
+    ranks: Pools, comm_dtype: Literal["int8"] | None
 ) -> None:
     """Dropout is keyed by sample, and a row is rounded for itself; the residual follows beside the rows."""
     step = case(4, "penstock")
-    rounded = replace(step.moe, compression=compression)
+    rounded = replace(step.moe, comm_dtype=comm_dtype)
     step = replace(step, model=replace(step.model, dropout=0.3), moe=rounded)
     still, moved = (merge(ranks(4).run(run_step, each)) for each in (replace(step, placer=None), step))
     assert abs(still.loss - reference_step(replace(step, model=replace(step.model, dropout=0))).loss) > 1e-6

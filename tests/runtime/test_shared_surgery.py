@@ -20,7 +20,7 @@ from tests.support.surgery import operated, operated_before, refused, run
 
 pytestmark = pytest.mark.slow
 SHARED = replace(
-    CASE, mp_size=2, ep_size=1, esp_size=2, batch=4, model=replace(CASE.model, vocab_size=12), double=True
+    CASE, tp_size=2, ep_size=1, etp_size=2, batch=4, model=replace(CASE.model, vocab_size=12), double=True
 )
 
 

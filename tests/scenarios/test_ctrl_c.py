@@ -59,7 +59,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 def test_before_training_nothing_is_saved(tmp_path: Path) -> None:
     """The run still measures its cluster, and would for ten minutes."""
     config, errors = config_in(tmp_path), tmp_path / "errors"
-    measuring = (*on_ranks(2), "plan.source=auto", "plan.profile_s=600", PATIENT)
+    measuring = (*on_ranks(2), "plan.mode=auto", "plan.profile_s=600", PATIENT)
     process = start("train", config, *measuring, stderr=errors)
     rank_of(process, 1)
     interrupt_all(process)

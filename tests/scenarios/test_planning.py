@@ -21,7 +21,7 @@ FAST, SLOW = "2gbit", "100mbit"
 
 MODEL = ("model.hidden_size=256", "optimizer.min_lr_ratio=1", "optimizer.lr=3e-4")
 PLANNED = (
-    "plan.source=auto",
+    "plan.mode=auto",
     "plan.trials=2",
     "plan.profile_s=0.2",
     "plan.budget=0.01",
@@ -82,7 +82,12 @@ def test_a_plan_is_tried_told_and_changed(tmp_path: Path) -> None:
     found = Trained(folder, json.loads(out.read_text()), errors.read_text())
     assert f" {found.found['schedule']}" in found.said
     plan = found.found["outputs"]["plan"]
-    given = (f"plan.source={plan}", f"train.steps={found.found['steps']}", "parallel.ranks_per_node=1")
+    given = (
+        "plan.mode=replay",
+        f"plan.file={plan}",
+        f"train.steps={found.found['steps']}",
+        "parallel.ranks_per_node=1",
+    )
     fixed = train(tmp_path, 2, *MODEL, *given, name="fixed")
     assert {line["plan"] for line in fixed.metrics} == {found.metrics[-1]["plan"]}
     check_losses(found.losses, fixed.losses, 1e-5)

@@ -34,7 +34,7 @@ BYTES = 1000
 SEARCHED = 8
 """In so many cases penstock's order is searched for, which takes a hundred times as long as a rule."""
 MESH = Mesh(world_size=8, ep_size=4, ep_local_size=2)
-SHARED_MESH = Mesh(world_size=8, ep_size=2, mp_size=2, esp_size=2)
+SHARED_MESH = Mesh(world_size=8, ep_size=2, tp_size=2, etp_size=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def shared_cases() -> list[Case]:
             exchange_counts=number % 2 == 0,
             shared_experts=number % 5 < 2,
             sharing=Sharing(
-                mp_size=(2, 2, 1)[number % 3],
-                esp_size=(2, 1, 2)[number % 3],
+                tp_size=(2, 2, 1)[number % 3],
+                etp_size=(2, 1, 2)[number % 3],
                 tokens="split" if number % 4 < 2 else "replicated",
             ),
         )
@@ -99,7 +99,7 @@ def shared_cases() -> list[Case]:
             all_reduce_chunk_bytes=BYTES,
             expert_form=(*shape.sharing.forms, None)[number // 3],
         )
-        reduced = GradientBytes(gradients, experts, partial if shape.sharing.mp_size > 1 else ())
+        reduced = GradientBytes(gradients, experts, partial if shape.sharing.tp_size > 1 else ())
         partition = _partition(moe_layers, gradients, rng) if number % 3 == 0 else None
         made.append(Case(shape=shape, gradients=reduced, choice=replace(choice, partition=partition)))
     return made

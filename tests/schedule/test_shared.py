@@ -80,7 +80,7 @@ def test_every_schedule_goes_with_every_form(
     kinds, (microbatches, chunks, backward) = LAYERS[layers], pieces
     shape = StepShape(
         moe_layers=kinds,
-        sharing=Sharing(mp_size=ranks[0], esp_size=ranks[1], tokens=tokens),
+        sharing=Sharing(tp_size=ranks[0], etp_size=ranks[1], tokens=tokens),
         exchange_counts=counts,
         shared_experts=shared_experts,
         all_reduce_chunks=(2,) * len(kinds),
@@ -168,15 +168,15 @@ def test_a_slice_is_gathered_while_the_next_one_crosses_nodes(slices: int) -> No
 
 
 def test_a_pair_is_cut_where_something_is_gathered_alone() -> None:
-    shape = StepShape(moe_layers=(True,), sharing=Sharing(esp_size=2))
+    shape = StepShape(moe_layers=(True,), sharing=Sharing(etp_size=2))
     assert planned("parm_s2", shape, chunks=4).shape.pair_slices == 1
     dense = planned("parm_s2", StepShape(moe_layers=(False, False), sharing=SHARED))
     assert {task.op for task in dense.graph.tasks} >= {"TG", "FF", "HL"}
 
 
-@pytest.mark.parametrize(("mp_size", "tried"), [(1, 1), (2, len(CHUNKS))])
-def test_numbers_of_slices_are_tried_where_something_is_gathered(mp_size: int, tried: int) -> None:
-    asked = with_sharing(problem((True,)), mp_size, 2)
+@pytest.mark.parametrize(("tp_size", "tried"), [(1, 1), (2, len(CHUNKS))])
+def test_numbers_of_slices_are_tried_where_something_is_gathered(tp_size: int, tried: int) -> None:
+    asked = with_sharing(problem((True,)), tp_size, 2)
     assert len(FIELDS["chunks"].values(asked, Decision(schedule="parm_s2"))) == tried
     assert len(FIELDS["chunks"].values(asked, Decision(schedule="fsmoe"))) == len(CHUNKS)
 

@@ -73,7 +73,7 @@ LOST: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "part of a buffer": (halved, "no AR of layer 1 writes that piece"),
     "ranks": (
         inside_nodes,
-        "L1.AR.p0.B sums over ep_local, and gradients of that kind are summed over dp x mp",
+        "L1.AR.p0.B sums over ep_local, and gradients of that kind are summed over dp x tp",
     ),
     "shared experts": (unread("L0.AT.m1.B", "d_tokens"), "nobody reads d_tokens of L0.S.m1.B"),
     "weights": (
@@ -112,7 +112,7 @@ LOST_BY_SHARING: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "gradients of shards": (without("L0.AR.p1.B"), "gradients of L0 are not reduced over the ranks"),
     "ranks of partial gradients": (
         over_other_samples,
-        "L1.PR.p0.B sums over dp, and gradients of that kind are summed over dp x mp",
+        "L1.PR.p0.B sums over dp, and gradients of that kind are summed over dp x tp",
     ),
     "attention": (unread("L1.TG.m0.B", "d_hidden"), "nobody reads d_hidden of L1.TA.m0.B"),
     "residual": (first_of("L0.ES.m1.B", "d_hidden"), "nobody reads d_hidden of L0.GT.m1.B"),

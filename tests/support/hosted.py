@@ -103,7 +103,7 @@ def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     """The case's stack, with room for guests."""
     stack = stack_of(rank, case)
     experts: ExpertMoves = "planned" if hosts.slots else "none"
-    placement = replace(case.config.placement, experts=experts, guest_slots=max(1, hosts.slots))
+    placement = replace(case.config.placement, experts=experts, replica_slots=max(1, hosts.slots))
     config = replace(case.config, placement=placement)
     shape = replace(stack.base_shape, guest_pieces=hosts.pieces)
     stack.host.moving = hosts.moving

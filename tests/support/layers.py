@@ -44,7 +44,7 @@ def scattered_layer(case: Case, layout: Layout, layer: int) -> MoELayer:
         node_size=layout.ep_node_size,
         layer=layer,
         placement=placement_of(case.moe.num_experts, layout.ep_size, layer, scattered=True),
-        shard=ExpertShard(layout.esp_rank, layout.esp_size),
+        shard=ExpertShard(layout.etp_rank, layout.etp_size),
     )
 
 

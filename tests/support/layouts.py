@@ -19,16 +19,16 @@ FORMS = tuple(FORM_TOKENS)
 TOKENS = ("split", "replicated")
 SIZES = (1, 2, 4)
 Layout = tuple[int, int, int, int]
-"""World, mp, ep, esp."""
+"""World, tp, ep, etp."""
 MODEL, MOE = ({field.name for field in fields(section)} for section in (ModelConfig, MoEConfig))
 
 
 def layouts(world_size: int) -> Iterator[Layout]:
     """All in which ranks share something."""
     sizes = group_sizes(world_size)
-    for mp_size, ep_size, esp_size in product(sizes, repeat=3):
-        layout = (world_size, mp_size, ep_size, esp_size)
-        if fits(dict(zip(("world_size", "mp_size", "ep_size", "esp_size"), layout, strict=True))):
+    for tp_size, ep_size, etp_size in product(sizes, repeat=3):
+        layout = (world_size, tp_size, ep_size, etp_size)
+        if fits(dict(zip(("world_size", "tp_size", "ep_size", "etp_size"), layout, strict=True))):
             yield layout
 
 
@@ -44,10 +44,10 @@ def _has(schedule: str, form: str) -> bool:
 
 def fits(known: Mapping[str, Any]) -> bool:
     """Whether there is a layout with these numbers, and a schedule with this form; some may be missing."""
-    world, mp, ep, esp = (known.get(name, 1) for name in ("world_size", "mp_size", "ep_size", "esp_size"))
-    if "world_size" in known and (world % mp or world % (ep * esp)):
+    world, tp, ep, etp = (known.get(name, 1) for name in ("world_size", "tp_size", "ep_size", "etp_size"))
+    if "world_size" in known and (world % tp or world % (ep * etp)):
         return False
-    if {"mp_size", "esp_size"} <= known.keys() and mp * esp == 1:
+    if {"tp_size", "etp_size"} <= known.keys() and tp * etp == 1:
         return False
     return not {"schedule", "form"} <= known.keys() or _has(known["schedule"], known["form"])
 
@@ -57,17 +57,17 @@ def layout_case(layout: Layout, schedule: str, form: ExpertForm, **settings: Any
 
     Widths are such that parts of different tensors have different sizes; a sample's 5 tokens do not divide.
     """
-    world_size, mp_size, ep_size, esp_size = layout
-    length = 5 if mp_size < 8 else 9
+    world_size, tp_size, ep_size, etp_size = layout
+    length = 5 if tp_size < 8 else 9
     model: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_heads": 8, "seq_len": length}
-    model |= {"num_key_value_heads": max(4, mp_size), "head_dim": 4, "vocab_size": 24, "ffn_hidden_size": 40}
+    model |= {"num_key_value_heads": max(4, tp_size), "head_dim": 4, "vocab_size": 24, "ffn_hidden_size": 40}
     moe: dict[str, Any] = {"num_experts": 8, "top_k": 2, "moe_ffn_hidden_size": 24, "expert": "swiglu"}
     moe |= {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "min_capacity": 1}
     case = Case(
         world_size=world_size,
         ep_size=ep_size,
-        mp_size=mp_size,
-        esp_size=esp_size,
+        tp_size=tp_size,
+        etp_size=etp_size,
         schedule=schedule_of(schedule, form),
         model=ModelConfig(**model | _some(settings, MODEL)),
         moe=MoEConfig(**moe | _some(settings, MOE)),

@@ -52,11 +52,11 @@ EPS = 1e-3
 class Case:
     """One step to compare.
 
-    batch: samples of every rank (ranks of an mp group have the same). batches: of each mp group, where they
+    batch: samples of every rank (ranks of an tp group have the same). batches: of each tp group, where they
     differ. padding: some tokens are padding. module_experts: experts are modules of their own. node_size:
     ranks per emulated node. idle_expert, busy_experts: gets no tokens, get all of them. scattered: experts
     are on the ranks in another order than that of their numbers, in every layer another. tokens: what ranks
-    of an mp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
+    of an tp group hold between blocks; the form of the MoE part is the schedule's. placer, prediction: how
     samples get their homes, where they move. carried: rows then bring their residual stream. sharded: the
     optimiser is, and clips nothing. recompute: what runs again before its backward. packed: samples have
     several documents each, which do not attend to each other. card: the ranks compute on a GPU that stands in
@@ -82,8 +82,8 @@ class Case:
     idle_expert: int | None = None
     busy_experts: tuple[int, ...] = ()
     scattered: bool = False
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     tokens: TokenLayout = "split"
     placer: Placer | None = None
     prediction: Prediction = "next_gate"
@@ -104,16 +104,16 @@ class Case:
     @property
     def holders(self) -> int:
         """Over how many ranks, or groups of shards, experts are spread."""
-        return self.ep_size or holders(self.world_size, self.esp_size)
+        return self.ep_size or holders(self.world_size, self.etp_size)
 
     @property
     def mesh(self) -> Mesh:
         """The dense view of the ranks."""
-        return Mesh(world_size=self.world_size, mp_size=self.mp_size)
+        return Mesh(world_size=self.world_size, tp_size=self.tp_size)
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Of every mp group."""
+        """Of every tp group."""
         return self.batches or (self.batch,) * self.mesh.size(Group.DATA)
 
     def mine(self, rank: int) -> slice:
@@ -131,7 +131,7 @@ class Case:
     def gate_shares(self) -> int:
         """Into how many parts the positions of a sample are cut of which each has slots of its own."""
         split = FORM_TOKENS[self.schedule.form] == "split"
-        return self.mp_size if split and self.fixed_slots else 1
+        return self.tp_size if split and self.fixed_slots else 1
 
     @property
     def valid(self) -> Tensor | None:
@@ -162,14 +162,17 @@ class Case:
             parallel=ParallelConfig(
                 processes=self.world_size,
                 ep_size=self.ep_size,
-                mp_size=self.mp_size,
-                esp_size=self.esp_size,
+                tp_size=self.tp_size,
+                etp_size=self.etp_size,
                 tokens=self.tokens,
                 ranks_per_node=self.node_size,
             ),
             data=DataConfig(batch_per_device=self.batch),
             optimizer=OptimizerConfig(
-                lr=LEARNING_RATE, eps=EPS, sharded=self.sharded, clip_grad_norm=None if self.sharded else 1.0
+                lr=LEARNING_RATE,
+                eps=EPS,
+                zero_stage=1 if self.sharded else 0,
+                clip_grad_norm=None if self.sharded else 1.0,
             ),
             train=TrainConfig(seed=self.seed),
             placement=PlacementConfig(samples="none" if self.placer is None else "netmoe"),
@@ -245,8 +248,8 @@ def machinery(
     rank: int,
     node_size: int = 0,
     *,
-    mp_size: int = 1,
-    esp_size: int = 1,
+    tp_size: int = 1,
+    etp_size: int = 1,
     card: bool = False,
     transport: TransportName = "direct",
     summation: Summation = "native",
@@ -255,7 +258,7 @@ def machinery(
     one recording, so its lanes are made for each."""
     recorded = device_of(CPU).is_gpu
     found = _machinery(
-        world_size, ep_size, rank, node_size, mp_size, esp_size, card, transport, summation, recorded
+        world_size, ep_size, rank, node_size, tp_size, etp_size, card, transport, summation, recorded
     )
     return replace(found, lanes=build_lanes(CPU, found.transports.abort)) if recorded else found
 
@@ -266,8 +269,8 @@ def _machinery(
     ep_size: int,
     rank: int,
     node_size: int,
-    mp_size: int,
-    esp_size: int,
+    tp_size: int,
+    etp_size: int,
     card: bool,
     transport: TransportName,
     summation: Summation,
@@ -279,8 +282,8 @@ def _machinery(
         ep_size=ep_size,
         rank=rank,
         node_size=node_size,
-        mp_size=mp_size,
-        esp_size=esp_size,
+        tp_size=tp_size,
+        etp_size=etp_size,
     )
     device = install() if card else CPU
     parallel = ParallelConfig(transport=transport, reduce_scatter=summation)
@@ -294,8 +297,8 @@ def machinery_of(rank: int, case: Case) -> Machinery:
         case.holders,
         rank,
         case.node_size or 0,
-        mp_size=case.mp_size,
-        esp_size=case.esp_size,
+        tp_size=case.tp_size,
+        etp_size=case.etp_size,
         card=case.card,
         transport=case.transport,
         summation=case.summation,
@@ -409,13 +412,13 @@ def reference_case(case: Case) -> Case:
         node_size=None,
         moe=flat,
         scattered=False,
-        esp_size=1,
+        etp_size=1,
         tokens="split",
         placer=None,
     )
     if case.gate_shares == 1:
         groups = case.mesh.size(Group.DATA)
-        alone = replace(alone, world_size=groups, mp_size=1)
+        alone = replace(alone, world_size=groups, tp_size=1)
     return replace(alone, schedule=_pieces(case), recompute="none")
 
 
@@ -428,7 +431,7 @@ def _pieces(case: Case) -> ScheduleConfig:
 def lone_stack(case: Case) -> PipelinedStack:
     """The whole model of a case, in one process."""
     sequential = ScheduleConfig(name="sequential")
-    alone = replace(case, world_size=1, mp_size=1, ep_size=1, batches=(), schedule=sequential)
+    alone = replace(case, world_size=1, tp_size=1, ep_size=1, batches=(), schedule=sequential)
     return stack_of(0, alone)
 
 

@@ -82,7 +82,7 @@ def cuts_batches(case: Case) -> bool:
 
 
 def _shares(case: Case) -> list[range]:
-    """The positions of a sample that each rank of an mp group sees at its gate."""
+    """The positions of a sample that each rank of an tp group sees at its gate."""
     ends = [0, *accumulate(split_sizes(case.model.seq_len, case.gate_shares))]
     return [range(*ends_of_one) for ends_of_one in pairwise(ends)]
 

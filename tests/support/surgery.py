@@ -173,8 +173,8 @@ def operated_before(case: Case, name: str) -> Stepped:
         case,
         world_size=1,
         ep_size=1,
-        mp_size=1,
-        esp_size=1,
+        tp_size=1,
+        etp_size=1,
         batch=sum(case.samples),
         schedule=ScheduleConfig(name="sequential"),
     )

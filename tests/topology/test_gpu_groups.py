@@ -137,7 +137,7 @@ def calls_of(rank: int, world_size: int, sizes: dict[str, int], monkeypatch: pyt
     [
         pytest.param({"ep_size": 64, "node_size": 8}, marks=pytest.mark.soak),
         pytest.param({"ep_size": 16, "node_size": 8}, marks=pytest.mark.soak),
-        {"ep_size": 16, "mp_size": 4, "esp_size": 2, "node_size": 8},
+        {"ep_size": 16, "tp_size": 4, "etp_size": 2, "node_size": 8},
     ],
     ids=str,
 )

@@ -93,10 +93,10 @@ def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
             Group.EXPERT_REPLICAS: layout.edp_size,
             Group.NODE: layout.ep_node_size,
             Group.RAIL: layout.ep_nodes,
-            Group.TENSOR: layout.mp_size,
+            Group.TENSOR: layout.tp_size,
             Group.DATA: layout.dp_size,
-            Group.SHARDS: layout.esp_size,
-            Group.EXPERT_SHARDS: layout.ep_size * layout.esp_size,
+            Group.SHARDS: layout.etp_size,
+            Group.EXPERT_SHARDS: layout.ep_size * layout.etp_size,
             Group.ALONE: 1,
         }
         assert {len(ranks) for ranks in members} == {sizes[group]}
@@ -169,7 +169,7 @@ def test_process_groups_follow_the_layout(ranks: Pools, ep_size: int) -> None:
             assert rank in members
 
 
-@pytest.mark.parametrize("name", ["mp_size", "esp_size"])
+@pytest.mark.parametrize("name", ["tp_size", "etp_size"])
 def test_what_is_exchanged_inside_nodes_needs_to_know_them(name: str) -> None:
     sizes: dict[str, Any] = {name: 2}
     with pytest.raises(ConfigError, match=rf"parallel.{name} = 2: .* Say parallel.ranks_per_node=2"):

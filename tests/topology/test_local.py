@@ -22,7 +22,7 @@ def cores(number: int) -> Places:
         ({}, 8, 7, 4),  # the largest number below that shares 8 experts evenly
         ({}, 64, 16, 16),
         ({}, 8, 64, 8),
-        ({"mp_size": 4, "esp_size": 4}, 8, 2, 4),  # fewer cannot: the smallest number above
+        ({"tp_size": 4, "etp_size": 4}, 8, 2, 4),  # fewer cannot: the smallest number above
         ({"ep_size": 2}, 8, 6, 6),  # three replicas of every expert
     ],
 )
@@ -39,7 +39,7 @@ def test_one_for_each_place_as_far_as_experts_can_be_shared(
 
 @pytest.mark.parametrize(
     ("settings", "places", "processes"),
-    [({}, 1, 1), ({}, 8, 8), ({}, 7, 4), ({"processes": 1}, 4, 1), ({"mp_size": 4, "esp_size": 4}, 2, 2)],
+    [({}, 1, 1), ({}, 8, 8), ({}, 7, 4), ({"processes": 1}, 4, 1), ({"tp_size": 4, "etp_size": 4}, 2, 2)],
 )
 def test_a_gpu_takes_one_process(settings: dict[str, int], places: int, processes: int) -> None:
     """On one of them nothing is sent. Where too few are there, whoever builds the run says so."""
@@ -60,7 +60,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "places", "processes"),
-    [({}, 1, 2), ({"processes": 4}, 1, 4), ({}, 4, 4), ({"mp_size": 4, "esp_size": 4}, 2, 4)],
+    [({}, 1, 2), ({"processes": 4}, 1, 4), ({}, 4, 4), ({"tp_size": 4, "etp_size": 4}, 2, 4)],
 )
 def test_processes_share_gpus_where_tensors_are_staged(
     settings: dict[str, int], places: int, processes: int

@@ -83,7 +83,7 @@ SHAPES = {
     "legs inside nodes, weights apart": StepShape(
         moe_layers=(True,), dispatch=DISPATCHES["hierarchical_2d"].hops, split_experts=True
     ),
-    "shards of experts": StepShape(moe_layers=(True,), sharing=Sharing(mp_size=2, esp_size=2)),
+    "shards of experts": StepShape(moe_layers=(True,), sharing=Sharing(tp_size=2, etp_size=2)),
     "samples that move": StepShape(moe_layers=(True, True), moves_samples=True, carries_residual=True),
 }
 

@@ -21,7 +21,7 @@ from tests.support.ranks import Pools
 
 LAYOUTS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1), (4, 1, 2, 1), (4, 1, 4, 1)]
 LAYOUTS += [(2, 2, 1, 2), (2, 2, 2, 1), (2, 1, 1, 2), (4, 2, 2, 2), (4, 4, 2, 1), (4, 2, 1, 4)]
-"""Ranks, and how many of them share attention (mp), the experts of a layer (ep) and every expert (esp)."""
+"""Ranks, and how many of them share attention (tp), the experts of a layer (ep) and every expert (etp)."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Clipped:
 
 
 def case_of(layout: tuple[int, int, int, int], *, double: bool = True) -> Case:
-    world_size, mp_size, ep_size, esp_size = layout
+    world_size, tp_size, ep_size, etp_size = layout
     return Case(
         world_size=world_size,
-        mp_size=mp_size,
+        tp_size=tp_size,
         ep_size=ep_size,
-        esp_size=esp_size,
+        etp_size=etp_size,
         schedule=ScheduleConfig(name="flowmoe", microbatches=1),
         model=ModelConfig(
             num_layers=2, hidden_size=8, num_heads=4, seq_len=5, vocab_size=12, moe_layers=(1,)
         ),
         moe=MoEConfig(num_experts=4, moe_ffn_hidden_size=8, aux_loss_coeff=0.1),
-        batch=4 * mp_size // world_size,
+        batch=4 * tp_size // world_size,
         double=double,
     )
 

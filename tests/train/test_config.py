@@ -103,7 +103,7 @@ def test_more_microbatches_than_samples(name: str) -> None:
             RunConfig(schedule=schedule, data=data)
     else:
         assert RunConfig(schedule=schedule, data=data).schedule.microbatches == 5
-    assert RunConfig(schedule=schedule, data=data, plan=PlanConfig(source="auto")).schedule is schedule
+    assert RunConfig(schedule=schedule, data=data, plan=PlanConfig(mode="auto")).schedule is schedule
     RunConfig(schedule=replace(schedule, microbatches=4), data=data)
 
 
@@ -136,8 +136,8 @@ OTHER = RunConfig(
     model=ModelConfig(preset="flowmoe/gpt2-tiny", num_layers=3, moe_layers=(0, 2), dropout=0.1),
     moe=MoEConfig(num_experts=6, expert="gelu", capacity_factor=1.5, norm_topk_prob=False),
     schedule=ScheduleConfig(name="penstock", microbatches=3, refine_after=0),
-    placement=PlacementConfig(samples="netmoe", experts="planned", guest_slots=2, prediction="none"),
-    plan=PlanConfig(source="some plan.json", tuner="grid", watch=False, drift_threshold=0.3),
+    placement=PlacementConfig(samples="netmoe", experts="planned", replica_slots=2, prediction="none"),
+    plan=PlanConfig(mode="replay", file="some plan.json", tuner="grid", watch=False, drift_threshold=0.3),
     parallel=ParallelConfig(processes=2, ep_size=1, timeout_s=2.5),
     data=DataConfig(path='a "quoted" folder', batch_per_device=3, suffixes=(".txt",)),
     optimizer=OptimizerConfig(lr=1e-5, clip_grad_norm=None),
@@ -172,17 +172,17 @@ TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
 
 
 @pytest.mark.parametrize(
-    ("settings", "source"),
+    ("settings", "mode"),
     [
         ([], "auto"),
         (["train.steps=5", "schedule.refine_after=0"], "auto"),
-        (["schedule.name=sequential"], "given"),
-        (["schedule.name = flowmoe", "train.steps=5"], "given"),
-        (["schedule.microbatches=4"], "given"),
-        (["schedule.name=sequential", "plan.source=auto"], "auto"),
-        (["plan.source=mine.json", "schedule.chunks=2"], "mine.json"),
+        (["schedule.name=sequential"], "fixed"),
+        (["schedule.name = flowmoe", "train.steps=5"], "fixed"),
+        (["schedule.microbatches=4"], "fixed"),
+        (["schedule.name=sequential", "plan.mode=auto"], "auto"),
+        (["plan.mode=replay", "plan.file=mine.json", "schedule.chunks=2"], "replay"),
     ],
 )
-def test_who_names_a_schedule_gets_it(settings: list[str], source: str) -> None:
+def test_who_names_a_schedule_gets_it(settings: list[str], mode: str) -> None:
     """The ready configuration plans by itself, but not against what is asked for beside it."""
-    assert load(RunConfig, TINY, given_schedule(settings)).plan.source == source
+    assert load(RunConfig, TINY, given_schedule(settings)).plan.mode == mode

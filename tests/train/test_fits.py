@@ -45,11 +45,11 @@ def run_of(
 
 
 @pytest.mark.parametrize(("model", "moe"), MODELS)
-@pytest.mark.parametrize(("mp_size", "ep_size", "esp_size"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("tp_size", "ep_size", "etp_size"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (4, 2, 2)])
 def test_the_state_is_that_of_the_real_model(
-    model: ModelConfig, moe: MoEConfig, mp_size: int, ep_size: int, esp_size: int
+    model: ModelConfig, moe: MoEConfig, tp_size: int, ep_size: int, etp_size: int
 ) -> None:
-    layout = Layout(world_size=4, ep_size=ep_size, rank=0, mp_size=mp_size, esp_size=esp_size)
+    layout = Layout(world_size=4, ep_size=ep_size, rank=0, tp_size=tp_size, etp_size=etp_size)
     real = model_of(model, moe, layout)
     state_bytes = COPIES * sum(parameter.nbytes for parameter in real.parameters())
     assert memory_of(run_of(model, moe), layout).state_bytes == state_bytes
@@ -57,7 +57,7 @@ def test_the_state_is_that_of_the_real_model(
     whole = state_bytes // COPIES
     share = (whole - experts) / layout.dp_size + experts / layout.edp_size
     for shared in (2, 3):  # moments; gradients, too
-        config = OptimizerConfig(sharded=True, shard_gradients=shared == 3)
+        config = OptimizerConfig(zero_stage=2 if shared == 3 else 1)
         found = memory_of(run_of(model, moe, optimizer=config), layout).state_bytes
         assert found == pytest.approx((COPIES - shared) * whole + shared * share, abs=8)
 

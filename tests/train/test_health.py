@@ -30,7 +30,7 @@ __all__ = ["joined"]  # the fixture of that module serves this one, too
 
 pytestmark = pytest.mark.slow
 
-SHARDED = ("optimizer.sharded=true",)
+SHARDED = ("optimizer.zero_stage=1",)
 BALANCED = ("moe.gate=sigmoid", "moe.expert_bias_rate=0.01", "moe.aux_loss_coeff=0")
 
 

@@ -50,15 +50,15 @@ class World:
     """A layout of so many ranks."""
 
     ranks: int
-    mp: int
+    tp: int
     ep: int
-    esp: int
+    etp: int
     tokens: TokenLayout = "split"
     sharded: bool = False
 
     def __str__(self) -> str:
         optimizer = " sharded" if self.sharded else ""
-        return f"{self.ranks}: mp{self.mp} ep{self.ep} esp{self.esp} {self.tokens}{optimizer}"
+        return f"{self.ranks}: tp{self.tp} ep{self.ep} etp{self.etp} {self.tokens}{optimizer}"
 
     @property
     def case(self) -> Case:
@@ -68,12 +68,12 @@ class World:
             model=MODEL,
             moe=MOE,
             world_size=self.ranks,
-            mp_size=self.mp,
+            tp_size=self.tp,
             ep_size=self.ep,
-            esp_size=self.esp,
+            etp_size=self.etp,
             tokens=self.tokens,
             sharded=self.sharded,
-            batch=GLOBAL_BATCH * self.mp // self.ranks,
+            batch=GLOBAL_BATCH * self.tp // self.ranks,
             double=True,
         )
 

@@ -19,31 +19,31 @@ STEPS, GLOBAL_BATCH = 6, 8
 
 @dataclass(frozen=True)
 class World:
-    """Settings of so many ranks, of which `mp` share attention; all have the same global batch."""
+    """Settings of so many ranks, of which `tp` share attention; all have the same global batch."""
 
     ranks: int
-    mp: int
+    tp: int
     settings: tuple[str, ...]
 
     @property
     def overrides(self) -> list[str]:
-        batch = GLOBAL_BATCH * self.mp // self.ranks
+        batch = GLOBAL_BATCH * self.tp // self.ranks
         usual = [f"train.steps={STEPS}", "train.eval_every=3", "train.checkpoint_every=3"]
         return [*usual, f"data.batch_per_device={batch}", *self.settings]
 
 
 ALONE = World(1, 1, ())
 WORLDS = [
-    World(4, 2, ("parallel.mp_size=2", "parallel.esp_size=2")),
-    World(4, 2, ("parallel.mp_size=2", "parallel.ep_size=2", "parallel.tokens=replicated")),
+    World(4, 2, ("parallel.tp_size=2", "parallel.etp_size=2")),
+    World(4, 2, ("parallel.tp_size=2", "parallel.ep_size=2", "parallel.tokens=replicated")),
     World(2, 2, ("parallel.tensor_parallel_size=2", "parallel.expert_tensor_parallel_size=2")),
 ]
 
 
-IN_SHARES = ("optimizer.sharded=true", "optimizer.shard_gradients=true")
-SHARDED = World(4, 2, ("parallel.mp_size=2", "parallel.ep_size=2", *IN_SHARES))
+IN_SHARES = "optimizer.zero_stage=2"
+SHARDED = World(4, 2, ("parallel.tp_size=2", "parallel.ep_size=2", *IN_SHARES))
 SCHEDULES = {
-    name: World(4, 2, ("parallel.mp_size=2", "parallel.esp_size=2", f"schedule.name={name}"))
+    name: World(4, 2, ("parallel.tp_size=2", "parallel.etp_size=2", f"schedule.name={name}"))
     for name in ("baseline_esp", "parm_s1", "parm_s2", "fsmoe", "penstock")
 }
 FORMS_APART = ("baseline_esp", "parm_s2")
@@ -126,7 +126,7 @@ def test_a_run_goes_on_under_another_layout(
     assert "continuing from" in said and "changed since step-00000003" in said
     assert f"processes {first.ranks} -> {then.ranks}" in said or first.ranks == then.ranks
     assert "instead of continuing" in said, "a plan is of one layout"
-    assert f"parallel.mp_size {first.mp} -> {then.mp}" in said or first.mp == then.mp
+    assert f"parallel.tp_size {first.tp} -> {then.tp}" in said or first.tp == then.tp
     check_same(read_metrics(folder / "run" / "metrics.jsonl"), runs(ALONE).metrics)
 
 
@@ -136,8 +136,8 @@ def test_another_global_batch_is_refused_under_another_layout(
     """Twice the ranks share attention, so half as many samples are in a batch."""
     folder = folder_of(tmp_path, "again", 4)
     shutil.copytree(runs(WORLDS[0]).folder / "run", folder / "run")
-    settings = [*WORLDS[0].overrides, "parallel.mp_size=1", "train.resume=true", "train.steps=9"]
+    settings = [*WORLDS[0].overrides, "parallel.tp_size=1", "train.resume=true", "train.steps=9"]
     told = ranks(4).run(train_on, 4, folder, settings, None)
     for each in told:
         assert each.refused is not None
-        assert each.refused[0] == "data.batch_per_device x (processes / mp_size)"
+        assert each.refused[0] == "data.batch_per_device x (processes / tp_size)"

@@ -72,7 +72,7 @@ def test_nothing_at_all_has_numbers_too() -> None:
 
 
 MESHES = [
-    Mesh(world_size=8, ep_size=ep, mp_size=esp, esp_size=esp) for ep, esp in ((8, 1), (4, 1), (4, 2), (2, 2))
+    Mesh(world_size=8, ep_size=ep, tp_size=etp, etp_size=etp) for ep, etp in ((8, 1), (4, 1), (4, 2), (2, 2))
 ]
 
 

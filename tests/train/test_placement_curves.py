@@ -35,8 +35,8 @@ SETTINGS = [
     "cluster.flops_per_s=1e7",  # so slow that guests pay
     "optimizer.lr=1e-2",
 ]
-BOTH = ["placement.samples=netmoe", "placement.experts=planned", "placement.guest_slots=2"]
-EVERYTHING = [*BOTH, "optimizer.sharded=true", "optimizer.shard_gradients=true", "plan.recompute=blocks"]
+BOTH = ["placement.samples=netmoe", "placement.experts=planned", "placement.replica_slots=2"]
+EVERYTHING = [*BOTH, "optimizer.zero_stage=2", "plan.recompute=blocks"]
 CONTROLS = [
     *([f"schedule.microbatches={n}"] for n in (1, 3, 6)),
     ["schedule.name=penstock", "schedule.chunks=2"],

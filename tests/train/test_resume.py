@@ -255,7 +255,9 @@ def test_the_very_same_losses_where_the_plan_is_continued(
     folder = folder_of(tmp_path, "one", 1)
     settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false", *more]
     settings += (
-        [f"plan.source={source}", f"plan.cluster={folder / 'cluster.json'}"] if source == "auto" else []
+        ["plan.mode=replay", f"plan.file={source}", f"plan.cluster={folder / 'cluster.json'}"]
+        if source == "auto"
+        else []
     )
     run(folder, *settings)
     expected = [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)]
@@ -278,7 +280,7 @@ def test_another_plan_is_said_to_be_one(
 ) -> None:
     run(tmp_path, "train.steps=5", *first)
     if not words:
-        with pytest.raises(ConfigError, match=r"batch_per_device x \(processes / mp_size\)"):
+        with pytest.raises(ConfigError, match=r"batch_per_device x \(processes / tp_size\)"):
             run(tmp_path, "train.resume=true", "train.steps=6", *then)
         return
     said, _ = said_by(tmp_path, "train.steps=6", *then)

@@ -56,7 +56,7 @@ OTHER: dict[str, Any] = {
     "moe.dispatch": "flat",
     "moe.one_copy_per_rank": True,
     "moe.bound_factor": 1.5,
-    "moe.compression": "int8",
+    "moe.comm_dtype": "int8",
     "moe.aux_loss_coeff": 0.5,
     "moe.z_loss_coeff": 0.5,
     "moe.aux_loss_group": "sequence",

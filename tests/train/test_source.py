@@ -82,11 +82,11 @@ def test_one_rank_and_two_see_the_same_samples(ranks: Pools, tmp_path: Path) -> 
         assert alone.stream.batch(step).tokens_BL.tolist() == top[step] + bottom[step]
 
 
-@pytest.mark.parametrize("mp_size", [1, 2, 4])
-def test_ranks_that_share_attention_read_the_same(tmp_path: Path, mp_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_ranks_that_share_attention_read_the_same(tmp_path: Path, tp_size: int) -> None:
     """All groups together read what one process reads, in training and in evaluation."""
-    config = config_of(write_text(tmp_path / "text.txt", "line"), batch=2 * mp_size)
-    everyone = [Layout(world_size=4, ep_size=2, rank=rank, mp_size=mp_size) for rank in range(4)]
+    config = config_of(write_text(tmp_path / "text.txt", "line"), batch=2 * tp_size)
+    everyone = [Layout(world_size=4, ep_size=2, rank=rank, tp_size=tp_size) for rank in range(4)]
     sources = [open_source(config, layout, Control(0, 1)) for layout in everyone]
     whole = open_source(config_of(tmp_path / "text.txt", batch=8), LONELY, Control(0, 1))
     assert all(source.identity == whole.identity for source in sources)
@@ -100,7 +100,7 @@ def test_ranks_that_share_attention_read_the_same(tmp_path: Path, mp_size: int) 
                 assert torch.equal(one.tokens_BL, other.tokens_BL)
                 assert torch.equal(one.sample_ids_B, other.sample_ids_B)
     wanted = whole.stream.batch(1)
-    leaders = [s for s, layout in zip(sources, everyone, strict=True) if layout.mp_rank == 0]
+    leaders = [s for s, layout in zip(sources, everyone, strict=True) if layout.tp_rank == 0]
     found = [source.stream.batch(1) for source in leaders]
     assert torch.equal(torch.cat([batch.tokens_BL for batch in found]), wanted.tokens_BL)
     assert torch.equal(torch.cat([batch.sample_ids_B for batch in found]), wanted.sample_ids_B)
@@ -114,7 +114,7 @@ def test_what_moves_the_samples_changes_the_identity(tmp_path: Path) -> None:
         "train.seed": replace(config, train=TrainConfig(seed=1)),
         "model.seq_len": config_of(path, seq_len=8),
         "data.held_out_fraction": replace(config, data=replace(data, held_out_fraction=0.2)),
-        "data.batch_per_device x (processes / mp_size)": config_of(path, batch=3),
+        "data.batch_per_device x (processes / tp_size)": config_of(path, batch=3),
         "data.path (sha256 of the text)": config_of(write_text(tmp_path / "other.txt", "else")),
     }
     layout, control = LONELY, Control(0, 1)

@@ -82,7 +82,7 @@ def events(folder: Path) -> list[dict[str, object]]:
 # ---- on a GPU ----------------------------------------------------------------------------------------------
 
 
-ON_A_GPU = ("parallel.processes=1", "train.steps=6", "plan.source=given", "schedule.name=flowmoe")
+ON_A_GPU = ("parallel.processes=1", "train.steps=6", "plan.mode=fixed", "schedule.name=flowmoe")
 
 
 def waits_of_a_step(
@@ -161,7 +161,7 @@ def timed_steps(rank: int, folder: Path) -> list[bool]:
     kept = [
         "parallel.processes=1",
         "train.steps=24",
-        "plan.source=given",
+        "plan.mode=fixed",
         "plan.tuner=none",
         "plan.watch=false",
     ]

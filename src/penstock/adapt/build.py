@@ -60,7 +60,7 @@ def parallelize(
     ep_size: int | None = None,
     plan: str | Decision = "auto",
     tp_size: int | None = None,
-    esp_size: int | None = None,
+    etp_size: int | None = None,
     mesh: Meshes | None = None,
     ep_plan: EpPlan | None = None,
     ranks_per_node: int | None = None,
@@ -80,8 +80,8 @@ def parallelize(
     ranks, and its `backward` every gradient, summed over ranks: DistributedDataParallel is not needed, and
     refused. Everything else works as before: logits in evaluation (`model.eval()`), `generate`,
     `save_pretrained`, which all ranks call together. ep_size: over how many ranks experts are spread; None =
-    all, after `esp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
-    the same samples; of some families (docs/features.md). esp_size: how many ranks share every expert, each a
+    all, after `etp_size`. tp_size: how many ranks share attention, dense layers and vocabulary, and are given
+    the same samples; of some families (docs/features.md). etp_size: how many ranks share every expert, each a
     part of its width; None = 1. mesh: says these sizes in their place: a DeviceMesh of all ranks with names
     as ("dp", "ep"), several, or groups by name (docs/parallelism.md); `model.device_mesh` has all dimensions
     of the layout. plan: "auto" measures the cluster at the first step and searches;
@@ -98,7 +98,7 @@ def parallelize(
     found = replace(_found(inner, ep_plan), bound_factor=bound_factor, choice=choice_of(plan))
     device = next(inner.parameters()).device
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
-    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, esp_size=esp_size)
+    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
     parallel = shared_as(settings, sizes, mesh, found, device)
     with machinery_for(parallel, found.num_experts, device) as machinery:
         layout = machinery.layout
@@ -185,11 +185,11 @@ def shared_as(
     if mesh is not None:
         info = joined(settings.timeout_s, device, settings.transport)
         sizes = sizes_of(mesh, sizes, Control(info.rank, info.world_size), device.type)
-    tp_size, esp_size = (1 if each is None else each for each in (sizes.tp_size, sizes.esp_size))
+    tp_size, etp_size = (1 if each is None else each for each in (sizes.tp_size, sizes.etp_size))
     if tp_size > 1:
         check_can_share(found, tp_size)
-    check_can_narrow(found, esp_size)
-    return replace(settings, ep_size=sizes.ep_size, mp_size=tp_size, esp_size=esp_size)
+    check_can_narrow(found, etp_size)
+    return replace(settings, ep_size=sizes.ep_size, tp_size=tp_size, etp_size=etp_size)
 
 
 @contextmanager
@@ -227,7 +227,7 @@ def _engine(
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
         stack.host.moving = moving_of(found.choice, found.sizes, stack)
-        if layout.ep_size * layout.esp_size > 1:
+        if layout.ep_size * layout.etp_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:
             tensor.ranks.open(machinery)
@@ -237,9 +237,9 @@ def _engine(
     for layer, cut in pieces.cuts.items():
         moe = decoder.parts[layer].moe
         assert moe is not None, "it is cut where it has experts"
-        if layout.ep_size * layout.esp_size > 1:
+        if layout.ep_size * layout.etp_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
-            spread = Spread if layout.esp_size == 1 else NarrowSpread
+            spread = Spread if layout.etp_size == 1 else NarrowSpread
             cut.spread = spread(machinery, _plain(moe), passes, width)
         if layout.ep_size > 1:
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
@@ -267,7 +267,7 @@ def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iter
             layout.require_nodes("plan.dispatch", found.choice.dispatch)
         layers = _layers(found, cuts, calls, layout, tensor)
         for each in cuts.values():
-            each.ranks, each.holds_share = layout.world_size, layout.ep_size * layout.esp_size > 1
+            each.ranks, each.holds_share = layout.world_size, layout.ep_size * layout.etp_size > 1
         yield Pieces(
             Decoder(found.model, found.family, layers, calls, type(found.model).forward, tensor), cuts
         )
@@ -279,7 +279,7 @@ def pieces_of(found: Found, layout: Layout, tensor: TensorShares | None) -> Iter
 def spread_parts(pieces: Pieces, machinery: Machinery) -> None:
     """Let state dicts say which part of experts, and of what ranks share beside them, a rank has."""
     layout = machinery.layout
-    if layout.ep_size * layout.esp_size * layout.mp_size == 1:
+    if layout.ep_size * layout.etp_size * layout.tp_size == 1:
         return
     cores = [core_of(cut.experts) for cut in pieces.cuts.values()]
     for module in pieces.decoder.model.modules():
@@ -329,7 +329,7 @@ def _layers(
                 else SharedDenseLayer(layer, number, calls, found.family, shared)
             )
             continue
-        shard = ExpertShard(layout.esp_rank, layout.esp_size)
+        shard = ExpertShard(layout.etp_rank, layout.etp_size)
         cut.rows = ModelExperts(cut.experts, placement.slots, found.family.form, shard)
         moe = MoELayer(
             gate=CutGate(found.num_experts, cut),

@@ -152,8 +152,8 @@ class Cut:
             check_adapters(experts, type(self.block).__name__)
             if self.rows is not None and self.rows.shard.size > 1:
                 raise ValueError(
-                    f"{type(self.block).__name__}: ranks share every expert (esp_size = "
-                    f"{self.rows.shard.size}), and adapters are those of whole ones: use esp_size = 1"
+                    f"{type(self.block).__name__}: ranks share every expert (etp_size = "
+                    f"{self.rows.shard.size}), and adapters are those of whole ones: use etp_size = 1"
                 )
             settle(experts)
             self.experts.__dict__.pop("forward", None)

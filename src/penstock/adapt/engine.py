@@ -182,7 +182,7 @@ class Engine:
         """
         decoder, machinery = self.decoder, self.stack.machinery
         left, decoder.left = decoder.left, {}
-        if self.layout.mp_size > 1 or not left:
+        if self.layout.tp_size > 1 or not left:
             return None
         device_of(machinery.device).hand_over(left.values())
         head = decoder.outside_layers()
@@ -279,5 +279,5 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def refuse_sharing(engine: Engine, what: str) -> None:
     """Raise ConfigError where ranks share attention, and `what` knows nothing of that."""
-    if (size := engine.layout.mp_size) > 1:
+    if (size := engine.layout.tp_size) > 1:
         raise ConfigError("tp_size", size, f"{what} knows nothing of ranks that share attention", "Use 1.")

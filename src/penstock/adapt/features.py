@@ -37,7 +37,7 @@ def _separates(family: Family) -> str | None:
 FEATURES: Mapping[str, Serves] = {
     "experts spread over ranks (`ep_size`)": _always,
     "attention shared by ranks (`tp_size`)": _tensor,
-    "every expert shared by ranks (`esp_size`)": _narrows,
+    "every expert shared by ranks (`etp_size`)": _narrows,
     'every schedule, `plan="auto"`': _always,
     "every dispatch, compressed rows": _always,
     "experts that move (`plan.experts`)": _moves,

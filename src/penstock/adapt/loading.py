@@ -43,7 +43,7 @@ def load_pretrained(
     ep_size: int | None = None,
     plan: str | Decision = "auto",
     tp_size: int | None = None,
-    esp_size: int | None = None,
+    etp_size: int | None = None,
     mesh: Meshes | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -56,7 +56,7 @@ def load_pretrained(
     """Read a model of transformers from a folder and parallelize it; returns it, in training mode.
 
     Of the experts a rank reads its share only, tensor by tensor, so that it needs memory for what it will
-    hold and for one layer's experts; what ranks share (`tp_size`, `esp_size`) each reads whole first. All
+    hold and for one layer's experts; what ranks share (`tp_size`, `etp_size`) each reads whole first. All
     ranks call this together. folder: configuration and safetensors, as save_pretrained writes them, or the
     name of a model on the Hugging Face hub. dtype: of the weights; None = as the configuration says. Other
     parameters: see `parallelize`. Raises ValueError for a family that is not known, or if a tensor is
@@ -65,7 +65,7 @@ def load_pretrained(
     opened = ModelFolder.open(folder_of(folder))
     found = replace(skeleton(opened), bound_factor=bound_factor, choice=choice_of(plan))
     settings = ParallelConfig(ranks_per_node=ranks_per_node, timeout_s=timeout_s, transport=transport)
-    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, esp_size=esp_size)
+    sizes = GroupSizes(ep_size=ep_size, tp_size=tp_size, etp_size=etp_size)
     parallel = shared_as(settings, sizes, mesh, found, torch.device(device))
     with machinery_for(parallel, found.num_experts, torch.device(device)) as machinery:
         layout, kind = machinery.layout, dtype or opened.config.dtype or torch.float32
@@ -99,7 +99,7 @@ def read_share(
     model.__class__ = plain
     for name, parameter in found.model.named_parameters():  # transformers unfreezes what it reads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
-    found, shard = found.of(model.to(device)), ExpertShard(layout.esp_rank, layout.esp_size)
+    found, shard = found.of(model.to(device)), ExpertShard(layout.etp_rank, layout.etp_size)
     Shares(found.experts, range(len(held)), len(held), shard, found.family.form).settle()
     return found
 

@@ -65,7 +65,7 @@ def stand_in(
     return RunConfig(
         model=ModelConfig(seq_len=max(1, length), **settings),
         moe=replace(sizes.moe, shared_ffn_hidden_size=sizes.shared_width, dispatch="auto"),
-        plan=PlanConfig(source=AUTO),
+        plan=PlanConfig(mode="auto"),
         schedule=ScheduleConfig(name="sequential"),
         data=DataConfig(batch_per_device=max(1, batch)),
         parallel=parallel,
@@ -189,7 +189,9 @@ def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:
     """Return how guests are planned, by assumed costs; None where experts stay."""
     work = sizes.workload(stack.machinery.layout, stack.gradients.sizes_bytes, 1, FIRST_LENGTH)
-    placement = PlacementConfig(experts=choice.experts, guest_slots=choice.guest_slots, split=choice.split)
+    placement = PlacementConfig(
+        experts=choice.experts, replica_slots=choice.replica_slots, split=choice.split
+    )
     return expert_moving(placement, choice, StepCost(stack.base_shape, work, ClusterConfig()))
 
 

@@ -152,7 +152,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     stored, built = files_alike(path, control), list[Found]()
 
     def build() -> None:
-        check_can_narrow(described_in(path), layout.esp_size)
+        check_can_narrow(described_in(path), layout.etp_size)
         try:
             found = _read(path, machinery) if stored else _drawn(path, config.train.seed, layout)
         except ConfigError:
@@ -164,7 +164,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     control.agreed(build, "building the model of model.config")
     (found,) = built
     _prepare(found, config.moe.aux_loss_coeff)
-    choice = Decision(dispatch=dispatch_of(config.moe), compression=config.moe.compression or "none")
+    choice = Decision(dispatch=dispatch_of(config.moe), comm_dtype=config.moe.comm_dtype or "none")
     return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
 
 

@@ -83,13 +83,13 @@ class NarrowSpread(Spread):
     def _exchanged(self, x_TM: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         layout, transport = self._machinery.layout, self._machinery.transports.of(Lane.INTER, Group.SHARDS)
         size_12 = torch.tensor([experts_Tk.shape], device=x_TM.device)
-        sizes_S2 = transport.all_gather(size_12, [1] * layout.esp_size, Group.SHARDS)
+        sizes_S2 = transport.all_gather(size_12, [1] * layout.etp_size, Group.SHARDS)
         sizes, top_k = sizes_S2[:, 0].tolist(), int(sizes_S2[:, 1].max())
         given = (x_TM, *(each.reshape(len(x_TM), top_k) for each in (experts_Tk, weights_Tk)))
         every = [transport.all_gather(each.contiguous(), sizes, Group.SHARDS) for each in given]
         sum_TM = super()._exchanged(*every)
         transport.all_reduce(sum_TM, Group.SHARDS)
-        mine_TM: Tensor = sum_TM.split(sizes)[layout.esp_rank]
+        mine_TM: Tensor = sum_TM.split(sizes)[layout.etp_rank]
         return mine_TM
 
 

@@ -281,10 +281,10 @@ class TensorShares:
 
         Raises ConfigError where they cannot be cut; the model is then whole.
         """
-        if layout.mp_size == 1:
+        if layout.tp_size == 1:
             return None
-        check_can_share(found, layout.mp_size)
-        shard = TensorShard(layout.mp_rank, layout.mp_size)
+        check_can_share(found, layout.tp_size)
+        shard = TensorShard(layout.tp_rank, layout.tp_size)
         shares = TensorShares(TensorRanks(shard, Inside()))
         try:
             shares._cut(found)
@@ -408,19 +408,19 @@ def check_can_narrow(found: Found, size: int) -> None:
     if size == 1:
         return
     if not form.narrows:
-        raise ConfigError("esp_size", size, f"{what} have several rows of a parameter each", whole)
+        raise ConfigError("etp_size", size, f"{what} have several rows of a parameter each", whole)
     for experts in found.experts:
         core = core_of(experts)
         sizes = {"width": form.width(core), "hidden size": form.entering(core)}
         for name, number in sizes.items():
             if number % size:
-                raise ConfigError("esp_size", size, f"must divide the {name} ({number}) of {what}", whole)
+                raise ConfigError("etp_size", size, f"must divide the {name} ({number}) of {what}", whole)
         if core is not experts:
-            raise ConfigError("esp_size", size, f"{what} have adapters, which are those of whole ones", whole)
+            raise ConfigError("etp_size", size, f"{what} have adapters, which are those of whole ones", whole)
         try:
             form.cut(core, ExpertShard(0, size))
         except ValueError as error:
-            raise ConfigError("esp_size", size, str(error), whole) from error
+            raise ConfigError("etp_size", size, str(error), whole) from error
 
 
 def _check_plain(shared: nn.Module, size: int) -> None:

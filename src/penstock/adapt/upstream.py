@@ -297,7 +297,7 @@ def _sync(engine: Engine, plain: Callable[..., Any], model: Any, reference: Any,
             whole = parameter
         else:
             raise ValueError(
-                f"sync_ref_model: {name} is shared by ranks (esp_size = {engine.layout.esp_size}) in parts "
+                f"sync_ref_model: {name} is shared by ranks (etp_size = {engine.layout.etp_size}) in parts "
                 "that are not brought together here: give the trainer a parallelized ref_model"
             )
         target.mul_(1.0 - alpha).add_(whole, alpha=alpha)

@@ -232,7 +232,7 @@ class Autopilot:
             return False
         if not self._weighing.end_step():
             return False
-        before, adopts = self.planned, self._asked.plan.source == AUTO
+        before, adopts = self.planned, self._asked.plan.mode == AUTO
         planned = self._weighing.decide(before, adopts=adopts)
         self._weighs, self._weighing = False, None
         new = [line for line in planned.lines if line not in before.lines]
@@ -306,7 +306,7 @@ class Autopilot:
         """Find out what has changed, and react as section [plan] allows."""
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
         logger.info(f"the step time has changed from {before} to {now}")
-        if self._asked.plan.source == AUTO:
+        if self._asked.plan.mode == AUTO:
             return self._plan_again()
         diagnosis = self._diagnose()
         logger.info(diagnosis.text or "measured task durations show no change")

@@ -33,7 +33,7 @@ def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True
     have none. What a rank builds is built here, too: an MoE layer without memory for its weights, and the
     graph of a step, in no particular order. A plan file is checked whole.
     """
-    if config.plan.source == AUTO:
+    if config.plan.mode == AUTO:
         check_shared(config.moe, config.parallel)
         candidates(config, layout)  # raises ConfigError for a dispatch that they cannot run
         return
@@ -48,11 +48,11 @@ def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True
 
 def _planned(config: RunConfig, layout: Layout) -> Iterator[tuple[Problem, Decision]]:
     """Yield what may run where nothing is searched for: with either optimiser, if that is open."""
-    path = config.plan.file
+    path = config.plan.path
     if path is not None:
         paper = PlanFile.read(path)
-        if config.optimizer.sharded == AUTO:
-            config = settled(config, sharded=paper.sizes.sharded_optimizer)
+        if config.optimizer.zero_stage == AUTO:
+            config = settled(config, sharded=paper.sizes.zero_stage > 0)
         problem = assumed_problem(config, layout)
         paper.step_plan(problem, str(path))
         yield problem, paper.choice
@@ -71,6 +71,6 @@ def _check_layer(config: RunConfig, layout: Layout, choice: Decision) -> None:
             ep_size=layout.ep_size,
             ep_rank=layout.ep_rank,
             node_size=layout.ep_node_size,
-            shard=ExpertShard(layout.esp_rank, layout.esp_size),
+            shard=ExpertShard(layout.etp_rank, layout.etp_size),
         )
     maker_of(layer, layout, choice.form)

@@ -55,8 +55,8 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
-    if config.optimizer.sharded == "auto":
-        config = settled(config, sharded=paper.sizes.sharded_optimizer)
+    if config.optimizer.zero_stage == "auto":
+        config = settled(config, sharded=paper.sizes.zero_stage > 0)
     if file is None:
         problem = assumed_problem(config, layout)
     else:

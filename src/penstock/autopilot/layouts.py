@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
 NOTHING: Final[Mapping[str, Any]] = {}
-OF_A_LAYOUT = ("mp_size", "ep_size", "esp_size", "tokens", "ranks_per_node")
+OF_A_LAYOUT = ("tp_size", "ep_size", "etp_size", "tokens", "ranks_per_node")
 """Settings of section [parallel] that must stay the same for a run to keep its layout."""
 
 
@@ -57,20 +57,20 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     Raises IndivisibleError where the samples cannot be divided among the groups of ranks.
     """
     parallel, data = config.parallel, config.data
-    samples = data.batch_per_device * sizes.mp_size
-    if samples % parallel.mp_size:
-        why = f"{samples} samples cannot be divided among {parallel.mp_size} groups of ranks"
+    samples = data.batch_per_device * sizes.tp_size
+    if samples % parallel.tp_size:
+        why = f"{samples} samples cannot be divided among {parallel.tp_size} groups of ranks"
         raise IndivisibleError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
     return replace(
         config,
         parallel=replace(
             parallel,
-            mp_size=sizes.mp_size,
+            tp_size=sizes.tp_size,
             ep_size=sizes.ep_size,
-            esp_size=sizes.esp_size,
+            etp_size=sizes.etp_size,
             tokens=sizes.tokens,
         ),
-        data=replace(data, batch_per_device=samples // parallel.mp_size),
+        data=replace(data, batch_per_device=samples // parallel.tp_size),
     )
 
 
@@ -142,13 +142,13 @@ def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSiz
             key = f"{section}.{changed[0]}"
             raise ConfigError(key, now[changed[0]], f"{key} has changed")
     return LayoutSizes(
-        mp_size=saved.mp_size, ep_size=saved.ep_size, esp_size=saved.esp_size, tokens=saved.tokens
+        tp_size=saved.tp_size, ep_size=saved.ep_size, etp_size=saved.etp_size, tokens=saved.tokens
     )
 
 
 def _words(sizes: LayoutSizes) -> str:
-    tokens = f", tokens {sizes.tokens}" if sizes.mp_size > 1 else ""
-    return f"mp {sizes.mp_size}, ep {sizes.ep_size}, esp {sizes.esp_size}{tokens}"
+    tokens = f", tokens {sizes.tokens}" if sizes.tp_size > 1 else ""
+    return f"tp {sizes.tp_size}, ep {sizes.ep_size}, etp {sizes.etp_size}{tokens}"
 
 
 # ---- choosing it -------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _measured(
     alone = [each for each in possible if not each.sizes.shares][:1]
     sharing = sorted(
         (each for each in possible if each.sizes.shares),
-        key=lambda each: (each.sizes.mp_size > 1) + (each.sizes.esp_size > 1),
+        key=lambda each: (each.sizes.tp_size > 1) + (each.sizes.etp_size > 1),
     )
     samples = [*alone, *sharing[-1:]]
     budget_s = config.plan.profile_s / len(samples)

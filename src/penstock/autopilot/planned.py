@@ -185,10 +185,12 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
         schedule=config.schedule.saying(choice),
         placement=config.placement.saying(choice),
         moe=_chosen_moe(config.moe, choice),
-        plan=replace(config.plan, lossy=False, recompute=choice.recompute),  # the model is built for it
+        plan=replace(
+            config.plan, comm_dtype="given", recompute=choice.recompute
+        ),  # the model is built for it
     )
 
 
 def _chosen_moe(moe: MoEConfig, choice: Decision) -> MoEConfig:
-    chosen = None if choice.compression == "none" else choice.compression
-    return replace(moe, dispatch=choice.dispatch, compression=chosen or moe.compression)
+    chosen = None if choice.comm_dtype == "none" else choice.comm_dtype
+    return replace(moe, dispatch=choice.dispatch, comm_dtype=chosen or moe.comm_dtype)

@@ -15,7 +15,7 @@ from penstock.graph import RefusalError
 from penstock.moe import MoEConfig
 from penstock.moe.orders.merged import MOST_EXPERTS_THERE
 from penstock.plan import Problem
-from penstock.plan.plan_config import GIVEN
+from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import base_shape, workload
@@ -29,7 +29,7 @@ def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
 
 def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     """Return the run with each optimiser that the configuration leaves open, the plain one first."""
-    if config.optimizer.sharded != "auto":
+    if config.optimizer.zero_stage != "auto":
         return (config,)
     return settled(config, sharded=False), settled(config, sharded=True)
 
@@ -61,7 +61,7 @@ def _problem(
         workload=workload(config, layout),
         cluster=cluster,
         dispatches=tuple(candidates(config, layout)),
-        compressions=_compressions(config, layout),
+        comm_dtypes=_comm_dtypes(config, layout),
         slowness=slowness,
         movable=config.placement.movable,
         placement=config.placement,
@@ -100,11 +100,11 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
     """
     moe = config.moe
     if moe.dispatch == "auto":
-        if layout.ep_node_size == 1 and config.plan.source == GIVEN:
+        if layout.ep_node_size == 1 and config.plan.mode == FIXED:
             return ["flat"]  # the possible gain is not worth the seconds that measuring would take
         moves = config.placement.samples not in ("auto", "none")
         fits = moe.num_experts <= MOST_EXPERTS_THERE * layout.ep_nodes
-        joins = moe.can_join and layout.esp_size == 1 and not moves and fits
+        joins = moe.can_join and layout.etp_size == 1 and not moves and fits
         return runnable(layout.ep_nodes, layout.ep_node_size, joins=joins)
     if DISPATCHES[moe.dispatch].needs_table:
         layout.require_nodes("moe.dispatch", moe.dispatch)
@@ -113,18 +113,18 @@ def candidates(config: RunConfig, layout: Layout) -> list[str]:
     return [moe.dispatch]
 
 
-def _compressions(config: RunConfig, layout: Layout) -> tuple[str, ...]:
+def _comm_dtypes(config: RunConfig, layout: Layout) -> tuple[str, ...]:
     """Return the forms in which rows may travel; "none" = as section [moe] requires."""
     moe = config.moe
-    fits = moe.compression is None and not moe.one_copy_per_rank and layout.esp_size == 1
-    return get_args(RowForm) if config.plan.lossy and fits else ("none",)
+    fits = moe.comm_dtype is None and not moe.one_copy_per_rank and layout.etp_size == 1
+    return get_args(RowForm) if config.plan.comm_dtype == AUTO and fits else ("none",)
 
 
 def _check_joined(config: RunConfig, layout: Layout) -> None:
     """Raise ConfigError where one row cannot serve several experts of a node."""
     for key, value, fits in (
         ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
-        ("parallel.esp_size", layout.esp_size, layout.esp_size == 1),
+        ("parallel.etp_size", layout.etp_size, layout.etp_size == 1),
         ("ranks of a node", layout.ep_node_size, layout.ep_node_size <= MOST_NODE_SIZE),
     ):
         if not fits:
@@ -142,17 +142,17 @@ def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
 
     It considers all expert forms, so a part that only some of them can run is refused, too.
     """
-    tensor, shards = parallel.mp_size > 1, parallel.esp_size > 1
-    given = "or set plan.source=given and schedule.expert_form"
+    tensor, shards = parallel.tp_size > 1, parallel.etp_size > 1
+    given = "or set plan.mode=fixed and schedule.expert_form"
     if moe.gate == "soft" and tensor:
         why = "mixes all tokens of a sample, and a search looks at expert forms that split them, too"
-        raise ConfigError("moe.gate", moe.gate, why, f"Use parallel.mp_size=1, {given}=s2.")
+        raise ConfigError("moe.gate", moe.gate, why, f"Use parallel.tp_size=1, {given}=s2.")
     if moe.one_copy_per_rank and (tensor or shards):
         why = (
             "sends one row for several experts, and a search looks at expert forms that count each by itself"
         )
         hint = "Set it to false" + ("." if shards else f", {given}=gather.")
         raise ConfigError("moe.one_copy_per_rank", True, why, hint)
-    if moe.compression is not None and shards:
-        why = "rounds what experts leave, and with parallel.esp_size > 1 those are partial sums"
-        raise ConfigError("moe.compression", moe.compression, why, "Use none, or parallel.esp_size=1.")
+    if moe.comm_dtype is not None and shards:
+        why = "rounds what experts leave, and with parallel.etp_size > 1 those are partial sums"
+        raise ConfigError("moe.comm_dtype", moe.comm_dtype, why, "Use none, or parallel.etp_size=1.")

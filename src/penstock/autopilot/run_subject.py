@@ -53,7 +53,7 @@ def run_subject(
     # Whatever a run of this file would do, this is a search: so what is open, is.
     of_model = is_folder(path) or path.suffix == ".json"
     given, model = (None, [f"model.config={path}"]) if of_model else (path, [])
-    config = load(RunConfig, given, [*model, *overrides, f"plan.source={AUTO}"])
+    config = load(RunConfig, given, [*model, *overrides, f"plan.mode={AUTO}"])
     check_overrides(config, keys, file)
     config = config.resolved(file.ranks)
     wanted = config.train.precision
@@ -103,7 +103,7 @@ def _spread(config: RunConfig, file: ClusterFile) -> RunConfig:
     """Return the run of a model with its experts over as many ranks as divide them, if nothing is set."""
     if config.parallel.ep_size is not None:
         return config
-    valid = group_sizes(holders(file.ranks, config.parallel.esp_size))
+    valid = group_sizes(holders(file.ranks, config.parallel.etp_size))
     widest = max(size for size in valid if config.moe.num_experts % size == 0)
     return replace(config, parallel=replace(config.parallel, ep_size=widest))
 
@@ -125,7 +125,7 @@ def check_source(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a setting that asks for a plan without a search."""
     for override in overrides:
         key, _, value = (part.strip() for part in override.partition("="))
-        if key == "plan.source" and value.strip("\"'") != AUTO:
+        if key == "plan.file" or (key == "plan.mode" and value.strip("\"'") != AUTO):
             why = "asks for a plan without a search, and this command searches"
             raise ConfigError(key, value, why, "Leave it out, or use penstock train.")
 

@@ -44,7 +44,7 @@ from penstock.plan import (
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched, time_limit
 from penstock.plan.optimizers import Updated
-from penstock.plan.plan_config import AUTO, GIVEN
+from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.plan_file import OtherPlan
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
@@ -60,23 +60,22 @@ _Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Search
 """Number of the problem, promising plans, explanation, how much was searched, and the other plans found."""
 
 UNUSED = (
-    "section [schedule] (name {name}) is ignored because plan.source = {source}. "
-    "Set plan.source=given to use it"
+    "section [schedule] (name {name}) is ignored because plan.mode = {mode}. Set plan.mode=fixed to use it"
 )
 
 UNMOVED = (
     "placement.{name} = {asked} is ignored because the plan in {source} has {planned}. "
-    "Set plan.source=given to use it"
+    "Set plan.mode=fixed to use it"
 )
 
 
 def start(config: RunConfig, machinery: Machinery) -> Planned:
     """Return the first plan of a resolved configuration. All ranks call it; it may measure the cluster."""
-    if config.plan.source != GIVEN and config.schedule != unused(config.schedule):
-        logger.warning(UNUSED.format(source=config.plan.source, name=config.schedule.name))
-    if config.plan.file is not None:
-        return replay(config, machinery, config.plan.file)
-    if config.plan.source == AUTO:
+    if config.plan.mode != FIXED and config.schedule != unused(config.schedule):
+        logger.warning(UNUSED.format(mode=config.plan.mode, name=config.schedule.name))
+    if config.plan.path is not None:
+        return replay(config, machinery, config.plan.path)
+    if config.plan.mode == AUTO:
         return search(config, machinery)
     return as_given(config, machinery)
 
@@ -179,7 +178,7 @@ def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
     best, firsts = found.best, {found.best.choice.schedule: found.best}
     for other in found.others:
         near = other.predicted_s <= WORTH_TRYING * best.predicted_s
-        same = replace(other.choice, dispatch=best.choice.dispatch, compression=best.choice.compression)
+        same = replace(other.choice, dispatch=best.choice.dispatch, comm_dtype=best.choice.comm_dtype)
         if near and same == other.choice:
             firsts.setdefault(other.choice.schedule, other)
     others = list(firsts.values())[1:]
@@ -192,8 +191,8 @@ def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
     layout, file = machinery.layout, None
-    if config.optimizer.sharded == "auto":
-        config = settled(config, sharded=paper.sizes.sharded_optimizer)
+    if config.optimizer.zero_stage == "auto":
+        config = settled(config, sharded=paper.sizes.zero_stage > 0)
     problem = assumed_problem(config, layout)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
@@ -283,7 +282,7 @@ def numbered(lines: Sequence[str], number: int) -> list[str]:
 
 
 def unused(schedule: ScheduleConfig) -> ScheduleConfig:
-    """Return the section with nothing but the settings that count with every plan.source."""
+    """Return the section with nothing but the settings that count with every plan.mode."""
     return ScheduleConfig(refine_after=schedule.refine_after)
 
 
@@ -292,10 +291,10 @@ def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[
     asked = {name: getattr(placement, name) for name in ("samples", "experts")}
     if choice.guests:
         usual = PlacementConfig()
-        own = {name: getattr(placement, name) for name in ("guest_slots", "split")}
+        own = {name: getattr(placement, name) for name in ("replica_slots", "split")}
         asked |= {name: value for name, value in own.items() if value != getattr(usual, name)}
-        if choice.guest_slots in placement.weighed.guest_slots:
-            asked.pop("guest_slots", None)
+        if choice.replica_slots in placement.weighed.replica_slots:
+            asked.pop("replica_slots", None)
     return [
         UNMOVED.format(name=name, asked=value, source=path, planned=getattr(choice, name))
         for name, value in asked.items()

@@ -112,5 +112,5 @@ def _stays(planned: Planned, found: Weighed) -> bool:
 
 def _moves(choice: Decision) -> tuple[object, ...]:
     """Return what moves by a choice, and how: the fields with and without which a settled plan is weighed."""
-    slots = None if choice.experts == "none" else choice.guest_slots
+    slots = None if choice.experts == "none" else choice.replica_slots
     return choice.samples, choice.experts, slots

@@ -123,7 +123,7 @@ def _assumed(asked: Asked) -> tuple[str, ClusterFile | None]:
     plan = None if asked.config is None else asked.config.plan
     if plan is not None and plan.cluster is not None:
         return plan.cluster, find_cluster(plan.cluster)
-    beside = None if plan is None or plan.file is None else plan.file.parent / CLUSTER_FILE
+    beside = None if plan is None or plan.path is None else plan.path.parent / CLUSTER_FILE
     if beside is not None and beside.exists():
         return str(beside), ClusterFile.read(beside)
     return "", None

@@ -18,8 +18,8 @@ Changes = Mapping[str, Any]
 SAVING: Final[Sequence[Changes]] = (
     {"precision": "bfloat16"},
     {"recompute": "auto"},
-    {"sharded_optimizer": "true"},
-    {"sharded_optimizer": "true", "shard_gradients": True},
+    {"zero_stage": "1"},
+    {"zero_stage": "2"},
 )
 """Changes that keep layout and batch."""
 
@@ -69,16 +69,16 @@ class Fitting:
     def _layouts(self, subject: Subject) -> Iterator[Changes]:
         """Yield other layouts, with the same samples per step."""
         work = subject.problem.workload
-        own = work.mp_size, work.ep_size, work.esp_size
+        own = work.tp_size, work.ep_size, work.etp_size
         for each in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
-            sizes = {"mp_size": each.mp_size, "ep_size": each.ep_size, "esp_size": each.esp_size}
+            sizes = {"tp_size": each.tp_size, "ep_size": each.ep_size, "etp_size": each.etp_size}
             if tuple(sizes.values()) == own or each.tokens != "split":
                 continue
-            samples = work.batch * each.mp_size
+            samples = work.batch * each.tp_size
             if self.of_study:
                 yield sizes
-            elif samples % work.mp_size == 0:
-                yield sizes if each.mp_size == work.mp_size else {**sizes, "batch": samples // work.mp_size}
+            elif samples % work.tp_size == 0:
+                yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
 
     def _needed(self, changes: Changes) -> Changes:
         """Return the changes without those that are not needed."""

@@ -80,8 +80,8 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Trains the model that CONFIG describes. Starts local processes, or joins those that "
         "torchrun or Slurm started.",
         epilog="Examples: penstock train configs/tiny.toml optimizer.lr=1e-3 train.steps=50; with tensor "
-        "parallelism and sharded experts: penstock train configs/tiny.toml parallel.mp_size=2 "
-        "parallel.esp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",
+        "parallelism and sharded experts: penstock train configs/tiny.toml parallel.tp_size=2 "
+        "parallel.etp_size=2. --help-settings SECTION says what the settings of a section mean, such as moe.",
     )
     train.add_argument(
         "config",
@@ -135,14 +135,12 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     _add_sharing(schedule)
     _add_moving(schedule)
     schedule.add_argument(
-        "--sharded-optimizer",
-        action="store_true",
-        help="every rank updates a share of the parameters, by tasks of the step",
-    )
-    schedule.add_argument(
-        "--shard-gradients",
-        action="store_true",
-        help="the same, and whole gradients are kept of two layers at a time",
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="1: every rank updates a share of the parameters, by tasks of the step; 2: besides, whole "
+        "gradients are kept of two layers at a time (default: 0)",
     )
     schedule.add_argument("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule)
@@ -151,13 +149,13 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_sharing(schedule: argparse.ArgumentParser) -> None:
     own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
     schedule.add_argument(
-        "--mp-size",
+        "--tp-size",
         type=_count,
         metavar="N",
         help=f"ranks that share attention (default: 2 for {own}; else 1)",
     )
     schedule.add_argument(
-        "--esp-size", type=_count, metavar="N", help="ranks that share every expert (default: as --mp-size)"
+        "--etp-size", type=_count, metavar="N", help="ranks that share every expert (default: as --tp-size)"
     )
     schedule.add_argument(
         "--tokens",
@@ -184,7 +182,7 @@ def _add_moving(schedule: argparse.ArgumentParser) -> None:
         help=f"how experts move: {', '.join(get_args(ExpertMoves))} (default: none)",
     )
     schedule.add_argument(
-        "--guest-slots",
+        "--replica-slots",
         type=_count,
         default=1,
         metavar="N",
@@ -260,7 +258,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--cluster",
         metavar="NAME|FILE",
         help="a cluster file (of penstock profile, or cluster.json of a run) whose link rates are compared "
-        "(default: that of plan.cluster, or beside the plan file of plan.source)",
+        "(default: that of plan.cluster, or beside plan.file)",
     )
     doctor.add_argument(
         "--wait",

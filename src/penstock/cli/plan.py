@@ -49,8 +49,7 @@ SEARCHED = (
     "model",
     "cluster",
     "layout",
-    "sharded_optimizer",
-    "shard_gradients",
+    "zero_stage",
     "out",
     "memory_gib",
     "imbalance",
@@ -105,7 +104,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--against",
         metavar="WHAT",
         help="two plans side by side: this one and WHAT: a saved plan, another model or configuration, "
-        "or changes such as ep_size=8,mp_size=2 or cluster=2x8xH100,net=400gbit",
+        "or changes such as ep_size=8,tp_size=2 or cluster=2x8xH100,net=400gbit",
     )
     plan.add_argument(
         "--sweep",
@@ -137,16 +136,11 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_choices(plan: argparse.ArgumentParser) -> None:
     """Add options for what a search may choose, what it assumes, and how long it searches."""
     plan.add_argument(
-        "--sharded-optimizer",
-        choices=("false", "true", "auto"),
-        help="every data-parallel rank keeps the moments of a share of the parameters (ZeRO 1); auto: if a "
-        "whole iteration is shorter so, or does not fit otherwise (default: false)",
-    )
-    plan.add_argument(
-        "--shard-gradients",
-        action="store_true",
-        default=None,
-        help="with a sharded optimizer: gradients are freed once summed, but for a share (ZeRO 2)",
+        "--zero-stage",
+        choices=("0", "1", "2", "auto"),
+        help="1: every data-parallel rank keeps the moments of a share of the parameters; 2: gradients are "
+        "freed once summed, too, but for a share; auto: 1 if a whole iteration is shorter so, or does not "
+        "fit otherwise (default: 0; auto for open models)",
     )
     plan.add_argument(
         "--layout",

@@ -32,7 +32,7 @@ OF_LINES: Final = ("net", "inside")
 WORDS: Final = {
     "precision": ("float32", "bfloat16", "float16", "auto"),
     "recompute": ("auto", "none", "experts", "blocks"),
-    "sharded_optimizer": ("false", "true", "auto"),
+    "zero_stage": ("0", "1", "2", "auto"),
     "layout": ("given", "auto"),
 }
 """Options that take a word, with these words."""
@@ -125,7 +125,7 @@ def _saved(path: Path) -> PlanFile | None:
 
 
 def _changed(options: argparse.Namespace, what: str) -> argparse.Namespace:
-    """Return the options with changes such as `ep_size=8,mp_size=2`, or with another `cluster=`."""
+    """Return the options with changes such as `ep_size=8,tp_size=2`, or with another `cluster=`."""
     if what.startswith("cluster="):
         return _replaced(options, {"cluster": what.removeprefix("cluster=")})
     for each in what.split(","):

@@ -37,8 +37,8 @@ SIZES = {
     "nodes": "number of nodes, instead of the cluster's",
     "ranks_per_node": "ranks per node, instead of the cluster's",
     "ep_size": "ranks over which the experts are spread, instead of the model's",
-    "mp_size": "ranks of a node that share attention and samples, instead of the model's",
-    "esp_size": "ranks of a node that share every expert, instead of the model's",
+    "tp_size": "ranks of a node that share attention and samples, instead of the model's",
+    "etp_size": "ranks of a node that share every expert, instead of the model's",
 }
 """Sizes of a published model and its cluster that options may replace."""
 
@@ -46,16 +46,15 @@ OF_CONFIGURATIONS = {
     "batch": "data.batch_per_device",
     "seq_len": "model.seq_len",
     "ep_size": "parallel.ep_size",
-    "mp_size": "parallel.mp_size",
-    "esp_size": "parallel.esp_size",
+    "tp_size": "parallel.tp_size",
+    "etp_size": "parallel.etp_size",
     "recompute": "plan.recompute",
     "precision": "train.precision",
-    "sharded_optimizer": "optimizer.sharded",
-    "shard_gradients": "optimizer.shard_gradients",
+    "zero_stage": "optimizer.zero_stage",
 }
 """Settings for which options stand where a model of transformers is planned."""
 
-USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "sharded_optimizer": "auto"}
+USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "zero_stage": "auto"}
 """Options of such a model that are not given."""
 
 
@@ -98,7 +97,7 @@ def _accumulating(subject: Subject, samples: int) -> Subject:
     Raises ConfigError unless they are whole passes.
     """
     work = subject.problem.workload
-    groups = holders(work.world_size, work.mp_size)
+    groups = holders(work.world_size, work.tp_size)
     each = work.batch * groups
     passes, left = divmod(samples, each)
     if left or not 1 <= passes <= MOST_PASSES:
@@ -106,7 +105,7 @@ def _accumulating(subject: Subject, samples: int) -> Subject:
         why = (
             f"is no whole number, up to {MOST_PASSES:,}, of passes: one has {each} samples, {work.batch} for "
         )
-        why += f"each of {counted(groups, 'rank' if work.mp_size == 1 else 'group')}"
+        why += f"each of {counted(groups, 'rank' if work.tp_size == 1 else 'group')}"
         raise ConfigError("--global-batch", samples, why, f"Nearest valid: {near}; or change --batch.")
     return subject.changed(lambda problem: replace(problem, passes=passes))
 
@@ -141,7 +140,7 @@ def _stepping(options: argparse.Namespace, file: ClusterFile) -> Subject:
         return _shared(subject, options).beside(
             lambda: _shared(published_problem(model, file, sizes), options)
         )
-    for name in (*SIZES, "sharded_optimizer", "shard_gradients", "recompute", "precision"):
+    for name in (*SIZES, "zero_stage", "recompute", "precision"):
         if getattr(options, name) is not None:
             why = "is an option for --model; a configuration has settings"
             raise ConfigError(option(name), getattr(options, name), why, "Write it as section.key=value.")
@@ -160,18 +159,12 @@ def of_transformers(model: str) -> Path | None:
 
 
 def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
-    """Return the subject with the optimiser that `--sharded-optimizer` asks for, or with both of them.
-
-    Raises ConfigError for `--shard-gradients` without a sharded optimiser.
-    """
-    sharded, releases = options.sharded_optimizer, bool(options.shard_gradients)
-    if sharded not in ("true", "auto"):
-        if releases:
-            why = "keeps a share of every gradient, for an optimizer that updates shares"
-            raise ConfigError("--shard-gradients", True, why, "Add --sharded-optimizer true, or auto.")
+    """Return the subject with the optimiser that `--zero-stage` asks for, or with both of them."""
+    stage = options.zero_stage
+    if stage in (None, "0"):
         return subject
-    problem = sharing_updates(subject.problem, releases=releases)
-    return replace(subject, sharded=problem) if sharded == "auto" else replace(subject, problem=problem)
+    problem = sharing_updates(subject.problem, releases=stage == "2")
+    return replace(subject, sharded=problem) if stage == "auto" else replace(subject, problem=problem)
 
 
 def _loaded(subject: Subject, imbalance: float | None) -> Subject:

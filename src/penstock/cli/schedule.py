@@ -39,16 +39,15 @@ def _described(options: argparse.Namespace) -> ScheduleDescription:
         backward_chunks=options.backward_chunks,
         all_reduce_chunks=options.all_reduce_chunks,
         sharing=Sharing(
-            mp_size=options.mp_size or usual.mp_size,
-            esp_size=options.esp_size or usual.esp_size,
+            tp_size=options.tp_size or usual.tp_size,
+            etp_size=options.etp_size or usual.etp_size,
             tokens=options.tokens or usual.tokens,
         ),
         expert_form=options.expert_form,
         placement=PlacementConfig(
-            samples=options.samples, experts=options.experts, guest_slots=options.guest_slots
+            samples=options.samples, experts=options.experts, replica_slots=options.replica_slots
         ),
         recompute=options.recompute,
-        sharded_optimizer=options.sharded_optimizer,
-        shard_gradients=options.shard_gradients,
+        zero_stage=options.zero_stage,
         width=terminal_width(),
     )

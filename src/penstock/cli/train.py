@@ -103,9 +103,9 @@ def _check_plan(config: RunConfig) -> None:
         return
     if config.plan.cluster is not None:
         find_cluster(config.plan.cluster, "plan.cluster")
-    if config.plan.file is not None and is_missing(config.plan.file):
-        hint = "Use given, auto, or the path of a plan file."
-        raise ConfigError("plan.source", config.plan.source, "there is no such file", hint)
+    if config.plan.path is not None and is_missing(config.plan.path):
+        hint = "Use the path of a plan file, or plan.mode=auto."
+        raise ConfigError("plan.file", config.plan.file, "there is no such file", hint)
 
 
 def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:

@@ -2,7 +2,7 @@
 
 A section declares these names itself::
 
-    ALSO_CALLED: ClassVar[Mapping[str, str]] = {"tensor_parallel_size": "mp_size"}
+    ALSO_CALLED: ClassVar[Mapping[str, str]] = {"tensor_parallel_size": "tp_size"}
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from penstock.config.error import ConfigError, dotted
 
 _NO_PIPELINE = ("Penstock has no pipeline parallelism", "Leave it out.")
 _NO_CONTEXT = ("Penstock has no context parallelism", "Leave it out.")
-_ZERO = "Use optimizer.sharded=true (ZeRO 1), optimizer.shard_gradients=true (ZeRO 2)."
 
 NOT_HERE: Final[Mapping[str, tuple[str, str]]] = {
     "pipeline_model_parallel_size": _NO_PIPELINE,
     "pp_size": _NO_PIPELINE,
     "context_parallel_size": _NO_CONTEXT,
     "cp_size": _NO_CONTEXT,
-    "zero_stage": ("there is no such setting", _ZERO),
 }
 """Names of Megatron and DeepSpeed for what no setting of ours is: why not, and what to do."""
 

@@ -99,7 +99,7 @@ class LinkModel:
 
     n: bytes by the convention of ClusterConfig: what each rank sends to all (all-to-all), the gathered output
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
-    group: ep, node, rail, edp, world, esp, mp, dp or ep x esp, as Group names them. op: the leg of a
+    group: ep, node, rail, edp, world, etp, tp, dp or ep x etp, as Group names them. op: the leg of a
     hierarchical dispatch, else "".
     in_steps: how many times longer a transfer takes in a step than by this line. beside: additional factor
     beside computation; None = as the file says of all transfers.

@@ -23,7 +23,7 @@ Amounts = npt.NDArray[np.float64]
 
 def nodes_of(work: Workload, ranks: Sequence[int]) -> Counts:
     """Return the node of every one of these ranks, counted from 0."""
-    per_node = work.devices_per_node or work.ranks_per_node * work.esp_size
+    per_node = work.devices_per_node or work.ranks_per_node * work.etp_size
     nodes = [node_of(rank, per_node) for rank in ranks]
     return np.unique(nodes, return_inverse=True)[1].astype(np.int64)
 

@@ -84,14 +84,14 @@ class TokenMoves:
         work, mesh = self.even.workload, self.even.workload.mesh
         assert task.microbatch is not None, task
         samples = split_sizes(work.batch, task.cut.microbatches)[task.microbatch]
-        lengths = split_sizes(work.seq_len, work.mp_size)
+        lengths = split_sizes(work.seq_len, work.tp_size)
         row_bytes = round(work.hidden_bytes(1))
         sizes = tuple(samples * length for length in lengths)
         if task.op == Op.PEAKS:  # every shard of the vocabulary sends those of all tokens
-            sizes, row_bytes = (samples * work.seq_len,) * work.mp_size, tensor.PEAK_BYTES
+            sizes, row_bytes = (samples * work.seq_len,) * work.tp_size, tensor.PEAK_BYTES
         if task.op == Op.CHOICES:
             row_bytes = work.num_experts * tensor.COUNT_BYTES
-            sizes = split_sizes(samples, work.mp_size)
+            sizes = split_sizes(samples, work.tp_size)
         place = mesh.place(rank, task.axes)
         return within(self.even.work(task).collective, task.axes, sizes, place, row_bytes)
 
@@ -146,15 +146,15 @@ class RowMoves:
     def needs_table(self) -> bool:
         """Whether every rank tells every other everything that it sends."""
         work, form = self.even.workload, self.even.shape.expert_form
-        repeated = work.mp_size > 1 and form in ("s2", "baseline")
-        return work.esp_size > 1 or repeated or (self._legs.needs_table and not self._legs.joins_rows)
+        repeated = work.tp_size > 1 and form in ("s2", "baseline")
+        return work.etp_size > 1 or repeated or (self._legs.needs_table and not self._legs.joins_rows)
 
     # ---- of all ranks --------------------------------------------------------------------------------------
 
     def received(self, task: Task) -> Counts:
         """Return rows that every rank's experts get, [P]: those of all shards, whichever rank brings them."""
         by_target = self._table(task).sum(axis=(1, 2, 4))
-        return np.repeat(by_target.reshape(-1), self.even.workload.esp_size)
+        return np.repeat(by_target.reshape(-1), self.even.workload.etp_size)
 
     def busier(self, task: Task) -> Rows:
         """Return rows over every rank's link in its busier direction, as argument of the collective, [P].
@@ -219,7 +219,7 @@ class RowMoves:
     def _remote_of(self, task: Task, rank: int) -> float:
         leg, (_, place, shard) = self._leg(task, rank), self._place(rank)
         if self._fused(task):
-            own = place * self.even.workload.esp_size + shard
+            own = place * self.even.workload.etp_size + shard
         else:
             own = place_in(leg.axes, self._dispatch_place(place))
         sent, received = sum(leg.input_splits), sum(leg.output_splits)
@@ -319,7 +319,7 @@ class RowMoves:
 
     def _turns(self, task: Task) -> Counts:
         """Return the rows that each of the ranks with the same rows is dealt."""
-        shares = self.even.workload.mp_size
+        shares = self.even.workload.tp_size
         rows_PCE = self._held(self.rows_PRCYE, task)
         return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
 
@@ -346,7 +346,7 @@ class RowMoves:
 
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
         del task  # experts of all layers are placed alike
-        return by_source_and_target(rows_PE, self.placement, self.even.workload.esp_size)
+        return by_source_and_target(rows_PE, self.placement, self.even.workload.etp_size)
 
     @cached_property
     def _dealt(self) -> Counts:

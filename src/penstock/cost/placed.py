@@ -209,7 +209,7 @@ def device_groups(work: Workload) -> list[DeviceGroup]:
 
 def counting_axes(work: Workload) -> Axes:
     """Return the axes of the ranks that together hold all experts of a layer."""
-    return Group.EXPERT if work.esp_size == 1 else Group.EXPERT_SHARDS
+    return Group.EXPERT if work.etp_size == 1 else Group.EXPERT_SHARDS
 
 
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
@@ -265,7 +265,7 @@ def splits_exactly(choice: Decision, work: Workload) -> bool:
 def planned_hostings(
     loads_YPE: Counts,
     planner: str,
-    guest_slots: int,
+    replica_slots: int,
     placement: ExpertPlacement,
     costs: Sequence[ExpertCosts],
     exact: bool = True,
@@ -275,11 +275,11 @@ def planned_hostings(
     A layer hosts nothing where hosting would not have paid. costs: by layer.
     """
     plan, hostings = find_planner(planner), list[Hosting]()
-    common = partial(ExpertProblem, placement=placement, guest_slots=guest_slots, exact=exact)
+    common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
         problem = common(loads=loads_PE, costs=cost)
         hosting = plan(problem)
-        hostings.append(hosting if pays(problem, hosting) else Hosting.none(placement, guest_slots))
+        hostings.append(hosting if pays(problem, hosting) else Hosting.none(placement, replica_slots))
     return tuple(hostings)
 
 
@@ -318,11 +318,11 @@ def _received(rows_PRCE: Counts, hostings: tuple[Hosting, ...], layer: int, work
     if hostings:
         hosting, pieces = hostings[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
         seats = [seated(pieces[:, piece], hosting, work) for piece in range(pieces.shape[1])]
-        by_rank = np.sum(seats, axis=0).reshape(-1, work.ep_size * work.esp_size, work.ep_size, hosting.slots)
+        by_rank = np.sum(seats, axis=0).reshape(-1, work.ep_size * work.etp_size, work.ep_size, hosting.slots)
     else:
-        by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.esp_size)
-        by_rank = by_rank.reshape(-1, work.ep_size * work.esp_size, *by_rank.shape[3:])
-    received: Counts = np.repeat(by_rank.sum(axis=(1, 3)).reshape(-1), work.esp_size)
+        by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.etp_size)
+        by_rank = by_rank.reshape(-1, work.ep_size * work.etp_size, *by_rank.shape[3:])
+    received: Counts = np.repeat(by_rank.sum(axis=(1, 3)).reshape(-1), work.etp_size)
     return received
 
 
@@ -361,7 +361,7 @@ def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
         nodes = tuple(node_of(rank, work.ranks_per_node) for rank in range(work.ep_size))
         split, groups = (
             ExactSplit.of(hosting, nodes),
-            rows_PE.reshape(-1, work.ep_size * work.esp_size, 1, work.num_experts),
+            rows_PE.reshape(-1, work.ep_size * work.etp_size, 1, work.num_experts),
         )
         return np.concatenate([split.table(each_SCE) for each_SCE in groups]).reshape(len(rows_PE), -1)
     place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)])

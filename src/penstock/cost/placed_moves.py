@@ -68,7 +68,7 @@ class PlacedMoves(RowMoves):
         if task.op != Op.SAMPLE_MOVE:
             return super().crossing(task)
         work, weight = self.even.workload, row_weight(self.even.workload, self.even.shape)
-        return self._links.crossing(self._moved(task)) * work.seq_len * weight / work.mp_size
+        return self._links.crossing(self._moved(task)) * work.seq_len * weight / work.tp_size
 
     def _guest_load(self, task: Task) -> Rows:
         mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
@@ -76,7 +76,7 @@ class PlacedMoves(RowMoves):
             here = copies_of(self.placed.hostings[self._moe_layer(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
-        return self._links.argument(sent) / self.even.shape.guest_slots  # the task's work fills every slot
+        return self._links.argument(sent) / self.even.shape.replica_slots  # the task's work fills every slot
 
     def _sample_load(self, task: Task) -> Rows:
         assumed_bytes = self.even.work(task).sent_bytes
@@ -139,7 +139,7 @@ class PlacedMoves(RowMoves):
         hosting, work = self.placed.hostings[self._moe_layer(task)], self.even.workload
         rows_PH = seated(rows_PE, hosting, work)
         ranks = hosting.placement.ranks
-        return rows_PH.reshape(-1, ranks, work.esp_size, ranks, hosting.slots)
+        return rows_PH.reshape(-1, ranks, work.etp_size, ranks, hosting.slots)
 
     # ---- of one rank, beside the rows ----------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class PlacedMoves(RowMoves):
     def _sample_bytes(self, task: Task, rank: int) -> int:
         """Return bytes that follow a sample from this rank, which may have a part of its tokens only."""
         work = self.even.workload
-        tokens = split_sizes(work.seq_len, work.mp_size)[work.mesh.place(rank, Group.TENSOR)]
+        tokens = split_sizes(work.seq_len, work.tp_size)[work.mesh.place(rank, Group.TENSOR)]
         apart = not self.even.shape.residual_in_rows
         streams = apart + (work.shared_ffn_hidden_size > 0)
         values_bytes = (streams * work.hidden_size + apart * work.top_k) * FLOAT32_BYTES

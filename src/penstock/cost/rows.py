@@ -21,7 +21,7 @@ from penstock.step.shape import FORM_TOKENS
 
 def gate_shares(shape: StepShape) -> int:
     """Return the number of ranks that each have a part of every sample's tokens at the gate."""
-    return shape.sharing.mp_size if FORM_TOKENS[shape.expert_form] == "split" else 1
+    return shape.sharing.tp_size if FORM_TOKENS[shape.expert_form] == "split" else 1
 
 
 def cut_rows(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
@@ -48,10 +48,10 @@ def cut_rows(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 def dealt(rows_PRCYE: Counts, shape: StepShape, work: Workload) -> Counts:
     """Return the rows that every rank sends of those it brings: ranks with the same rows may deal them."""
-    if shape.expert_form != "s2" or work.mp_size == 1:
+    if shape.expert_form != "s2" or work.tp_size == 1:
         return rows_PRCYE
     turns = [work.mesh.place(rank, Group.TENSOR) for rank in range(work.world_size)]
-    return in_turn(rows_PRCYE, np.array(turns)[:, None, None, None, None], work.mp_size)
+    return in_turn(rows_PRCYE, np.array(turns)[:, None, None, None, None], work.tp_size)
 
 
 def in_turn(rows: Counts, turn: Counts | int, shares: int) -> Counts:

@@ -181,7 +181,7 @@ class StepSizes:
     def __init__(self, step: StepCost) -> None:
         work = step.workload
         self.num_experts, self.top_k = work.num_experts, work.top_k
-        self.mp_size, self.esp_size = work.mp_size, work.esp_size
+        self.tp_size, self.etp_size = work.tp_size, work.etp_size
         self.moe_layers = step.shape.moe_layers
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
         self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
@@ -191,8 +191,8 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
-        self.logit_bytes, self.guest_bytes = work.logit_bytes, work.expert_bytes * step.shape.guest_slots
-        self.guests = work.ep_size * step.shape.guest_slots
+        self.logit_bytes, self.guest_bytes = work.logit_bytes, work.expert_bytes * step.shape.replica_slots
+        self.guests = work.ep_size * step.shape.replica_slots
         self._mesh, self._samples = work.mesh, step._samples
 
     def tokens(self, task: Task) -> int:
@@ -211,7 +211,7 @@ class StepSizes:
 
     def owners(self, task: Task) -> int:
         """Return the number of ranks that share what the task updates or gathers."""
-        return self._mesh.size(REDUCTIONS[KINDS[task.op]].axes_of(sharing=self.mp_size > 1))
+        return self._mesh.size(REDUCTIONS[KINDS[task.op]].axes_of(sharing=self.tp_size > 1))
 
 
 @dataclass(frozen=True)

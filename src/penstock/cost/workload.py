@@ -75,7 +75,7 @@ class Workload:
     dispatch, node_size: how rows travel, and how many ranks of an expert group are in one node (0 = all).
     devices_per_node: of the cluster, whose ranks are consecutive; 0 = not known, unless node_size tells.
     shared_ffn_hidden_size: of the shared experts, 0 for none.
-    mp_size, esp_size: ranks that share attention, and every expert; `batch` is what the former have
+    tp_size, etp_size: ranks that share attention, and every expert; `batch` is what the former have
     together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
     GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
@@ -110,8 +110,8 @@ class Workload:
     node_size: int = 0
     devices_per_node: int = 0
     shared_ffn_hidden_size: int = 0
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
     held: HeldBytes | None = None
@@ -150,8 +150,8 @@ class Workload:
             world_size=self.world_size,
             ep_size=self.ep_size,
             ep_local_size=self.node_size,
-            mp_size=self.mp_size,
-            esp_size=self.esp_size,
+            tp_size=self.tp_size,
+            etp_size=self.etp_size,
         )
 
     @property
@@ -182,7 +182,7 @@ class Workload:
     @property
     def known_per_node(self) -> int:
         """Ranks of the world in one node; 0 = not known."""
-        return self.devices_per_node or (self.node_size * self.esp_size if self.nodes > 1 else 0)
+        return self.devices_per_node or (self.node_size * self.etp_size if self.nodes > 1 else 0)
 
     @property
     def world_nodes(self) -> int:
@@ -240,7 +240,7 @@ class Workload:
     def expert_bytes(self) -> float:
         """Bytes of the parameters of one expert, or of a rank's shard of it."""
         numbers = self.expert_matrices * self.hidden_size * self.ffn_hidden_size
-        return numbers * FLOAT32_BYTES / self.esp_size
+        return numbers * FLOAT32_BYTES / self.etp_size
 
     def dense_flops(self, tokens: int) -> float:
         """Return operations of the feed-forward part of a dense block: three matrices."""

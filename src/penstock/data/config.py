@@ -42,7 +42,7 @@ class DataConfig:
     cache: FilePath | None = None
     """Where a run keeps tokens that it has to prepare itself; none = `~/.cache/penstock`."""
     batch_per_device: Samples = 8
-    """Samples per rank and step, the same ones on the ranks of one `mp` group."""
+    """Samples per rank and step, the same ones on the ranks of one `tp` group."""
     held_out_fraction: HeldOut = 0.05
     """Fraction of every text that is held out for evaluation."""
     suffixes: Suffixes = (".py", ".txt", ".md", ".rst", ".jsonl", ".ndjson", ".parquet")

@@ -49,7 +49,7 @@ class Movable:
 
     samples: tuple[str, ...] = ("none",)
     experts: tuple[str, ...] = ("none",)
-    guest_slots: tuple[int, ...] = (1,)
+    replica_slots: tuple[int, ...] = (1,)
     split: Literal["auto", "exact", "last_step"] = "auto"
 
 
@@ -73,7 +73,7 @@ class Asked(Protocol):
     def dispatches(self) -> tuple[str, ...]: ...
 
     @property
-    def compressions(self) -> tuple[str, ...]:
+    def comm_dtypes(self) -> tuple[str, ...]:
         """Formats in which rows may travel, "none" = as section [moe] says."""
         ...
 

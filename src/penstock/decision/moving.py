@@ -62,13 +62,13 @@ def must_move(asked: Asked) -> bool:
 
 
 def _guest_slots(asked: Asked, choice: Decision) -> Sequence[int]:
-    return asked.movable.guest_slots if choice.experts != "none" else (1,)
+    return asked.movable.replica_slots if choice.experts != "none" else (1,)
 
 
 def _expert_words(choice: Decision) -> str:
     if choice.experts == "none":
         return ""
-    slots = "a guest slot" if choice.guest_slots == 1 else f"{choice.guest_slots} guest slots"
+    slots = "a guest slot" if choice.replica_slots == 1 else f"{choice.replica_slots} guest slots"
     split = "" if choice.split == "auto" else f", split by {SPLIT_WORDS[choice.split]}"
     return f"experts move ({choice.experts}, {slots} per rank{split})"
 
@@ -110,11 +110,11 @@ class PlacementConfig:
 
     samples: Literal["auto", "none", "netmoe"] = "auto"
     """What moves samples: "netmoe" = every MoE layer gives samples the homes that save the most traffic
-    between nodes ([more](placement.md)); "none" = samples stay; "auto" = "none", unless `plan.source=auto`
+    between nodes ([more](placement.md)); "none" = samples stay; "auto" = "none", unless `plan.mode=auto`
     finds that moving them pays."""
     experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
     """By which planner popular experts get guests on other ranks; "none", "auto" as for samples."""
-    guest_slots: GuestSlots = 1
+    replica_slots: GuestSlots = 1
     """Experts of other ranks that each rank has room for, per MoE layer, where experts move."""
     split: Split = "auto"
     """Where experts move, whether rows are shared among hosts by the loads of their own step ("exact") or
@@ -136,7 +136,7 @@ class PlacementConfig:
         return Movable(
             samples=("none" if self.samples == "auto" else self.samples,),
             experts=("none" if self.experts == "auto" else self.experts,),
-            guest_slots=(self.guest_slots,),
+            replica_slots=(self.replica_slots,),
             split=self.split,
         )
 
@@ -146,15 +146,17 @@ class PlacementConfig:
         return Movable(
             samples=get_args(SampleMoves) if self.samples == "auto" else (self.samples,),
             experts=get_args(ExpertMoves) if self.experts == "auto" else (self.experts,),
-            guest_slots=self._weighed_slots,
+            replica_slots=self._weighed_slots,
             split=self.split,
         )
 
     @property
     def _weighed_slots(self) -> tuple[int, ...]:
         """The given number; where the planner is left open, also twice the number, for drifting loads."""
-        twice = min(2 * self.guest_slots, MOST_GUEST_SLOTS)
-        return tuple(dict.fromkeys((self.guest_slots, twice if self.experts == "auto" else self.guest_slots)))
+        twice = min(2 * self.replica_slots, MOST_GUEST_SLOTS)
+        return tuple(
+            dict.fromkeys((self.replica_slots, twice if self.experts == "auto" else self.replica_slots))
+        )
 
     def applied(self, choice: Decision) -> Decision:
         """Return `choice` with this section's decisions; what the section leaves open does not move."""
@@ -162,7 +164,7 @@ class PlacementConfig:
             choice,
             samples="none" if self.samples == "auto" else self.samples,
             experts="none" if self.experts == "auto" else self.experts,
-            guest_slots=self.guest_slots,
+            replica_slots=self.replica_slots,
             split=self.split,
         )
 
@@ -172,6 +174,6 @@ class PlacementConfig:
             self,
             samples=choice.samples,
             experts=choice.experts,
-            guest_slots=choice.guest_slots,
+            replica_slots=choice.replica_slots,
             split=choice.split,
         )

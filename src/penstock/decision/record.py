@@ -81,8 +81,8 @@ def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
 
 
 def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
-    alone = READERS[choice.schedule].expert_form == "s2" and asked.shape.sharing.mp_size == 1
-    return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts only what mp ranks gather
+    alone = READERS[choice.schedule].expert_form == "s2" and asked.shape.sharing.tp_size == 1
+    return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts only what tp ranks gather
 
 
 def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
@@ -169,9 +169,9 @@ class Decision:
     """Size of an all-reduce piece (flowmoe, lina, penstock; FlowMoE's S_p)."""
     dispatch: Annotated[str, DISPATCH] = "flat"
     """How rows travel."""
-    compression: Annotated[RowForm, COMPRESSION] = "none"
-    """The format in which rows travel; none = as section [moe] says. Others only where plan.lossy allows it.
-    """
+    comm_dtype: Annotated[RowForm, COMPRESSION] = "none"
+    """The format in which rows travel; none = as section [moe] says. Others only where
+    plan.comm_dtype=auto allows it."""
     expert_form: Annotated[ExpertForm | None, EXPERT_FORM] = None
     """Where ranks share attention or experts, how rows reach every shard of their experts
     ([more](schedules.md)); none = the schedule's usual form, which is "gather"; all others need a flat
@@ -187,7 +187,7 @@ class Decision:
     """What moves samples."""
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
     """What moves experts."""
-    guest_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
+    replica_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
     """Experts of other ranks that a rank has room for in every MoE layer, where experts move."""
     split: Annotated[Split, SPLIT] = "auto"
     """By which loads rows are shared among hosts."""
@@ -239,7 +239,7 @@ class Decision:
     @property
     def guests(self) -> int:
         """Guest slots of every rank in every MoE layer; 0 where experts stay."""
-        return 0 if self.experts == "none" else self.guest_slots
+        return 0 if self.experts == "none" else self.replica_slots
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -306,7 +306,7 @@ class ScheduleConfig(Decision):
     chunks: PieceCount | None = None
     """Chunks of the tokens inside an MoE layer; none = the schedule's default (moe_pipeline, dense_overlap,
     lina 2; fsmoe, penstock 1; sequential, flowmoe, baseline_esp and parm_s1 have no chunks). In parm_s2 it is
-    the number of slices of combine and the gather that runs beside it (2); with mp_size = 1 nothing is
+    the number of slices of combine and the gather that runs beside it (2); with tp_size = 1 nothing is
     gathered, and it has no effect."""
     backward_chunks: PieceCount | None = None
     """Chunks in the backward pass; none = as in the forward pass. Experts compute in slices; their number,
@@ -315,10 +315,10 @@ class ScheduleConfig(Decision):
     """Re-order the schedule with measured task durations after this number of steps; 0 = never."""
     schedule: str = given(init=False)
     dispatch: str = given(default="flat", init=False)
-    compression: RowForm = given(default="none", init=False)
+    comm_dtype: RowForm = given(default="none", init=False)
     samples: SampleMoves = given(default="none", init=False)
     experts: ExpertMoves = given(default="none", init=False)
-    guest_slots: int = given(default=1, init=False)
+    replica_slots: int = given(default=1, init=False)
     split: Split = given(default="auto", init=False)
     recompute: Recompute = given(default="none", init=False)
     partition: Partition | None = given(default=None, init=False)

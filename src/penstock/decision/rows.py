@@ -28,9 +28,9 @@ def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
     return fitting or asked.dispatches
 
 
-def _compressions(asked: Asked, choice: Decision) -> Sequence[str]:
+def _comm_dtypes(asked: Asked, choice: Decision) -> Sequence[str]:
     joined = DISPATCHES[choice.dispatch].joins_rows  # the numbers sent with a row would be rounded, too
-    return ("none",) if joined or not any(asked.shape.moe_layers) else asked.compressions
+    return ("none",) if joined or not any(asked.shape.moe_layers) else asked.comm_dtypes
 
 
 def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
@@ -46,10 +46,10 @@ DISPATCH = Field(
     cell=lambda d: d.dispatch.replace("_", " "),
 )
 COMPRESSION = Field(
-    values=_compressions,
-    words=lambda d: "" if d.compression == "none" else f"rows as {d.compression}",
+    values=_comm_dtypes,
+    words=lambda d: "" if d.comm_dtype == "none" else f"rows as {d.comm_dtype}",
     head="rows",
-    cell=lambda d: "-" if d.compression == "none" else d.compression,
+    cell=lambda d: "-" if d.comm_dtype == "none" else d.comm_dtype,
     may_be_left_out=True,
 )
 EXPERT_FORM = Field(

@@ -55,7 +55,7 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, replicas:
     """
     found = described_in(path)
     layers = _layers(found, layout)
-    forms = FORM_TOKENS if layout.mp_size > 1 else ()
+    forms = FORM_TOKENS if layout.tp_size > 1 else ()
     whole = tuple(each.cut + each.inner + each.tokens for each in layers)
     partial = _partial(layers, shape) if forms else (0,) * len(layers)
     return GradientBytes(
@@ -91,12 +91,12 @@ def _layers(found: Found, layout: Layout) -> list[_Layer]:
             seen.add(id(each))
         return total
 
-    size, cut, model = layout.mp_size, found.family.attention, found.model
+    size, cut, model = layout.tp_size, found.family.attention, found.model
     layers: list[_Layer] = []
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         last, base = number == len(found.layers) - 1, found.family.decoder(model)
         experts = [] if block is None else list(core_of(found.family.experts_of(block)).parameters())
-        of_experts = fresh(experts) // (found.num_experts * layout.esp_size) * _held(found, layout)
+        of_experts = fresh(experts) // (found.num_experts * layout.etp_size) * _held(found, layout)
         vocabulary = list(model.get_input_embeddings().parameters()) if number == 0 else []
         vocabulary += model.get_output_embeddings().parameters() if last else []
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)

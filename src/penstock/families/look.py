@@ -71,7 +71,7 @@ class Found:
     def shares(self, layout: Layout) -> Shares:
         """Give up the experts of other ranks, and of each what other ranks have of it; see `Shares`."""
         held = ExpertPlacement.even(self.num_experts, layout.ep_size).held(layout.ep_rank)
-        shard = ExpertShard(layout.esp_rank, layout.esp_size)
+        shard = ExpertShard(layout.etp_rank, layout.etp_size)
         return Shares(self.experts, held, self.num_experts, shard, self.family.form)
 
     @property
@@ -84,7 +84,7 @@ class Found:
             norm_topk_prob=False,
             bound_factor=self.bound_factor,
             dispatch=self.choice.dispatch,
-            compression=None if self.choice.compression == "none" else self.choice.compression,
+            comm_dtype=None if self.choice.comm_dtype == "none" else self.choice.comm_dtype,
             aux_loss_coeff=0.0,
             z_loss_coeff=0.0,
         )

@@ -114,9 +114,9 @@ def build_shared(hidden_size: int, config: MoEConfig) -> nn.Module | None:
 
 def build_hooks(hidden_size: int, config: MoEConfig) -> tuple[Hook, ...]:
     """Build the hooks that `config` asks for."""
-    if config.compression is None:
+    if config.comm_dtype is None:
         return ()
-    return (Bfloat16Rows() if config.compression == "bfloat16" else Int8Rows(hidden_size),)
+    return (Bfloat16Rows() if config.comm_dtype == "bfloat16" else Int8Rows(hidden_size),)
 
 
 def _softmax(hidden_size: int, config: MoEConfig, layer: int) -> Gate:

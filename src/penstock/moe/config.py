@@ -101,7 +101,7 @@ class MoEConfig:
     one_copy_per_rank: bool = False
     """A token with several experts on one rank is sent to that rank once, and its outputs are summed there.
     """
-    compression: Compression | None = None
+    comm_dtype: Compression | None = None
     """Of rows in transit, in forward and backward: "bfloat16" or "int8" (one scale per row); none = as they
     are."""
     aux_loss_coeff: Coefficient = 0.01
@@ -183,9 +183,9 @@ class MoEConfig:
 
     def row_bytes(self, hidden_size: int, element_bytes: int) -> int:
         """Return the bytes of one row in transit, without the numbers that may travel beside it."""
-        if self.compression == "int8":
+        if self.comm_dtype == "int8":
             return int8_row_bytes(hidden_size)
-        return hidden_size * (2 if self.compression == "bfloat16" else element_bytes)
+        return hidden_size * (2 if self.comm_dtype == "bfloat16" else element_bytes)
 
     def _check_top_k(self) -> None:
         if self.top_k > self.num_experts:
@@ -259,9 +259,9 @@ class MoEConfig:
             raise ConfigError(
                 "one_copy_per_rank", True, why, "Use it with the sort order (no capacity_factor)."
             )
-        if self.one_copy_per_rank and self.compression is not None:
+        if self.one_copy_per_rank and self.comm_dtype is not None:
             why = "numbers that travel with a shared row would be rounded with it"
-            raise ConfigError("compression", self.compression, why, "Use none, or one_copy_per_rank = false.")
+            raise ConfigError("comm_dtype", self.comm_dtype, why, "Use none, or one_copy_per_rank = false.")
 
     def _check_joined(self) -> None:
         """Raise ConfigError where a row cannot serve all of its token's experts in a node."""
@@ -278,10 +278,10 @@ class MoEConfig:
             ("order", "whose masks have a slot for every choice", "order = auto", self.order == "einsum"),
             ("one_copy_per_rank", "which is the same by rank", "false for it", self.one_copy_per_rank),
             (
-                "compression",
+                "comm_dtype",
                 "which rounds what is beside it",
                 "none for it",
-                self.compression is not None,
+                self.comm_dtype is not None,
             ),
         )
 

@@ -379,7 +379,7 @@ def _require_whole(experts: Experts) -> None:
     if experts.shard.size > 1:
         raise ValueError(
             f"the experts are shard {experts.shard.rank} of {experts.shard.size}, whose outputs are partial "
-            "sums: shards of experts run inside a penstock stack only (parallel.esp_size). Build the layer "
+            "sums: shards of experts run inside a penstock stack only (parallel.etp_size). Build the layer "
             "with whole experts to run it by itself"
         )
 

@@ -52,7 +52,7 @@ def _experts(task: Task, sizes: Sizes) -> Work:
     rows = sizes.rows(task) * task.cut.row_copies
     passes = 2 + CARRYING_PASSES * sizes.residual_in_rows
     return Work(
-        flops=sizes.expert_flops(rows) / sizes.esp_size,
+        flops=sizes.expert_flops(rows) / sizes.etp_size,
         copied_bytes=passes * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
         pieces=len(task.cut.held),
         follows_rows=True,

@@ -31,12 +31,12 @@ def _over(ranks_of: Callable[[Sizes], int], forward: Collective, backward: Colle
 
 def _over_shards(forward: Collective, backward: Collective) -> WorkOf:
     """Return the work of a collective over the shards of an expert."""
-    return _over(lambda sizes: sizes.esp_size, forward, backward)
+    return _over(lambda sizes: sizes.etp_size, forward, backward)
 
 
 def _over_tokens(forward: Collective, backward: Collective) -> WorkOf:
     """Return the work of a collective over ranks with the same tokens."""
-    return _over(lambda sizes: sizes.mp_size, forward, backward)
+    return _over(lambda sizes: sizes.tp_size, forward, backward)
 
 
 def _spec(name: str, title: str, work: WorkOf, transpose: str) -> OpSpec:

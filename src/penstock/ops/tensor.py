@@ -57,7 +57,7 @@ def _collective(forward: Collective, backward: Collective) -> WorkOf:
         size = sizes.hidden_bytes(all_tokens(task, sizes))
         collective = forward if task.forward else backward
         if not collective:
-            return Work(copied_bytes=size / sizes.mp_size)
+            return Work(copied_bytes=size / sizes.tp_size)
         return Work(collective=collective, sent_bytes=size)
 
     return work
@@ -66,7 +66,7 @@ def _collective(forward: Collective, backward: Collective) -> WorkOf:
 def _heads(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     flops = sizes.attention_flops(tokens) - sizes.router_flops(tokens)
-    return Work(flops=flops / sizes.mp_size, copied_bytes=sizes.hidden_bytes(2 * tokens))
+    return Work(flops=flops / sizes.tp_size, copied_bytes=sizes.hidden_bytes(2 * tokens))
 
 
 def _gate(task: Task, sizes: Sizes) -> Work:
@@ -81,22 +81,22 @@ def _passing(task: Task, sizes: Sizes) -> Work:
 
 def _dense(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
-    flops = sizes.dense_flops(tokens) / sizes.mp_size
+    flops = sizes.dense_flops(tokens) / sizes.tp_size
     return Work(flops=flops, copied_bytes=sizes.hidden_bytes(2 * tokens))
 
 
 def _logits(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
-    return Work(flops=sizes.head_flops(tokens) / sizes.mp_size, copied_bytes=sizes.hidden_bytes(tokens))
+    return Work(flops=sizes.head_flops(tokens) / sizes.tp_size, copied_bytes=sizes.hidden_bytes(tokens))
 
 
 def _loss(task: Task, sizes: Sizes) -> Work:
     """Return the work of the exponentials of the logits, and of their gradients, which are as large."""
-    return Work(copied_bytes=2 * sizes.logit_bytes(sizes.tokens(task)) / sizes.mp_size)
+    return Work(copied_bytes=2 * sizes.logit_bytes(sizes.tokens(task)) / sizes.tp_size)
 
 
 def _peaks(task: Task, sizes: Sizes) -> Work:
-    size = sizes.tokens(task) * PEAK_BYTES * sizes.mp_size
+    size = sizes.tokens(task) * PEAK_BYTES * sizes.tp_size
     return Work(collective="all_gather", sent_bytes=size)
 
 

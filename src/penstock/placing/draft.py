@@ -60,7 +60,7 @@ class Draft:
 
     def has_room(self, rank: int) -> bool:
         """Return whether a rank has a free guest slot."""
-        return len(self.guests[rank]) < self.problem.guest_slots
+        return len(self.guests[rank]) < self.problem.replica_slots
 
     def add(self, expert: int, rank: int) -> None:
         """Make an expert a guest of a rank, without any rows at first."""
@@ -137,11 +137,11 @@ class Draft:
 
     def split_seconds(self, limit: int | None) -> LayerSeconds:
         """Return the time of the layer with rows split under a limit; None: with the draft's own rows."""
-        problem, empty = self.problem, [EMPTY] * self.problem.guest_slots
+        problem, empty = self.problem, [EMPTY] * self.problem.replica_slots
         if limit is None:
             return self.seconds()
         held = [
-            (*problem.placement.held(rank), *(guests + empty)[: problem.guest_slots])
+            (*problem.placement.held(rank), *(guests + empty)[: problem.replica_slots])
             for rank, guests in enumerate(self.guests)
         ]
         split = ExactSplit(tuple(chain(*held)), problem.costs.links.nodes, limit)
@@ -152,7 +152,7 @@ class Draft:
     def hosting(self, limit: int | None = None) -> Hosting:
         """Return the finished record. limit: of a hosting split by the loads of the step that runs."""
         problem = self.problem
-        slots = problem.guest_slots
+        slots = problem.replica_slots
         guests = [g + [EMPTY] * (slots - len(g)) for g in self.guests]
         plain = Hosting.local(problem.placement, guests, limit)
         if limit is not None:  # rows are split by the loads of a later step

@@ -83,7 +83,7 @@ def planned(problem: ExpertProblem) -> Hosting:
         return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
     tried = [*((plan, plan.limit()) for plan in plans), (evened, evened.limit(EVEN))]
     best, limit = min(tried, key=lambda each: each[0].split_seconds(each[1]).total_s)
-    none = Hosting.none(problem.placement, problem.guest_slots)
+    none = Hosting.none(problem.placement, problem.replica_slots)
     time = best.split_seconds(limit)
     if layer_seconds(problem, none).total_s <= time.total_s:
         return none
@@ -101,7 +101,7 @@ def _reserved(best: Draft, time: LayerSeconds) -> Draft:
     draft = best.copy()
     problem, costs, placement = draft.problem, draft.problem.costs, draft.problem.placement
     ways, experts_s = Ways(costs.links, copies_to(draft.guests, placement)), time.experts_s / 3
-    for _ in range(problem.guest_slots):
+    for _ in range(problem.replica_slots):
         for rank in sorted(filter(draft.has_room, range(problem.ranks)), key=draft.computed.__getitem__):
             expert = _most_urgent(draft, rank)
             if expert is None:

@@ -65,7 +65,7 @@ def pays(problem: ExpertProblem, hosting: Hosting) -> bool:
     """
     if hosting.is_empty:
         return False
-    none = Hosting.none(hosting.placement, hosting.guest_slots)
+    none = Hosting.none(hosting.placement, hosting.replica_slots)
     return layer_seconds(problem, hosting).total_s < layer_seconds(problem, none).total_s
 
 

@@ -120,12 +120,12 @@ class ExpertCosts:
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
     """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-    placement: which ranks own and host the experts permanently. guest_slots: free slots of every rank. exact:
-    whether rows of shared experts are split by the loads of the step that runs; else by those from which the
-    plan is made. Raises ValueError where sizes contradict each other."""
+    placement: which ranks own and host the experts permanently. replica_slots: free slots of every rank.
+    exact: whether rows of shared experts are split by the loads of the step that runs; else by those from
+    which the plan is made. Raises ValueError where sizes contradict each other."""
 
     placement: ExpertPlacement
-    guest_slots: int
+    replica_slots: int
     loads: Ints
     costs: ExpertCosts
     exact: bool = True

@@ -1,7 +1,7 @@
 """Planners that others have published: Pro-Prophet's greedy search, and FasterMoE's shadowing.
 
 Both give guests only the rows of the guests' own ranks. Both assume an unlimited number of guests; here a
-rank has `guest_slots` of them, and a rank without a free slot is no host.
+rank has `replica_slots` of them, and a rank without a free slot is no host.
 
 Shapes: P ranks of the expert group, E experts.
 """
@@ -109,7 +109,7 @@ class Guests:
         """Make an expert a guest of those of some ranks that do not hold it and have a free slot."""
         self.copied.append(expert)
         for rank in ranks:
-            if self.targets[rank, expert] != rank and len(self.held[rank]) < self.problem.guest_slots:
+            if self.targets[rank, expert] != rank and len(self.held[rank]) < self.problem.replica_slots:
                 self.held[rank].append(expert)
                 self.targets[rank, expert] = rank
 
@@ -130,7 +130,7 @@ class Guests:
 
     def hosting(self) -> Hosting:
         """Return the finished record."""
-        slots = self.problem.guest_slots
+        slots = self.problem.replica_slots
         filled = [held + [EMPTY] * (slots - len(held)) for held in self.held]
         return Hosting.local(self.problem.placement, filled)
 

@@ -50,7 +50,7 @@ def _read(read: Iterator[int], old: Hosting) -> tuple[Hosting, bool]:
     if count == SAME:
         return old, hosted
     limit = next(read) or None
-    guests = [list(islice(read, old.guest_slots)) for _ in range(old.placement.ranks)]
+    guests = [list(islice(read, old.replica_slots)) for _ in range(old.placement.ranks)]
     splits: dict[tuple[int, int], list[Part]] = {}
     for _ in range(count):
         rank, expert, *part = islice(read, OF_SPLIT)
@@ -61,7 +61,7 @@ def _read(read: Iterator[int], old: Hosting) -> tuple[Hosting, bool]:
 def told_bytes(hosting: Hosting) -> int:
     """Return the bytes of all that a rank tells of a hosting."""
     parts = sum(len(parts) for _, _, parts in hosting.own_splits)
-    numbers = FIRST_NUMBERS + hosting.placement.ranks * hosting.guest_slots + OF_SPLIT * parts
+    numbers = FIRST_NUMBERS + hosting.placement.ranks * hosting.replica_slots + OF_SPLIT * parts
     return NUMBER_BYTES * numbers
 
 

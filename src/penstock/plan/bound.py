@@ -205,7 +205,7 @@ class QuickBounds:
         of all else that a step does once: the same however it is cut."""
         key = beside_cut(choice)
         if key not in self._known_once:
-            shape = replace(self._problem.uncut(choice), guest_slots=choice.guests)
+            shape = replace(self._problem.uncut(choice), replica_slots=choice.guests)
             cost = self._problem.cost(choice, shape)
             tasks = {task.op: task for each in kinds for task in each.once}
             sums_s = fastest(cost(tasks.pop(Op.STATISTICS)))
@@ -387,7 +387,7 @@ def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequenc
     parameters.
     """
     updating = cut.updating
-    made = reductions(layer, parts, sharing=cut.sharing.mp_size > 1, scatters=updating is not None)
+    made = reductions(layer, parts, sharing=cut.sharing.tp_size > 1, scatters=updating is not None)
     work, summed_s, used_s, in_turn_s = dict[Task, Any](), 0.0, 0.0, 0.0
     for op, tasks in made.items():
         for task in tasks:

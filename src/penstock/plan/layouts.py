@@ -39,15 +39,15 @@ class LayoutSizes:
     """The sizes of the groups that share attention or experts, and how a group that shares attention holds
     every sample's tokens between blocks."""
 
-    mp_size: int
+    tp_size: int
     ep_size: int
-    esp_size: int
+    etp_size: int
     tokens: TokenLayout = "split"
 
     @property
     def shares(self) -> bool:
         """Whether any ranks share attention or experts."""
-        return self.mp_size * self.esp_size > 1
+        return self.tp_size * self.etp_size > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class RankedLayout:
     def words(self) -> str:
         """The layout in one line of text."""
         dp, own = self.problem.mesh.sizes["dp"], self.sizes
-        sizes = f"dp {dp}, mp {own.mp_size}, ep {own.ep_size}, esp {own.esp_size}"
-        tokens = f", tokens {own.tokens}" if own.mp_size > 1 else ""
+        sizes = f"dp {dp}, tp {own.tp_size}, ep {own.ep_size}, etp {own.etp_size}"
+        tokens = f", tokens {own.tokens}" if own.tp_size > 1 else ""
         form = f", expert form {self.best.plan.shape.expert_form}" if own.shares else ""
         return f"{sizes}{tokens}{form}: {self.best.predicted}, {self._costs}"
 
@@ -124,16 +124,16 @@ def layout_sizes(
     experts spread over as many ranks as divide them, over the ranks of one node, and over none.
     """
     sizes = group_sizes(per_node) if per_node else [1]
-    for mp_size, esp_size in sorted(product(sizes, sizes), key=prod):
-        spreads = [ep_size] if ep_size else _spreads(ranks, per_node, esp_size, num_experts)
-        for spread, tokens in product(spreads, TOKENS if mp_size > 1 else TOKENS[:1]):
-            yield LayoutSizes(mp_size=mp_size, ep_size=spread, esp_size=esp_size, tokens=tokens)
+    for tp_size, etp_size in sorted(product(sizes, sizes), key=prod):
+        spreads = [ep_size] if ep_size else _spreads(ranks, per_node, etp_size, num_experts)
+        for spread, tokens in product(spreads, TOKENS if tp_size > 1 else TOKENS[:1]):
+            yield LayoutSizes(tp_size=tp_size, ep_size=spread, etp_size=etp_size, tokens=tokens)
 
 
-def _spreads(ranks: int, per_node: int, esp_size: int, num_experts: int) -> list[int]:
-    groups = holders(ranks, esp_size)
+def _spreads(ranks: int, per_node: int, etp_size: int, num_experts: int) -> list[int]:
+    groups = holders(ranks, etp_size)
     valid = [size for size in group_sizes(groups) if num_experts % size == 0]
-    inside = [size for size in valid if size <= holders(per_node, esp_size)] or valid
+    inside = [size for size in valid if size <= holders(per_node, etp_size)] or valid
     return list(dict.fromkeys((valid[-1], inside[-1], 1)))
 
 
@@ -215,7 +215,7 @@ def find_layouts(
 
     ends: tells whether the time is over.
     """
-    usual = published_problem(name, file, replace(overrides, mp_size=None, ep_size=None, esp_size=None))
+    usual = published_problem(name, file, replace(overrides, tp_size=None, ep_size=None, etp_size=None))
     work = usual.problem.workload
     tried = layout_sizes(work.world_size, work.devices_per_node, work.num_experts, overrides.ep_size)
     return rank_layouts(
@@ -229,7 +229,7 @@ def find_layouts(
 
 def with_layout(name: str, file: ClusterFile, overrides: Overrides, sizes: LayoutSizes) -> Subject:
     """Return the published model with this layout."""
-    own = replace(overrides, mp_size=sizes.mp_size, ep_size=sizes.ep_size, esp_size=sizes.esp_size)
+    own = replace(overrides, tp_size=sizes.tp_size, ep_size=sizes.ep_size, etp_size=sizes.etp_size)
     subject = published_problem(name, file, own)
     problem = subject.problem
     sharing = replace(problem.shape.sharing, tokens=sizes.tokens)

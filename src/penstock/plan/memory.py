@@ -99,7 +99,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     """Estimate a rank's weights W, gradients W, moments 2 W (AdamW), activations of the batch, and buffers.
 
     W = 4 bytes x (this rank's weights outside of experts + layers x experts on this rank x matrices x M x H /
-    esp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their
+    etp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their
     own type; gradients and moments are those of trained weights.
 
     Guest slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
@@ -137,8 +137,8 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
         for each in (cut, whole)
     )
     microbatches = cut.microbatches
-    logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.mp_size
-    piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.esp_size
+    logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.tp_size
+    piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.etp_size
     wire_bytes = work.wire_bytes(piece_rows) if any(layers) else 0.0
     buffers_P = np.maximum.reduce(per_layer) / microbatches + (1 + np.maximum.reduce(loads)) * wire_bytes
     kept_P = np.add.reduce(kept)
@@ -173,7 +173,7 @@ def _copies_bytes(problem: Problem, guests: int) -> int:
     work = problem.workload
     if work.held is not None or work.element_bytes >= FLOAT32_BYTES:
         return 0
-    embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.mp_size
+    embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + guests - embedding) * work.element_bytes // FLOAT32_BYTES
 
 
@@ -213,7 +213,7 @@ def _updated_bytes(problem: Problem) -> int:
 
 def _owners(problem: Problem) -> dict[str, int]:
     """Return, for each kind of gradients, the number of ranks that sum them, each of which owns a share."""
-    sharing, mesh = problem.workload.mp_size > 1, problem.workload.mesh
+    sharing, mesh = problem.workload.tp_size > 1, problem.workload.mesh
     return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
 
 
@@ -234,23 +234,23 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) 
 
     load_P: how many times the mean number of rows the rank's experts receive.
     """
-    tokens, hidden, mp_size = work.tokens(0, 1), work.hidden_size, work.mp_size
-    kept = work.tokens(0, 1, mp_size if cut.sharing.tokens == "split" else 1)
-    heads = HEAD_COPIES * sum(work.head_sizes) / mp_size
+    tokens, hidden, tp_size = work.tokens(0, 1), work.hidden_size, work.tp_size
+    kept = work.tokens(0, 1, tp_size if cut.sharing.tokens == "split" else 1)
+    heads = HEAD_COPIES * sum(work.head_sizes) / tp_size
     block = tokens * (GATHERED_COPIES * hidden + heads) + kept * BLOCK_COPIES * hidden
     if cut.recompute == "blocks":
-        block = hidden * (kept if mp_size == 1 else tokens + kept * ENTERED_COPIES)
+        block = hidden * (kept if tp_size == 1 else tokens + kept * ENTERED_COPIES)
     if not is_moe:
-        dense = 0.0 if cut.recompute == "blocks" else tokens * 4 * work.dense_ffn_hidden_size / mp_size
+        dense = 0.0 if cut.recompute == "blocks" else tokens * 4 * work.dense_ffn_hidden_size / tp_size
         return work.element_bytes * (block + dense) * np.ones_like(load_P)
     wide = WIDE_COPIES[work.expert_matrices]
-    gate_shares = mp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
+    gate_shares = tp_size if FORM_TOKENS[cut.expert_form] == "split" else 1
     home = work.rows(0, 1, 0, 1, gate_shares) * HOME_COPIES * hidden
     there = load_P * work.rows(0, 1, 0, 1, *_row_shares(work, cut))
-    expert = there * (work.esp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
+    expert = there * (work.etp_size * EXPERT_ROW_COPIES * hidden + wide * work.ffn_hidden_size)
     wide_shared = wide * work.shared_ffn_hidden_size
     if cut.recompute != "none":
-        expert = there * work.esp_size * hidden
+        expert = there * work.etp_size * hidden
     if cut.recompute == "blocks":
         home, wide_shared = home / HOME_COPIES, hidden if wide_shared else 0
     shared = work.tokens(0, 1, gate_shares) * wide_shared
@@ -261,4 +261,4 @@ def _row_shares(work: Workload, cut: StepShape) -> tuple[int, int]:
     """Return how many ranks cut the same samples, and how many deal out rows, when experts get them."""
     if cut.expert_form == "baseline":
         return 1, 1
-    return (work.mp_size, 1) if FORM_TOKENS[cut.expert_form] == "split" else (1, work.mp_size)
+    return (work.tp_size, 1) if FORM_TOKENS[cut.expert_form] == "split" else (1, work.tp_size)

@@ -149,7 +149,7 @@ def staying(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without the moves that the problem leaves open."""
     samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
     settled = replace(choice, samples=samples, experts=experts)
-    return replace(settled, guest_slots=FIELDS["guest_slots"].values(problem, settled)[0])
+    return replace(settled, replica_slots=FIELDS["replica_slots"].values(problem, settled)[0])
 
 
 def _least_of(moves: Sequence[Any]) -> Any:
@@ -165,9 +165,9 @@ def _moving_samples(problem: Problem, choice: Decision) -> Iterator[Decision]:
 def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
     for experts in FIELDS["experts"].values(problem, choice):
         moving = replace(choice, experts=experts)
-        for slots in FIELDS["guest_slots"].values(problem, moving):
+        for slots in FIELDS["replica_slots"].values(problem, moving):
             if experts not in ("none", choice.experts):
-                yield replace(moving, guest_slots=slots)
+                yield replace(moving, replica_slots=slots)
 
 
 def _note_what_stays(problem: Problem, choice: Decision, samples: _Priced, experts: _Priced) -> None:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from penstock.config import ConfigError, Within, check_bounds, expanded
+from penstock.config import ConfigError, Within, check_bounds, check_name, expanded
 from penstock.config.bounds import MOST_STEPS, Name
 from penstock.extras import install, is_there, needs
 from penstock.plan.effort import MOST_BUDGET
 from penstock.plan.tuner import TunerName
 from penstock.step.shape import Recompute
 
-GIVEN, AUTO = "given", "auto"
+Mode = Literal["fixed", "auto", "replay"]
+FIXED, AUTO, REPLAY = get_args(Mode)
 DROPPED_STEPS = 2
 """The first steps after a change of plan, which do not count: they allocate, and caches are cold."""
 
@@ -33,14 +34,14 @@ DriftSteps = Annotated[int, Within(4, 10_000, "fewer steps are too noisy, and al
 
 
 def given_schedule(overrides: Sequence[str]) -> Sequence[str]:
-    """Return overrides with `plan.source=given` added if they set a key of section [schedule].
+    """Return overrides with `plan.mode=fixed` added if they set a key of section [schedule].
 
     Otherwise a configuration that plans would ignore `schedule.name=sequential`. `schedule.refine_after` does
-    not count, and nothing is added where plan.source is set.
+    not count, and nothing is added where plan.mode is set.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     decides = any(key.startswith("schedule.") and key != "schedule.refine_after" for key in keys)
-    return [*overrides, f"plan.source={GIVEN}"] if decides and "plan.source" not in keys else overrides
+    return [*overrides, f"plan.mode={FIXED}"] if decides and "plan.mode" not in keys else overrides
 
 
 Budget = Annotated[float, Within(0, MOST_BUDGET, "it multiplies the usual search effort", above=True)]
@@ -50,20 +51,22 @@ Budget = Annotated[float, Within(0, MOST_BUDGET, "it multiplies the usual search
 class PlanConfig:
     """Section `[plan]`: how the plan of a step is chosen and kept right."""
 
-    source: Name = GIVEN
-    """What decides: "given" = run what `[schedule]` says; "auto" = measure, search and explain a plan at the
-    start; or the path of a plan file to replay ([more](training.md#how-the-plan-is-chosen))."""
+    mode: Mode = "fixed"
+    """What decides: "fixed" = run what `[schedule]` says; "auto" = measure, search and explain a plan at the
+    start; "replay" = the plan of `file` ([more](training.md#how-the-plan-is-chosen))."""
+    file: Name | None = None
+    """The plan file to replay, such as `plan.json` of an earlier run or of `penstock plan --out`."""
     layout: Literal["given", "auto"] = "given"
     """Layout of the ranks: "given" = `[parallel]` says which ranks share attention and experts; "auto" = they
-    are chosen at the start, with `plan.source=auto` ([more](training.md#which-ranks-share-what))."""
-    lossy: bool = False
-    """Whether a search may let rows travel as bfloat16 or int8 (`moe.compression`), which rounds them; the
-    plan says what was chosen and the bytes that it saves; refused with `plan.source=given`, where nothing is
-    searched."""
+    are chosen at the start, with `plan.mode=auto` ([more](training.md#which-ranks-share-what))."""
+    comm_dtype: Literal["given", "auto"] = "given"
+    """Format of rows in transit: "given" = as `moe.comm_dtype` says; "auto" = a search may round them to
+    bfloat16 or int8, and says what it chose and the bytes that this saves; refused with `plan.mode=fixed`,
+    where nothing is searched."""
     recompute: Literal["auto", "none", "experts", "blocks"] = "auto"
     """What runs a second time before its backward, so that memory need not hold until then what it saves:
     "none", "experts", or "blocks" (attention, router and experts); no rows are sent again; "auto" = nothing,
-    unless `plan.source=auto` finds that nothing fits into memory otherwise."""
+    unless `plan.mode=auto` finds that nothing fits into memory otherwise."""
     cluster: Name | None = None
     """A cluster file by name or path; none = measure."""
     profile_s: Seconds = 15.0
@@ -91,22 +94,24 @@ class PlanConfig:
     """The number of steps over which it must."""
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise ConfigError("source", self.source, "names nothing", "Use given, auto, or a plan file.")
-        expanded(self.source, "source")  # an invalid path is refused before anything starts
         check_bounds(self)
+        check_name("mode", self.mode, get_args(Mode), "way to decide on a plan")
+        if self.file == "" or (self.file is None) == (self.mode == REPLAY):
+            key, value = ("mode", self.mode) if self.file is None else ("file", self.file)
+            why = f"a plan file and plan.mode = {REPLAY} belong together"
+            raise ConfigError(key, value, why, f"Use plan.mode={REPLAY} plan.file=PATH, or leave both out.")
+        if self.file is not None:
+            expanded(self.file, "file")  # an invalid path is refused before anything starts
         if self.tuner == "bayesian" and not is_there("bayes_opt"):
             instead = f"{install('bayes_opt')} Or use grid or random."
             raise ConfigError("tuner", self.tuner, needs("bayes_opt"), instead)
-        if self.layout == AUTO and self.source != AUTO:
-            why = (
-                f"a layout is chosen together with a plan, and plan.source = {self.source} searches for none"
-            )
-            raise ConfigError("layout", self.layout, why, "Use plan.source=auto, or plan.layout=given.")
-        if self.lossy and self.source == GIVEN:
-            why = "lets a search choose, and with plan.source = given nothing is searched"
+        if self.layout == AUTO and self.mode != AUTO:
+            why = f"a layout is chosen together with a plan, and plan.mode = {self.mode} searches for none"
+            raise ConfigError("layout", self.layout, why, "Use plan.mode=auto, or plan.layout=given.")
+        if self.comm_dtype == AUTO and self.mode == FIXED:
+            why = "lets a search choose, and with plan.mode = fixed nothing is searched"
             raise ConfigError(
-                "lossy", True, why, "Use plan.source=auto, or say it: moe.compression=bfloat16."
+                "comm_dtype", AUTO, why, "Use plan.mode=auto, or say it: moe.comm_dtype=bfloat16."
             )
 
     @property
@@ -122,14 +127,14 @@ class PlanConfig:
     @property
     def may_repeat_blocks(self) -> bool:
         """Whether blocks are recomputed, or will be if nothing fits otherwise."""
-        return self.recompute == "blocks" or (self.recompute == AUTO and self.source == AUTO)
+        return self.recompute == "blocks" or (self.recompute == AUTO and self.mode == AUTO)
 
     @property
     def is_saved(self) -> bool:
         """Whether a run saves its plan as a file: not where section [schedule] alone decides."""
-        return self.source != GIVEN or self.tuner is not None
+        return self.mode != FIXED or self.tuner is not None
 
     @property
-    def file(self) -> Path | None:
-        """The plan file to be replayed; None if there is none."""
-        return None if self.source in (GIVEN, AUTO) else expanded(self.source, "plan.source")
+    def path(self) -> Path | None:
+        """Where the plan file to be replayed lies; None if there is none."""
+        return None if self.file is None else expanded(self.file, "plan.file")

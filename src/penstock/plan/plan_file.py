@@ -57,11 +57,10 @@ class PlanSizes:
     top_k: Size
     ranks: Size
     ep_size: Size
-    mp_size: Size = 1
-    esp_size: Size = 1
+    tp_size: Size = 1
+    etp_size: Size = 1
     tokens: TokenLayout = "split"
-    sharded_optimizer: bool = False
-    shard_gradients: bool = False
+    zero_stage: Annotated[int, Within(0, 2, "higher stages are not executed")] = 0
     passes: Size = 1
 
     def __post_init__(self) -> None:
@@ -84,11 +83,10 @@ class PlanSizes:
             top_k=work.top_k,
             ranks=work.world_size,
             ep_size=work.ep_size,
-            mp_size=work.mp_size,
-            esp_size=work.esp_size,
+            tp_size=work.tp_size,
+            etp_size=work.etp_size,
             tokens=problem.shape.sharing.tokens,
-            sharded_optimizer=problem.shape.updating is not None,
-            shard_gradients=problem.shape.updating is not None and problem.shape.updating.releases,
+            zero_stage=0 if problem.shape.updating is None else problem.shape.updating.zero_stage,
             passes=problem.passes,
         )
 
@@ -282,9 +280,9 @@ class PlanFile:
             key = f"{name}.choice.dispatch"
             raise ConfigError(key, choice.dispatch, "this layout cannot run that dispatch", hint)
         same = problem.workload_of(choice).wire_row_bytes == problem.workload.wire_row_bytes
-        if choice.compression not in problem.compressions and not same:
-            key, why = f"{name}.choice.compression", "rounds rows in transit, which this run does not allow"
-            raise ConfigError(key, choice.compression, why, "Set plan.lossy=true, or use another plan.")
+        if choice.comm_dtype not in problem.comm_dtypes and not same:
+            key, why = f"{name}.choice.comm_dtype", "rounds rows in transit, which this run does not allow"
+            raise ConfigError(key, choice.comm_dtype, why, "Set plan.comm_dtype=auto, or use another plan.")
         self._check_partition(problem, choice, name)
         samples = problem.workload.batch
         if choice.microbatches > samples:

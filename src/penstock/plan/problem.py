@@ -72,7 +72,7 @@ def _in_quick_order(choice: Decision) -> Decision:
 class Problem:
     """One step of a model on a cluster.
 
-    shape: uncut, with any dispatch. dispatches: those that the ranks can run. compressions: formats in which
+    shape: uncut, with any dispatch. dispatches: those that the ranks can run. comm_dtypes: formats in which
     rows may travel, "none" = as the workload says.
     slowness: by rank, how many times longer its computation takes than the cluster says; empty = none.
     load: by rank, the tokens that its experts get as a multiple of even routing; empty = even.
@@ -88,7 +88,7 @@ class Problem:
     workload: Workload
     cluster: ClusterConfig
     dispatches: tuple[str, ...] = ("flat",)
-    compressions: tuple[str, ...] = ("none",)
+    comm_dtypes: tuple[str, ...] = ("none",)
     slowness: tuple[float, ...] = ()
     load: tuple[float, ...] = ()
     recompute: tuple[Recompute, ...] = ("none",)
@@ -176,7 +176,7 @@ class Problem:
 
         The other ranks share what is left. Raises ConfigError for a ratio that no rank can get.
         """
-        size, shards = self.workload.ep_size, self.workload.esp_size
+        size, shards = self.workload.ep_size, self.workload.etp_size
         if not 1 <= ratio <= size:
             why = f"the busiest of {size} ranks gets 1 to {size} times the mean"
             raise ConfigError("--imbalance", ratio, why, "Use 1 for even routing.")
@@ -188,7 +188,7 @@ class Problem:
 
     def workload_of(self, choice: Decision) -> Workload:
         work = replace(self.workload, dispatch=choice.dispatch)
-        return work if choice.compression == "none" else work.compressed(choice.compression)
+        return work if choice.comm_dtype == "none" else work.compressed(choice.comm_dtype)
 
     def cost(self, choice: Decision, cut: StepShape) -> Cost:
         """Return the seconds of every task of a step with this cut, per rank where ranks differ.

@@ -37,8 +37,8 @@ UNITS = {"num_layers": "layers", "seq_len": "tokens per sample"}
 class Overrides:
     """Sizes given by a user instead of the study's; None = as published.
 
-    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. mp_size,
-    esp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
+    nodes, ranks_per_node: of the cluster. ep_size: ranks that share the experts of a layer. tp_size,
+    etp_size: ranks that share attention, and every expert; a step has the same samples whatever they are.
     recompute: what is recomputed before its backward; None = as much as a plan needs to fit. precision: None
     = that of the cluster file's rates, or else what the devices are best at.
     """
@@ -51,8 +51,8 @@ class Overrides:
     nodes: Ranks | None = None
     ranks_per_node: Ranks | None = None
     ep_size: Ranks | None = None
-    mp_size: Ranks | None = None
-    esp_size: Ranks | None = None
+    tp_size: Ranks | None = None
+    etp_size: Ranks | None = None
     recompute: Recompute | None = None
     precision: Computing | None = None
 
@@ -133,7 +133,7 @@ class Subject:
 
     @property
     def _sharing_attention(self) -> str:
-        size = self.problem.workload.mp_size
+        size = self.problem.workload.tp_size
         return f"group of {size} ranks" if size > 1 else "rank"
 
     @property
@@ -143,12 +143,12 @@ class Subject:
         parts = [
             f"{counted(work.world_size, 'rank')}, {work.devices_per_node or work.ranks_per_node} per node"
         ]
-        shared = {"attention and samples": work.mp_size, "every expert": work.esp_size}
-        if work.mp_size == work.esp_size:
-            shared = {"attention, samples and every expert": work.mp_size}
+        shared = {"attention and samples": work.tp_size, "every expert": work.etp_size}
+        if work.tp_size == work.etp_size:
+            shared = {"attention, samples and every expert": work.tp_size}
         parts += [f"{size} ranks of a node share {what}" for what, size in shared.items() if size > 1]
-        places = counted(work.ep_size, "group" if work.esp_size > 1 else "rank")
-        of = " of ranks" if work.esp_size > 1 else ""
+        places = counted(work.ep_size, "group" if work.etp_size > 1 else "rank")
+        of = " of ranks" if work.etp_size > 1 else ""
         return "; ".join([*parts, f"experts spread over {places}{of}"])
 
 
@@ -230,10 +230,10 @@ def _problem(
     shape = StepShape(
         moe_layers=(True,) * model.num_layers,
         exchange_counts=not work.fixed_slots,
-        sharing=Sharing(mp_size=work.mp_size, esp_size=work.esp_size),
+        sharing=Sharing(tp_size=work.tp_size, etp_size=work.etp_size),
         carries_residual=True,
     )
-    dispatches = tuple(runnable(work.nodes, work.ranks_per_node, joins=work.esp_size == 1))
+    dispatches = tuple(runnable(work.nodes, work.ranks_per_node, joins=work.etp_size == 1))
     slowness = cluster.file.slowness if cluster.file.ranks == nodes * per_node else ()
     return Problem(
         shape=shape,
@@ -252,18 +252,18 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: int) -> Workload:
     usual_shards = per_node if model.sharded else 1
-    mp_size, shards = changes.mp_size or usual_shards, changes.esp_size or usual_shards
-    if changes.mp_size or changes.esp_size:  # the studies' own sizes need not divide the heads
-        _check_sharing(model, mp_size, shards, per_node)
+    tp_size, shards = changes.tp_size or usual_shards, changes.etp_size or usual_shards
+    if changes.tp_size or changes.etp_size:  # the studies' own sizes need not divide the heads
+        _check_sharing(model, tp_size, shards, per_node)
     ranks = nodes * per_node
     groups = holders(ranks, shards)
-    batch = _divided("--mp-size", mp_size, model.batch * mp_size, usual_shards, "samples of a step")
+    batch = _divided("--tp-size", tp_size, model.batch * tp_size, usual_shards, "samples of a step")
     usual = model.experts_per_device * ranks + model.experts_per_node * nodes
     experts = changes.num_experts or usual
     if model.top_k > experts:
         why = f"there {'is' if experts == 1 else 'are'} {counted(experts, 'expert')}"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
-    given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.esp_size else None)
+    given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.etp_size else None)
     ep_size = _ep_size(given, groups, experts)
     attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
     matrices = MATRICES[model.expert]
@@ -283,22 +283,22 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         world_size=ranks,
         ep_size=ep_size,
         element_bytes=ELEMENT_BYTES[changes.precision or "float32"],
-        all_reduce_bytes=(attention // mp_size + (gate if mp_size == 1 else 0),) * model.num_layers,
+        all_reduce_bytes=(attention // tp_size + (gate if tp_size == 1 else 0),) * model.num_layers,
         expert_all_reduce_bytes=(replicas,) * model.num_layers,
-        partial_all_reduce_bytes=(gate if mp_size > 1 else 0,) * model.num_layers,
+        partial_all_reduce_bytes=(gate if tp_size > 1 else 0,) * model.num_layers,
         node_size=holders(ranks_per_node(ep_size * shards, per_node), shards),
         devices_per_node=per_node,
-        mp_size=mp_size,
-        esp_size=shards,
+        tp_size=tp_size,
+        etp_size=shards,
     )
 
 
-def _check_sharing(model: PublishedModel, mp_size: int, esp_size: int, per_node: int) -> None:
+def _check_sharing(model: PublishedModel, tp_size: int, etp_size: int, per_node: int) -> None:
     """Raise IndivisibleError for a size that does not divide a node's ranks, heads or experts' width."""
-    _divided("--mp-size", mp_size, per_node, mp_size, "ranks of a node")
-    _divided("--esp-size", esp_size, per_node, esp_size, "ranks of a node")
-    _divided("--mp-size", mp_size, model.num_heads or mp_size, mp_size, "heads")
-    _divided("--esp-size", esp_size, model.ffn_hidden_size, esp_size, "hidden units of an expert")
+    _divided("--tp-size", tp_size, per_node, tp_size, "ranks of a node")
+    _divided("--etp-size", etp_size, per_node, etp_size, "ranks of a node")
+    _divided("--tp-size", tp_size, model.num_heads or tp_size, tp_size, "heads")
+    _divided("--etp-size", etp_size, model.ffn_hidden_size, etp_size, "hidden units of an expert")
 
 
 def _divided(option: str, value: int, total: int, by: int, what: str) -> int:

@@ -37,7 +37,7 @@ class Throughput:
         """Return the throughput of a plan of this subject."""
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
         devices = work.world_size
-        tokens = subject.problem.passes * work.batch * work.seq_len * (devices // work.mp_size)
+        tokens = subject.problem.passes * work.batch * work.seq_len * (devices // work.tp_size)
         tokens_per_s = tokens / whole_s(subject.problem, candidate)
         known = find_device(subject.device)
         tflops = None if known is None else known.peak_tflops(subject.precision)

@@ -13,10 +13,10 @@ from penstock.words import mib
 
 def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
     """Return text on the bytes that rows take, and would take unrounded; "" where they are not rounded."""
-    if choice.compression == "none":
+    if choice.comm_dtype == "none":
         return ""
-    taken, plain = (_row_bytes(problem, each, plan) for each in (choice, replace(choice, compression="none")))
-    return f" ({mib(taken)} of rows per rank and step instead of {mib(plain)}, rounded: plan.lossy)"
+    taken, plain = (_row_bytes(problem, each, plan) for each in (choice, replace(choice, comm_dtype="none")))
+    return f" ({mib(taken)} of rows per rank and step instead of {mib(plain)}, rounded: plan.comm_dtype)"
 
 
 def _row_bytes(problem: Problem, choice: Decision, plan: StepPlan) -> int:

@@ -102,7 +102,7 @@ class PlanReport:
         problem, best = self.subject.problem, self.found.best
         if problem.passes > 1:
             work = problem.workload
-            samples = problem.passes * work.batch * holders(work.world_size, work.mp_size)
+            samples = problem.passes * work.batch * holders(work.world_size, work.tp_size)
             of = f"{samples:,} samples ({samples * work.seq_len:,} tokens) for each update"
             whole = milliseconds(whole_s(problem, best))
             yield f"Batch    {of}: {problem.passes} passes, whose gradients are accumulated; {whole}"
@@ -130,7 +130,7 @@ def saved_plan(file: PlanFile, name: str, width: int) -> str:
 def _ranks(sizes: PlanSizes) -> str:
     shared = [
         f"{size} share {what}"
-        for what, size in (("attention", sizes.mp_size), ("every expert", sizes.esp_size))
+        for what, size in (("attention", sizes.tp_size), ("every expert", sizes.etp_size))
         if size > 1
     ]
     return ", ".join([counted(sizes.ranks, "rank"), *shared])

@@ -56,7 +56,7 @@ class Side:
     def of_file(file: PlanFile) -> Side:
         """Return the side of a saved plan: as it was predicted when it was saved."""
         sizes = file.sizes
-        tokens = sizes.passes * sizes.batch_per_rank * sizes.seq_len * holders(sizes.ranks, sizes.mp_size)
+        tokens = sizes.passes * sizes.batch_per_rank * sizes.seq_len * holders(sizes.ranks, sizes.tp_size)
         limits = [line for line in file.why if line.startswith("Limit ")]
         told = limits[-1].removeprefix("Limit ").strip().partition(";")[0] if limits else ""
         return Side(file=file, tokens_per_s=tokens / file.predicted_s, limit=told)
@@ -65,7 +65,7 @@ class Side:
     def layout(self) -> str:
         """Which ranks share what, in a few letters."""
         sizes = self.file.sizes
-        return f"ep {sizes.ep_size}, mp {sizes.mp_size}, esp {sizes.esp_size}"
+        return f"ep {sizes.ep_size}, tp {sizes.tp_size}, etp {sizes.etp_size}"
 
     def facts(self) -> dict[str, str]:
         """Return all that may differ, in words, by name."""

@@ -126,7 +126,7 @@ class ScheduleDescription:
 
     def _setting(self) -> Iterator[tuple[str, str]]:
         work, shape = self.workload, self.shape
-        sharers = "rank" if work.mp_size == 1 else f"{work.mp_size} ranks"
+        sharers = "rank" if work.tp_size == 1 else f"{work.tp_size} ranks"
         yield (
             "model",
             f"{counted(shape.num_layers, 'MoE layer')}, hidden {work.hidden_size}, "
@@ -142,7 +142,7 @@ class ScheduleDescription:
             yield "sharing", sharing_text(shape)
         yield "cluster", cluster_text(self.cluster, nodes=not shape.sharing.is_none)
         yield "pieces", pieces_text(shape)
-        if shape.moves_samples or shape.guest_slots:
+        if shape.moves_samples or shape.replica_slots:
             yield "placement", placement_text(shape)
         if shape.recompute != "none":
             yield "memory", again_text(shape)
@@ -191,8 +191,7 @@ def describe_schedule(
     placement: PlacementConfig | None = None,
     recompute: Recompute = "none",
     cluster: ClusterConfig | None = None,
-    sharded_optimizer: bool = False,
-    shard_gradients: bool = False,
+    zero_stage: int = 0,
     width: int = 110,
 ) -> ScheduleDescription:
     """Plan and simulate schedule `name` on a small representative step. Without `cluster`, a slow link.
@@ -201,8 +200,8 @@ def describe_schedule(
     chunks: None = the schedule's usual number; backward_chunks: None = as many as forward. sharing: on two
     nodes with as many ranks each as it needs; None = `usual_sharing`. placement: what moves; None = nothing.
     recompute: what is recomputed before its backward.
-    sharded_optimizer: the step updates parameters, each rank a share, after clipping. Raises ConfigError for
-    settings that this step cannot have.
+    zero_stage: from 1 on the step updates parameters, each rank a share, after clipping. Raises ConfigError
+    for settings that this step cannot have.
     """
     given = {"microbatches": microbatches, "all_reduce_chunks": all_reduce_chunks}
     microbatches = MICROBATCHES if microbatches is None else microbatches
@@ -226,7 +225,7 @@ def describe_schedule(
     )
     asked = replace(asked if placement is None else placement.applied(asked), recompute=recompute)
     workload = _workload(layers, microbatches, sharing, asked.form)
-    updating = Updating(releases=shard_gradients) if sharded_optimizer or shard_gradients else None
+    updating = Updating(releases=zero_stage == 2) if zero_stage else None
     workload = workload if updating is None else updating_experts(workload, (True,) * layers)
     size = -(-workload.all_reduce_bytes[0] // all_reduce_chunks)
     asked = replace(asked, all_reduce_chunk_bytes=size)
@@ -289,11 +288,11 @@ def usual_sharing(name: str) -> Sharing:
     """
     check_name("schedule", name, SCHEDULES)
     form = SCHEDULES[name].expert_form
-    return Sharing(mp_size=2, esp_size=2, tokens=FORM_TOKENS[form]) if form else Sharing()
+    return Sharing(tp_size=2, etp_size=2, tokens=FORM_TOKENS[form]) if form else Sharing()
 
 
 def _check_sharing(sharing: Sharing) -> None:
-    for key, value in (("mp_size", sharing.mp_size), ("esp_size", sharing.esp_size)):
+    for key, value in (("tp_size", sharing.tp_size), ("etp_size", sharing.etp_size)):
         if value not in SHARERS:
             nearest = min(SHARERS, key=lambda size: abs(size - value))
             why = f"the step that is drawn can be shared by {', '.join(map(str, SHARERS))} ranks"
@@ -307,12 +306,12 @@ def _workload(layers: int, microbatches: int, sharing: Sharing, form: ExpertForm
     (attention and gate; norms only where ranks have parts of their gradients) is reduced. Ranks that share
     attention or experts fill two nodes.
     """
-    hidden_size, node_size = 512, max(sharing.mp_size, sharing.esp_size)
+    hidden_size, node_size = 512, max(sharing.tp_size, sharing.etp_size)
     world_size = 4 if sharing.is_none else 2 * node_size
-    ep_size = holders(world_size, sharing.esp_size)
+    ep_size = holders(world_size, sharing.etp_size)
     num_experts = max(8, ep_size)
-    gate_bytes, attention_bytes = 4 * hidden_size * num_experts, 4 * 4 * hidden_size**2 // sharing.mp_size
-    shared = sharing.mp_size > 1
+    gate_bytes, attention_bytes = 4 * hidden_size * num_experts, 4 * 4 * hidden_size**2 // sharing.tp_size
+    shared = sharing.tp_size > 1
     gate_parts = shared and FORM_TOKENS[form] == "split"
     norm_bytes = 4 * 2 * hidden_size * shared
     return Workload(
@@ -328,8 +327,8 @@ def _workload(layers: int, microbatches: int, sharing: Sharing, form: ExpertForm
         min_capacity=0,
         world_size=world_size,
         ep_size=ep_size,
-        mp_size=sharing.mp_size,
-        esp_size=sharing.esp_size,
+        tp_size=sharing.tp_size,
+        etp_size=sharing.etp_size,
         devices_per_node=0 if sharing.is_none else node_size,
         element_bytes=4,
         all_reduce_bytes=(attention_bytes + gate_bytes * (not gate_parts),) * layers,

@@ -13,7 +13,7 @@ def sharing_text(shape: StepShape) -> str:
     """Say which ranks share what."""
     sharing = shape.sharing
     return (
-        f"{counted(sharing.mp_size, 'rank')} share attention (mp), {sharing.esp_size} every expert (esp); "
+        f"{counted(sharing.tp_size, 'rank')} share attention (tp), {sharing.etp_size} every expert (etp); "
         f"between blocks tokens are {sharing.tokens}; rows reach all shards as in {shape.expert_form}"
     )
 
@@ -31,8 +31,8 @@ def cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
 def placement_text(shape: StepShape) -> str:
     """Say what moves; empty if nothing does."""
     samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
-    slots = f"every rank hosts up to {counted(shape.guest_slots, 'expert')} of others per MoE layer"
-    return "; ".join([*samples, *([slots] if shape.guest_slots else [])])
+    slots = f"every rank hosts up to {counted(shape.replica_slots, 'expert')} of others per MoE layer"
+    return "; ".join([*samples, *([slots] if shape.replica_slots else [])])
 
 
 def again_text(shape: StepShape) -> str:

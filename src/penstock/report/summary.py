@@ -33,7 +33,7 @@ class RunSummary:
     overlap_efficiency: what no order of the same tasks can beat, over the measured step; 1.0 is perfect.
     simulated_iteration_s: the simulator's time for the last steps' tasks.
     skipped_steps: how many steps since this start were not finite and changed nothing. interrupted: the run
-    was stopped early and saved. parameters: of the whole model, every expert counted once. mp_size, esp_size:
+    was stopped early and saved. parameters: of the whole model, every expert counted once. tp_size, etp_size:
     processes that share attention, and that share every expert. rank_load_max_over_mean: rows that the
     busiest process computes over the mean, in a typical step. rows_crossing_nodes: the share of rows that
     another node computes. loads_in_common: the share of rows that a step has in common with the one before.
@@ -69,8 +69,8 @@ class RunSummary:
     plan: str | None = None
     cluster: str | None = None
     skipped_steps: int = 0
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     rank_load_max_over_mean: float | None = None
     rows_crossing_nodes: float | None = None
     loads_in_common: float | None = None
@@ -153,7 +153,7 @@ class RunSummary:
 
     def _sharing(self) -> str:
         """Return how many processes share attention or each expert as text; empty where none do."""
-        shared = [(self.mp_size, "attention"), (self.esp_size, "each expert")]
+        shared = [(self.tp_size, "attention"), (self.etp_size, "each expert")]
         words = [f"{size} share {what}" for size, what in shared if size > 1]
         return f" ({', '.join(words)})" if words else ""
 
@@ -210,7 +210,7 @@ class RunSummary:
         folder = Path(self.metrics).parent
         yield "report", f"penstock report {folder} (writes a page: timelines, what bound the step, loads)"
         if self.plan:
-            yield "plan", f"{self.plan} (run it again with plan.source={self.plan})"
+            yield "plan", f"{self.plan} (run it again with plan.mode=replay plan.file={self.plan})"
         if self.cluster:
             yield "cluster", f"{self.cluster} (the measurements; reuse them with plan.cluster={self.cluster})"
         if self.loads:

@@ -129,13 +129,13 @@ class Host:
     def open(self, layers: Layers, shape: StepShape) -> None:
         """Make as many slots per layer as the shape says, empty unless as many are in use already."""
         before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
-        if shape.guest_slots == next((h.guest_slots for h in self.hostings if h is not None), 0):
+        if shape.replica_slots == next((h.replica_slots for h in self.hostings if h is not None), 0):
             if self._hosted and self._splits != before:
                 self.use(self._that_can_be_split())
             return
         self._free.clear()
-        if shape.guest_slots:
-            slots = shape.guest_slots
+        if shape.replica_slots:
+            slots = shape.replica_slots
             self.use(tuple(None if at is None else Hosting.none(at.placement, slots) for at in layers))
         else:
             self._hosted, self._plans = (), Plans.none(())
@@ -145,7 +145,7 @@ class Host:
         their rows would be split: such guests would compute rows of their own ranks only."""
         pairs = zip(self.hostings, self._splits, strict=True)
         return tuple(
-            at if at is None or exact or at.limit is None else Hosting.none(at.placement, at.guest_slots)
+            at if at is None or exact or at.limit is None else Hosting.none(at.placement, at.replica_slots)
             for at, exact in pairs
         )
 
@@ -183,7 +183,7 @@ class Host:
     @property
     def _planners(self) -> tuple[int, int]:
         """This rank's place among those that exchange rows, and their number."""
-        axes = Group.EXPERT if self._layout.esp_size == 1 else Group.EXPERT_SHARDS
+        axes = Group.EXPERT if self._layout.etp_size == 1 else Group.EXPERT_SHARDS
         return self._layout.mesh.place(self._layout.rank, axes), self._layout.mesh.size(axes)
 
     def _known_of(self, place: int) -> list[Hosting]:
@@ -212,8 +212,8 @@ class Host:
                 continue
             own, hosting = layer.experts, hosted.hosting
             check_no_hooks(own)
-            if room is None or not room.fits(own, hosting.guest_slots):
-                room = Room.like(own, hosting.guest_slots)  # noqa: PLW2901
+            if room is None or not room.fits(own, hosting.replica_slots):
+                room = Room.like(own, hosting.replica_slots)  # noqa: PLW2901
             seats = seats_of(own, room.guests, layer.order, hosting, hosted.spread)
             rooms.append(room)
             guests.append(LayerGuests(hosted.trip, own, room.guests, seats, hosted.split))

@@ -28,7 +28,7 @@ MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
     _check_whole_samples(moe, layout, form)
-    shared = layout.esp_size > 1 or (layout.mp_size > 1 and form in ("s2", "baseline"))
+    shared = layout.etp_size > 1 or (layout.tp_size > 1 and form in ("s2", "baseline"))
     if not shared:
         return route_maker(moe.dispatch, layout.place, moe.order)
     if moe.order.row_counts:
@@ -36,33 +36,33 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
         raise ConfigError(
             "moe.dispatch" if joined else "moe.one_copy_per_rank",
             moe.dispatch.name if joined else True,
-            f"sends one row for several experts, and with parallel.esp_size = {layout.esp_size} and "
+            f"sends one row for several experts, and with parallel.etp_size = {layout.etp_size} and "
             f"expert form {form} rows are counted by expert",
             "Use another dispatch." if joined else "Use false.",
         )
-    if moe.hooks.any and layout.esp_size > 1:
+    if moe.hooks.any and layout.etp_size > 1:
         why = (
-            "hooks around transfers (moe.compression) change what experts leave, and with "
-            f"{layout.esp_size} shards of every expert those are partial sums that are still to be added"
+            "hooks around transfers (moe.comm_dtype) change what experts leave, and with "
+            f"{layout.etp_size} shards of every expert those are partial sums that are still to be added"
         )
-        hint = "Use 1, or no hooks (moe.compression=none)."
-        raise ConfigError("parallel.esp_size", layout.esp_size, why, hint)
+        hint = "Use 1, or no hooks (moe.comm_dtype=none)."
+        raise ConfigError("parallel.etp_size", layout.etp_size, why, hint)
     return MAKERS[form](moe.dispatch, layout.place, False, _place(layout, form))
 
 
 def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
     """Raise ConfigError for a soft gate on parts of samples: its slots are means over all tokens of one."""
-    if layout.mp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
+    if layout.tp_size > 1 and FORM_TOKENS[form] == "split" and isinstance(moe.gate, SoftGate):
         why = (
-            f"mixes all tokens of a sample, and with parallel.mp_size = {layout.mp_size} and "
+            f"mixes all tokens of a sample, and with parallel.tp_size = {layout.tp_size} and "
             f"expert form {form} every rank routes its own part of them"
         )
-        raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.mp_size=1.")
+        raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.tp_size=1.")
 
 
 def _place(layout: Layout, form: ExpertForm) -> ShardPlace:
     mesh, members = layout.mesh, layout.mesh.members(layout.rank, Group.EXPERT_SHARDS)
     turns = [mesh.place(rank, Group.TENSOR) for rank in members]
-    by_shard = tuple(tuple(turns[i : i + layout.esp_size]) for i in range(0, len(turns), layout.esp_size))
-    dealt = layout.mp_size if form == "s2" else 1
-    return ShardPlace(layout.esp_size, layout.esp_rank, dealt, by_shard)
+    by_shard = tuple(tuple(turns[i : i + layout.etp_size]) for i in range(0, len(turns), layout.etp_size))
+    dealt = layout.tp_size if form == "s2" else 1
+    return ShardPlace(layout.etp_size, layout.etp_rank, dealt, by_shard)

@@ -118,7 +118,7 @@ class Plans:
         """The hostings of the next step."""
         pairs = zip(self.made, self.hosted, strict=True)
         return tuple(
-            plan if hosted else Hosting.none(plan.placement, plan.guest_slots) for plan, hosted in pairs
+            plan if hosted else Hosting.none(plan.placement, plan.replica_slots) for plan, hosted in pairs
         )
 
 
@@ -129,7 +129,7 @@ def _harmless(plan: Hosting, problem: ExpertProblem) -> bool:
 
 def _problem(plan: Hosting, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) -> ExpertProblem:
     return ExpertProblem(
-        placement=plan.placement, guest_slots=plan.guest_slots, loads=loads_PE, costs=costs, exact=exact
+        placement=plan.placement, replica_slots=plan.replica_slots, loads=loads_PE, costs=costs, exact=exact
     )
 
 

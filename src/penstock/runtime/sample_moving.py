@@ -168,4 +168,4 @@ def company_of(layout: Layout) -> Company:
 
 def counted_by(layout: Layout) -> Axes:
     """Return the axes of the ranks that exchange what their samples send: all with a part of some expert."""
-    return Group.EXPERT if layout.esp_size == 1 else Group.EXPERT_SHARDS
+    return Group.EXPERT if layout.etp_size == 1 else Group.EXPERT_SHARDS

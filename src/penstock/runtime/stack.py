@@ -283,7 +283,7 @@ class PipelinedStack(nn.Module):
         layout = self.machinery.layout
         meet = partial(self._meet, self.turns.last, self.moe.aux_loss_coeff > 0)
         split = FORM_TOKENS[self.plan.shape.expert_form] == "split"
-        tokens = SharedTokens(TensorPlace(layout.mp_rank, layout.mp_size), split, self.machinery.transports)
+        tokens = SharedTokens(TensorPlace(layout.tp_rank, layout.tp_size), split, self.machinery.transports)
         averaged_over, ranks = layout.dp_size if averaged else 1, layout.dp_size
         ending = HiddenStates(averaged=averaged_over, ranks=ranks, tokens=tokens, meet=meet)
         hidden_BLM, balance, *routers = _StepFunction.apply(

@@ -123,7 +123,7 @@ class Step:
     def _context(self) -> StepContext:
         """Return what handlers of this step work on."""
         stack, taken, machinery = self.stack, self.taken, self.taken.machinery
-        tensor = TensorPlace(machinery.layout.mp_rank, machinery.layout.mp_size)
+        tensor = TensorPlace(machinery.layout.tp_rank, machinery.layout.tp_size)
         # On a CPU a cast of a large weight stays in the cache, and costs less than a copy that comes from
         # memory.
         copies = None if device_of(machinery.device).is_cpu else ComputeCopies()

@@ -77,8 +77,8 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         shape,
         expert_form=choice.form,
         moves_samples=choice.samples != "none",
-        carries_residual=shape.carries_residual and choice.samples != "none" and choice.compression == "none",
-        guest_slots=choice.guests,
+        carries_residual=shape.carries_residual and choice.samples != "none" and choice.comm_dtype == "none",
+        replica_slots=choice.guests,
         recompute=choice.recompute,
         guest_pieces=max(shape.guest_pieces, _guest_pieces(choice, gradients)),
         gathers_loads=shape.gathers_loads or choice.guests > 0,  # the next step's guests need them

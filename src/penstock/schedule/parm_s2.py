@@ -47,5 +47,5 @@ class ParmS2(Sequential):
 
     def shape(self, shape: StepShape, choice: Decision, gradients: GradientBytes) -> StepShape:
         whole = super().shape(shape, choice, gradients)
-        gathers = shape.sharing.mp_size > 1
+        gathers = shape.sharing.tp_size > 1
         return replace(whole, pair_slices=choice.degrees[0] if gathers else 1)

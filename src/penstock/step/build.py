@@ -50,7 +50,7 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
-    if shape.guest_slots and any(shape.moe_layers):
+    if shape.replica_slots and any(shape.moe_layers):
         _check_dropless(shape)
         found += [Guests(shape.guest_pieces), GuestGradients(shape.guest_pieces)]
     if shape.microbatches > 1:
@@ -61,12 +61,12 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(WeightGradients())
     if shape.gathers_loads and any(shape.moe_layers):
         found.append(GatheredLoads())
-        if shape.guest_slots:
-            shards = shape.sharing.esp_size > 1
+        if shape.replica_slots:
+            shards = shape.sharing.etp_size > 1
             found.append(PlannedGuests(Group.EXPERT_SHARDS if shards else Group.EXPERT))
     parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
     updating = shape.updating
-    found.append(GradientPieces(parts, shape.sharing.mp_size > 1, scatters=updating is not None))
+    found.append(GradientPieces(parts, shape.sharing.tp_size > 1, scatters=updating is not None))
     if updating is not None:
         found.append(ShardedOptimizer(updating.clips, updating.replicas))
         if updating.releases:
@@ -78,8 +78,8 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
 def _check_dropless(shape: StepShape) -> None:
     if not shape.exchange_counts:
         raise RefusalError(
-            "guest_slots: every expert has a fixed number of rows from every rank, whoever computes them, so "
-            "guests would spare nothing. Use dropless routing, or set placement.experts=none"
+            "replica_slots: every expert has a fixed number of rows from every rank, whoever computes them, "
+            "so guests would spare nothing. Use dropless routing, or set placement.experts=none"
         )
 
 
@@ -92,28 +92,28 @@ def _sample_moves(shape: StepShape) -> SampleMoves:
         )
     if why := shape.sharing.why_samples_stay:
         raise RefusalError(f"moves_samples: {why}. Use other sizes, or set placement.samples=none")
-    return SampleMoves(Group.EXPERT_SHARDS if shape.sharing.esp_size > 1 else Group.EXPERT)
+    return SampleMoves(Group.EXPERT_SHARDS if shape.sharing.etp_size > 1 else Group.EXPERT)
 
 
 def _sharing_passes(shape: StepShape) -> list[Pass]:
     """Return the passes for ranks that share attention or experts."""
     sharing, form = shape.sharing, shape.expert_form
     found: list[Pass] = []
-    if sharing.mp_size > 1:
+    if sharing.tp_size > 1:
         split, moe_split = sharing.tokens == "split", FORM_TOKENS[form] == "split"
         by_sample, differ = sharing.judges_samples, shape.copies_differ
-        found.append(TensorParallel(sharing.mp_size, split, moe_split, by_sample, differ))
+        found.append(TensorParallel(sharing.tp_size, split, moe_split, by_sample, differ))
     if not any(shape.moe_layers) or sharing.is_none:
         return found
     if form == "baseline":
-        return [*found, RepeatedRows(sharing.esp_size)]
-    if form == "s2" and sharing.mp_size > 1:
-        found.append(DealtSlots(sharing.mp_size))
+        return [*found, RepeatedRows(sharing.etp_size)]
+    if form == "s2" and sharing.tp_size > 1:
+        found.append(DealtSlots(sharing.tp_size))
         if shape.pair_slices > 1:
             found.append(SimultaneousPair(shape.pair_slices))
-    if sharing.esp_size > 1:
+    if sharing.etp_size > 1:
         shards = GatheredShards if form == "gather" else FusedShards
-        found.append(shards(sharing.esp_size))
+        found.append(shards(sharing.etp_size))
     return found
 
 

@@ -22,7 +22,7 @@ def check_complete(graph: Graph, shape: StepShape) -> None:
     _check_gradients(graph)
     _check_sums(graph)
     _check_reduced(graph, shape)
-    _check_axes(graph, sharing=shape.sharing.mp_size > 1)
+    _check_axes(graph, sharing=shape.sharing.tp_size > 1)
 
 
 def _check_gradients(graph: Graph) -> None:

@@ -32,28 +32,28 @@ FORM_TOKENS: dict[ExpertForm, TokenLayout] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Which ranks share what. mp_size: ranks that share attention; esp_size: ranks that share every expert.
+    """Which ranks share what. tp_size: ranks that share attention; etp_size: ranks that share every expert.
 
     tokens: what ranks that share attention have of every sample's tokens between two blocks. judges_samples:
     balance is judged by sample or microbatch, of which those ranks may each have a part.
     """
 
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     tokens: TokenLayout = "split"
     judges_samples: bool = False
 
     @property
     def is_none(self) -> bool:
         """Whether every rank has attention and experts of its own."""
-        return self.mp_size == self.esp_size == 1
+        return self.tp_size == self.etp_size == 1
 
     @property
     def why_samples_stay(self) -> str:
         """Why samples cannot move; "" = they may, between devices that begin with the same shard."""
-        if self.mp_size % self.esp_size and self.esp_size % self.mp_size:
+        if self.tp_size % self.etp_size and self.etp_size % self.tp_size:
             return (
-                f"of parallel.mp_size={self.mp_size} and parallel.esp_size={self.esp_size} neither divides "
+                f"of parallel.tp_size={self.tp_size} and parallel.etp_size={self.etp_size} neither divides "
                 "the other, so ranks with the same samples differ in their shards of experts"
             )
         return ""
@@ -66,8 +66,8 @@ class Sharing:
         """
         if self.is_none:
             return ("gather",)
-        s1: tuple[ExpertForm, ...] = ("s1",) if self.esp_size > 1 else ()
-        s2: tuple[ExpertForm, ...] = ("s2",) if self.mp_size > 1 else ()
+        s1: tuple[ExpertForm, ...] = ("s1",) if self.etp_size > 1 else ()
+        s2: tuple[ExpertForm, ...] = ("s2",) if self.tp_size > 1 else ()
         return "gather", *s1, *s2, "baseline"
 
 
@@ -80,6 +80,11 @@ class Updating:
     clips: bool = True
     replicas: bool = False
     releases: bool = False
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO that this is."""
+        return 2 if self.releases else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,7 @@ class StepShape:
     empty = one piece per layer. Where no ranks share attention, there are none, whatever this says.
     moves_samples: combine takes whole samples to new homes (NetMoE). carries_residual: rows can bring the
     residual stream of those samples home; it matters only where samples move.
-    guest_slots: experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet); 0 =
+    replica_slots: experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet); 0 =
     experts stay. guest_pieces: pieces in which their parameters and gradients travel.
     gathers_loads: ranks exchange, once per step, how many of their rows went to each expert.
     recompute: what is recomputed before its backward.
@@ -129,7 +134,7 @@ class StepShape:
     partial_all_reduce_chunks: tuple[int, ...] = ()
     moves_samples: bool = False
     carries_residual: bool = False
-    guest_slots: int = 0
+    replica_slots: int = 0
     guest_pieces: int = 1
     gathers_loads: bool = False
     recompute: Recompute = "none"
@@ -150,7 +155,7 @@ class StepShape:
                 object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
-        if self.guest_slots < 0 or self.guest_pieces < 1:
+        if self.replica_slots < 0 or self.guest_pieces < 1:
             raise ScheduleError("guest slots are 0 or more, and a guest travels in one piece or more")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
@@ -163,7 +168,7 @@ class StepShape:
         if self.expert_form not in FORM_TOKENS:
             raise ScheduleError(f"expert_form = {self.expert_form!r}: use {', '.join(FORM_TOKENS)}")
         whole = self.chunks == self.backward_chunks == 1
-        paired = self.expert_form == "s2" and self.sharing.mp_size > 1 and whole
+        paired = self.expert_form == "s2" and self.sharing.tp_size > 1 and whole
         if self.pair_slices > 1 and not paired:
             raise ScheduleError(
                 "a simultaneous pair needs expert_form=s2, ranks that share attention, and no chunks"
@@ -172,7 +177,7 @@ class StepShape:
     @property
     def moves(self) -> bool:
         """Whether samples or experts move."""
-        return self.moves_samples or self.guest_slots > 0
+        return self.moves_samples or self.replica_slots > 0
 
     @property
     def residual_in_rows(self) -> bool:
@@ -200,7 +205,7 @@ class StepShape:
         In the baseline form every copy of a row is computed separately. Gradients of what those ranks have
         whole must then be averaged over them, or their parameters would drift apart.
         """
-        return self.sharing.mp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)
+        return self.sharing.tp_size > 1 and self.expert_form == "baseline" and any(self.moe_layers)
 
     def chunks_of(self, phase: Phase) -> int:
         """Return the number of chunks of an MoE layer in this phase."""

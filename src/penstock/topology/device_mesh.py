@@ -25,8 +25,7 @@ SIZES: Final[dict[str, tuple[str, Axes]]] = {
     "tp": ("tp_size", Group.TENSOR),
     "mp": ("tp_size", Group.TENSOR),
     "ep": ("ep_size", Group.EXPERT),
-    "esp": ("esp_size", Group.SHARDS),
-    "etp": ("esp_size", Group.SHARDS),
+    "etp": ("etp_size", Group.SHARDS),
 }
 """Dimensions that say a size, and the groups that ranks along them are."""
 
@@ -50,10 +49,10 @@ RULES: Final = {
     ),
     Group.SHARDS: (
         "ranks that share every expert are consecutive",
-        "Make esp the last dimension, in the order of ranks.",
+        "Make etp the last dimension, in the order of ranks.",
     ),
     Group.EXPERT: (
-        "ranks with different experts are consecutive, or those of one shard with an esp_size",
+        "ranks with different experts are consecutive, or those of one shard with an etp_size",
         "Put data dimensions before ep, in the order of ranks.",
     ),
     Group.DATA: (
@@ -73,7 +72,7 @@ class GroupSizes:
 
     ep_size: int | None = None
     tp_size: int | None = None
-    esp_size: int | None = None
+    etp_size: int | None = None
 
 
 def sizes_of(given: Meshes, asked: GroupSizes, control: Control, device_type: str) -> GroupSizes:
@@ -101,7 +100,7 @@ class RankMeshes(Mapping[str, DeviceMesh]):
 
     Attributes:
         dense: dp x tp: ranks with samples of their own, and ranks that share attention.
-        experts: edp x ep x esp: replicas, ranks with different experts, ranks that share every expert.
+        experts: edp x ep x etp: replicas, ranks with different experts, ranks that share every expert.
     """
 
     _made: ClassVar[WeakKeyDictionary[ProcessGroup, dict[tuple[Layout, str], Self]]] = WeakKeyDictionary()
@@ -120,8 +119,8 @@ class RankMeshes(Mapping[str, DeviceMesh]):
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         views = {
-            ("dp", "tp"): (layout.dp_size, layout.mp_size),
-            ("edp", "ep", "esp"): (layout.edp_size, layout.ep_size, layout.esp_size),
+            ("dp", "tp"): (layout.dp_size, layout.tp_size),
+            ("edp", "ep", "etp"): (layout.edp_size, layout.ep_size, layout.etp_size),
         }
         self.dense, self.experts = (
             init_device_mesh(device_type, sizes, mesh_dim_names=names) for names, sizes in views.items()
@@ -210,9 +209,9 @@ def _fitting(every: Sequence[Mapping[str, tuple[int, ...]]], asked: GroupSizes) 
     found = GroupSizes(**sizes)
     problem = _unlike(every, found)
     if (
-        problem and found.esp_size is None
+        problem and found.etp_size is None
     ):  # ranks between two of `ep` that are one of `tp` share experts, too
-        narrow = replace(found, esp_size=found.tp_size)
+        narrow = replace(found, etp_size=found.tp_size)
         found, problem = (narrow, None) if not _unlike(every, narrow) else (found, problem)
     if problem:
         raise ConfigError(KEY, shape, *problem)
@@ -221,10 +220,10 @@ def _fitting(every: Sequence[Mapping[str, tuple[int, ...]]], asked: GroupSizes) 
 
 def _unlike(every: Sequence[Mapping[str, tuple[int, ...]]], sizes: GroupSizes) -> tuple[str, str] | None:
     """Return which group is none of the layout with these sizes, and what to do; None: all are."""
-    esp_size, world_size = sizes.esp_size or 1, len(every)
-    ep_size = sizes.ep_size or holders(world_size, esp_size)
+    etp_size, world_size = sizes.etp_size or 1, len(every)
+    ep_size = sizes.ep_size or holders(world_size, etp_size)
     try:
-        mesh = Mesh(world_size=world_size, mp_size=sizes.tp_size or 1, ep_size=ep_size, esp_size=esp_size)
+        mesh = Mesh(world_size=world_size, tp_size=sizes.tp_size or 1, ep_size=ep_size, etp_size=etp_size)
     except MeshError:
         return None  # what does not divide is refused with the nearest size, mesh or not
     for rank, own in enumerate(every):

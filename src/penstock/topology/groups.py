@@ -1,4 +1,4 @@
-"""Which ranks form which group: `world = dp x mp = edp x ep x esp`, see `penstock.mesh`."""
+"""Which ranks form which group: `world = dp x tp = edp x ep x etp`, see `penstock.mesh`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class ParallelConfig:
     """Section `[parallel]`: which ranks there are and what they share."""
 
     ALSO_CALLED: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel_size": "mp_size",
-        "tensor_model_parallel_size": "mp_size",
-        "expert_tensor_parallel_size": "esp_size",
+        "tensor_parallel_size": "tp_size",
+        "tensor_model_parallel_size": "tp_size",
+        "expert_tensor_parallel_size": "etp_size",
         "expert_model_parallel_size": "ep_size",
     }
     """Settings by Megatron's names."""
@@ -47,14 +47,14 @@ class ParallelConfig:
     processes: Processes | None = None
     """Local processes, unless another launcher started them; none = one per GPU or processor core."""
     ep_size: Ranks | None = None
-    """Ranks over which the experts of a layer are spread; none = all, after `esp_size`."""
-    mp_size: Ranks = 1
+    """Ranks over which the experts of a layer are spread; none = all, after `etp_size`."""
+    tp_size: Ranks = 1
     """Ranks of a node that share attention, dense feed-forward parts and vocabulary (tensor parallelism) and
     work on the same samples."""
-    esp_size: Ranks = 1
+    etp_size: Ranks = 1
     """Ranks of a node that share every expert, each a part of its hidden width (expert sharding)."""
     tokens: TokenLayout = "split"
-    """What the ranks of one `mp` group hold between two blocks: "split" = each a part of every sample's
+    """What the ranks of one `tp` group hold between two blocks: "split" = each a part of every sample's
     tokens (sequence parallelism), "replicated" = all tokens."""
     ranks_per_node: Ranks | None = None
     """Consecutive ranks in a node; none = detected when the ranks join."""
@@ -99,10 +99,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The place of a rank: world = dp x mp = edp x ep x esp.
+    """The place of a rank: world = dp x tp = edp x ep x etp.
 
-    A rank holds its `1 / esp` part of num_experts / ep_size experts. mp_size: ranks that share attention.
-    esp_size: ranks that share every expert. tokens: what ranks that share attention have of every sample's
+    A rank holds its `1 / etp` part of num_experts / ep_size experts. tp_size: ranks that share attention.
+    etp_size: ranks that share every expert. tokens: what ranks that share attention have of every sample's
     tokens between two blocks. node_size: consecutive ranks in one node; 0 = all, or not known to be equal
     everywhere.
     """
@@ -111,8 +111,8 @@ class Layout:
     ep_size: int
     rank: int
     node_size: int = 0
-    mp_size: int = 1
-    esp_size: int = 1
+    tp_size: int = 1
+    etp_size: int = 1
     tokens: TokenLayout = "split"
 
     @staticmethod
@@ -126,20 +126,20 @@ class Layout:
         if config.ranks_per_node is not None:
             node_size = config.ranks_per_node
             _check_divides("ranks_per_node", node_size, world_size, f"the number of ranks ({world_size})")
-        for name in ("mp_size", "esp_size"):
+        for name in ("tp_size", "etp_size"):
             _check_inside_node(name, getattr(config, name), world_size, node_size)
-        spread = holders(world_size, config.esp_size)
+        spread = holders(world_size, config.etp_size)
         ep_size = spread if config.ep_size is None else config.ep_size
         valid = [size for size in group_sizes(spread) if num_experts % size == 0]
         if ep_size not in valid:
             nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
             if config.ep_size is None:
-                shards = f" of {config.esp_size} shards" if config.esp_size > 1 else ""
+                shards = f" of {config.etp_size} shards" if config.etp_size > 1 else ""
                 why = f"cannot be shared evenly by {spread} {'groups' if shards else 'ranks'}{shards}"
                 experts = max(1, round(num_experts / spread)) * spread
                 hint = f"Nearest valid: {experts}; or spread experts over fewer: parallel.ep_size={nearest}."
                 raise IndivisibleError("moe.num_experts", num_experts, why, hint)
-            ranks = f"ranks ({world_size})" if spread == world_size else f"ranks over esp_size ({spread})"
+            ranks = f"ranks ({world_size})" if spread == world_size else f"ranks over etp_size ({spread})"
             why = f"must divide the number of {ranks} and moe.num_experts ({num_experts})"
             raise IndivisibleError("parallel.ep_size", ep_size, why, f"Nearest valid: {nearest}.")
         return Layout(
@@ -147,8 +147,8 @@ class Layout:
             ep_size=ep_size,
             rank=rank,
             node_size=node_size or 0,
-            mp_size=config.mp_size,
-            esp_size=config.esp_size,
+            tp_size=config.tp_size,
+            etp_size=config.etp_size,
             tokens=config.tokens,
         )
 
@@ -170,8 +170,8 @@ class Layout:
     @property
     def ep_node_size(self) -> int:
         """Ranks of an expert group in one node: all of them where the group does not span whole nodes."""
-        here = ranks_per_node(self.ep_size * self.esp_size, self.node_size)
-        return holders(here, self.esp_size)
+        here = ranks_per_node(self.ep_size * self.etp_size, self.node_size)
+        return holders(here, self.etp_size)
 
     @property
     def ep_nodes(self) -> int:
@@ -200,12 +200,12 @@ class Layout:
         return self.mesh.place(self.rank, Group.DATA)
 
     @property
-    def mp_rank(self) -> int:
+    def tp_rank(self) -> int:
         """Place of this rank among the ranks that share attention."""
         return self.mesh.place(self.rank, Group.TENSOR)
 
     @property
-    def esp_rank(self) -> int:
+    def etp_rank(self) -> int:
         """Place of this rank among the ranks that share every expert."""
         return self.mesh.place(self.rank, Group.SHARDS)
 
@@ -221,8 +221,8 @@ class Layout:
             world_size=self.world_size,
             ep_size=self.ep_size,
             ep_local_size=self.ep_node_size,
-            mp_size=self.mp_size,
-            esp_size=self.esp_size,
+            tp_size=self.tp_size,
+            etp_size=self.etp_size,
             node_size=self.node_size,
         )
 

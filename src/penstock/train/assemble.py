@@ -169,8 +169,8 @@ def model_of(
         ep_rank=layout.ep_rank,
         node_size=layout.ep_node_size,
         make_moe=make_moe,
-        shard=TensorShard(layout.mp_rank, layout.mp_size),
-        expert_shard=ExpertShard(layout.esp_rank, layout.esp_size),
+        shard=TensorShard(layout.tp_rank, layout.tp_size),
+        expert_shard=ExpertShard(layout.etp_rank, layout.etp_size),
     )
 
 
@@ -201,7 +201,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
         held=_held(config, layout) if model.of_transformers else None,
-        **_named(layout, "world_size", "ep_size", "mp_size", "esp_size"),
+        **_named(layout, "world_size", "ep_size", "tp_size", "etp_size"),
         **_named(model, "seq_len", "hidden_size", "vocab_size", "attention_size", "key_value_size"),
         **_named(moe, "num_experts", "top_k", "expert_matrices", "expert_groups", "min_capacity"),
         **_named(moe, "slots_per_sample", "one_copy_per_rank", "shared_ffn_hidden_size"),
@@ -224,7 +224,7 @@ def base_shape(config: RunConfig, layout: Layout) -> StepShape:
     """Return the uncut shape of a step, before a system transforms it."""
     moe_layers = tuple(config.model.is_moe(layer) for layer in range(config.model.num_layers))
     # Rows carry the residual stream where they are as exact, and are added to it unchanged.
-    exact = config.train.precision != "bfloat16" and config.moe.compression is None
+    exact = config.train.precision != "bfloat16" and config.moe.comm_dtype is None
     return StepShape(
         moe_layers=moe_layers,
         exchange_counts=config.moe.exchanges_counts,
@@ -244,7 +244,7 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
     return Updating(
         clips=config.clip_grad_norm is not None,
         replicas=layout.edp_size > 1,
-        releases=config.shard_gradients,
+        releases=config.releases,
     )
 
 

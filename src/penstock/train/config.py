@@ -16,7 +16,7 @@ from penstock.models import PRESETS, ModelConfig
 from penstock.models.config import QWEN3_MOE
 from penstock.models.qwen3_moe import model_type_of, sections_of
 from penstock.moe import MoEConfig
-from penstock.plan.plan_config import AUTO, GIVEN, PlanConfig
+from penstock.plan.plan_config import FIXED, REPLAY, PlanConfig
 from penstock.topology import ParallelConfig
 from penstock.train.optimizer import OptimizerConfig
 from penstock.train.possible import check_movable, check_moves, check_sections, check_shares, moving_in
@@ -131,7 +131,7 @@ class RunConfig:
         preset = self.model.preset
         if preset is not None:
             check_name("model.preset", preset, PRESETS, "published model")
-        if self.plan.source == GIVEN and self.schedule.reads("microbatches"):  # else the section is not used
+        if self.plan.mode == FIXED and self.schedule.reads("microbatches"):  # else the section is not used
             self._check_microbatches(self.data.batch_per_device)
 
     def _check_microbatches(self, samples: int) -> None:
@@ -152,9 +152,9 @@ class RunConfig:
         """
         found = self._with_preset(world_size)._with_config()
         check_shares(found.model, found.moe, found.parallel, world_size)
-        check_moves(found.placement, found.plan.source, found.parallel, world_size)
-        if found.plan.source in (GIVEN, AUTO):
-            given = found.schedule if found.plan.source == GIVEN else None
+        check_moves(found.placement, found.plan.mode, found.parallel, world_size)
+        if found.plan.mode != REPLAY:
+            given = found.schedule if found.plan.mode == FIXED else None
             check_movable(found.placement, given, found.moe, found.parallel)
         return found
 

@@ -34,8 +34,8 @@ RANK_BYTES = 160 << 20
 """Memory of a process with torch before there is a model. Measured: 190 MiB."""
 
 SPARING = {
-    0: ", or share moments (optimizer.sharded)",
-    MOMENTS: ", or share gradients (optimizer.shard_gradients)",
+    0: ", or share moments (optimizer.zero_stage = 1)",
+    MOMENTS: ", or share gradients (optimizer.zero_stage = 2)",
 }
 """What else would help, by the number of copies that are shared already."""
 
@@ -74,8 +74,8 @@ def memory_of(config: RunConfig, layout: Layout) -> RankMemory:
     whole = COPIES - shared_copies
     copies, expert_copies = whole + shared_copies / layout.dp_size, whole + shared_copies / layout.edp_size
     ends, layers, experts = (_bytes_of_file if model.of_transformers else _bytes)(model, moe, layout)
-    tokens = min(split_sizes(model.seq_len, layout.mp_size)) if layout.tokens == "split" else model.seq_len
-    heads = (model.attention_size + model.key_value_size) // layout.mp_size
+    tokens = min(split_sizes(model.seq_len, layout.tp_size)) if layout.tokens == "split" else model.seq_len
+    heads = (model.attention_size + model.key_value_size) // layout.tp_size
     kept = KEPT_COPIES * model.hidden_size + KEPT_HEADS * heads
     again = config.plan.may_repeat_blocks
     token_bytes = SMALLEST_ELEMENT_BYTES * (KEPT_AGAIN * model.hidden_size if again else kept)
@@ -103,7 +103,7 @@ def _bytes_of_file(model: ModelConfig, moe: MoEConfig, layout: Layout) -> tuple[
     """Return what `_bytes` does, for a model that transformers makes of a file."""
     held = gradient_bytes(model, moe, layout, sharded=True)
     matrices = 1 if model.tie_word_embeddings else 2
-    ends = matrices * model.vocab_size * model.hidden_size * FLOAT32_BYTES // layout.mp_size
+    ends = matrices * model.vocab_size * model.hidden_size * FLOAT32_BYTES // layout.tp_size
     return ends, sum(held.replicated) + sum(held.partial) - ends, sum(held.experts)
 
 
@@ -149,8 +149,8 @@ def check_run(config: RunConfig, layout: Layout, *, there_bytes: int, sharing: i
     hint = (
         "Masks grow with the square of model.seq_len: lower it or data.batch_per_device, or leave it out."
         if key == "data.separate_documents"
-        else "Make the model or the batch smaller, or share it among more devices (parallel.mp_size, "
-        f"ep_size, esp_size){spare}."
+        else "Make the model or the batch smaller, or share it among more devices (parallel.tp_size, "
+        f"ep_size, etp_size){spare}."
     )
     raise ConfigError(key, parts[key][0], why, hint)
 

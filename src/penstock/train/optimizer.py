@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from penstock.config import ConfigError, Within, check_bounds
+from penstock.config import Within, check_bounds
 from penstock.config.bounds import Steps
 
 MOMENTS = 2
 """Numbers that AdamW keeps for every weight."""
 
-Sharded = Literal[True, False, "auto"]
+ZeroStage = Literal[0, 1, 2, "auto"]
 NamedParameter = tuple[str, nn.Parameter]
 Positive = Annotated[float, Within(0, 1e30, "larger numbers overflow float32", above=True)]
 Share = Annotated[float, Within(0, 1, "it is a fraction")]
@@ -46,34 +46,35 @@ class OptimizerConfig:
     clip_grad_norm: Positive | None = 1.0
     """Largest gradient norm over the whole model, where every expert counts once; none = gradients stay as
     they are."""
-    sharded: Sharded = False
-    """Every data-parallel rank keeps the moments of a share of the parameters and updates it, by tasks of the
-    step (ZeRO, stage 1); "auto" = if a whole iteration is predicted to be shorter so, or does not fit into
-    memory otherwise ([more](training.md#a-sharded-optimiser))."""
-    shard_gradients: bool = False
-    """With `sharded`, gradients are freed during backward as soon as they are summed, but for a rank's share
-    (ZeRO, stage 2; [more](training.md#shares-of-gradients))."""
+    zero_stage: ZeroStage = 0
+    """What data-parallel ranks share (ZeRO): 1 = every rank keeps the moments of a share of the parameters
+    and updates it, by tasks of the step; "auto" = 1 if a whole iteration is predicted to be shorter so, or
+    does not fit into memory otherwise ([more](training.md#a-sharded-optimiser)); 2 = besides, gradients are
+    freed during backward as soon as they are summed, but for a rank's share
+    ([more](training.md#shares-of-gradients))."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        if self.shard_gradients and self.sharded is False:
-            why = "keeps a share of every gradient, for an optimizer that updates shares"
-            hint = "Set optimizer.sharded=true, too, or auto."
-            raise ConfigError("shard_gradients", True, why, hint)
 
     @property
     def is_sharded(self) -> bool:
         """Whether ranks update shares; `auto` counts as no until it is decided."""
-        return self.sharded is True
+        return self.zero_stage in (1, 2)
+
+    @property
+    def releases(self) -> bool:
+        """Whether ranks keep shares of gradients, too."""
+        return self.zero_stage == 2
 
     @property
     def shared_copies(self) -> int:
         """Number of copies of a weight (gradient, two moments) of which a rank may have only a share."""
-        return 0 if self.sharded is False else MOMENTS + self.shard_gradients
+        return 0 if self.zero_stage == 0 else MOMENTS + self.releases
 
     def settled(self, *, sharded: bool) -> OptimizerConfig:
         """Return the configuration with one of the two optimisers chosen."""
-        return replace(self, sharded=sharded, shard_gradients=self.shard_gradients and sharded)
+        stage: ZeroStage = 0 if not sharded else 2 if self.releases else 1
+        return replace(self, zero_stage=stage)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -14,17 +14,17 @@ from penstock.families.known import FAMILIES
 from penstock.mesh import group_sizes, holders
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
-from penstock.plan.plan_config import AUTO, GIVEN
+from penstock.plan.plan_config import AUTO, FIXED, REPLAY, Mode
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import ParallelConfig
 
 FREE: Final = {
     "model": ("config", "seq_len"),
-    "moe": ("dispatch", "compression", "bound_factor", "aux_loss_coeff"),
+    "moe": ("dispatch", "comm_dtype", "bound_factor", "aux_loss_coeff"),
 }
 """Settings of a model that its file does not decide."""
 
-READ_WITH: Final = {"samples": ("solver", "prediction"), "experts": ("guest_slots", "split", "every")}
+READ_WITH: Final = {"samples": ("solver", "prediction"), "experts": ("replica_slots", "split", "every")}
 """Settings that count only where samples move, and only where experts move."""
 
 NONE: Final = "none"
@@ -49,24 +49,24 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     if not all(model.is_moe(layer) for layer in range(model.num_layers)):
         shared["model.ffn_hidden_size"] = model.dense_hidden_size
     valid = [size for size in _common(shared, ranks) if size <= model.seq_len]
-    _check("parallel.mp_size", parallel.mp_size, shared, valid, heads_of=model.hidden_size)
-    if parallel.mp_size > model.seq_len:
+    _check("parallel.tp_size", parallel.tp_size, shared, valid, heads_of=model.hidden_size)
+    if parallel.tp_size > model.seq_len:
         why = f"every rank needs a token of each sample, and samples have model.seq_len = {model.seq_len}"
-        nearest = f"Nearest valid: {_nearest(valid, parallel.mp_size)}."
-        raise ConfigError("parallel.mp_size", parallel.mp_size, why, nearest)
+        nearest = f"Nearest valid: {_nearest(valid, parallel.tp_size)}."
+        raise ConfigError("parallel.tp_size", parallel.tp_size, why, nearest)
     experts = {"moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size}
-    _check("parallel.esp_size", parallel.esp_size, experts, _common(experts, ranks))
+    _check("parallel.etp_size", parallel.etp_size, experts, _common(experts, ranks))
 
 
 def _check_family(model_type: str, parallel: ParallelConfig) -> None:
     """Raise ConfigError for a layout in which ranks would share what models of this family do not share."""
     family = FAMILIES[model_type]
-    if parallel.esp_size > 1 and not family.form.narrows:
+    if parallel.etp_size > 1 and not family.form.narrows:
         why = f"a parameter of a {model_type} has several rows for every expert, which are not cut"
-        raise ConfigError("parallel.esp_size", parallel.esp_size, why, "Use 1, and spread them with ep_size.")
-    if parallel.mp_size > 1 and family.attention is None:
+        raise ConfigError("parallel.etp_size", parallel.etp_size, why, "Use 1, and spread them with ep_size.")
+    if parallel.tp_size > 1 and family.attention is None:
         why = f"{family.uncut}, so ranks cannot share the attention of a {model_type}"
-        raise ConfigError("parallel.mp_size", parallel.mp_size, why, "Use 1.")
+        raise ConfigError("parallel.tp_size", parallel.tp_size, why, "Use 1.")
 
 
 def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *, heads_of: int = 0) -> None:
@@ -143,23 +143,23 @@ def moving_in(model_type: str, placement: PlacementConfig, data: DataConfig) -> 
 # ---- what moves --------------------------------------------------------------------------------------------
 
 
-def check_moves(placement: PlacementConfig, source: str, parallel: ParallelConfig, ranks: int) -> None:
+def check_moves(placement: PlacementConfig, mode: Mode, parallel: ParallelConfig, ranks: int) -> None:
     """Raise ConfigError for a move without effect, or a setting of a move that is not made.
 
-    source: of the plan; a plan file itself determines what moves. ranks: total number.
+    mode: of the plan; a plan file itself determines what moves. ranks: total number.
     """
-    if source not in (GIVEN, AUTO):
+    if mode == REPLAY:
         return
     usual = {field.name: field.default for field in fields(placement)}
     for what, settings in READ_WITH.items():
         asked = getattr(placement, what)
-        if asked == NONE or (asked == AUTO and source == GIVEN):
-            means = "" if asked == NONE else f', which means "none" with plan.source = {source}'
+        if asked == NONE or (asked == AUTO and mode == FIXED):
+            means = "" if asked == NONE else f', which means "none" with plan.mode = {mode}'
             why = f"changes nothing where {what} stay (placement.{what} = {asked}{means})"
             for name in settings:
                 if (value := getattr(placement, name)) != usual[name]:
                     raise ConfigError(f"placement.{name}", value, why, f"Leave it out, or let {what} move.")
-        elif asked != AUTO and (parallel.ep_size or holders(ranks, parallel.esp_size)) == 1:
+        elif asked != AUTO and (parallel.ep_size or holders(ranks, parallel.etp_size)) == 1:
             why = (
                 "moves between the ranks of experts, and with parallel.ep_size = 1 every rank has all of them"
             )
@@ -204,15 +204,15 @@ def _why_it_stays(
         why = "moe.aux_loss_group = microbatch judges balance by the samples that share a rank"
         return why, "moe.aux_loss_group=global"
     form, other = _form(choice)
-    shared = [f"parallel.{name}" for name in ("mp_size", "esp_size") if getattr(parallel, name) > 1]
+    shared = [f"parallel.{name}" for name in ("tp_size", "etp_size") if getattr(parallel, name) > 1]
     if samples and shared and choice.form != "gather":
         why = (
             f"with {form} ranks that share attention or experts ({', '.join(shared)}) send rows of each "
             "other's samples, or sums of them, and no rank alone has a sample's rows to move"
         )
-    elif not samples and parallel.mp_size > 1 and FORM_TOKENS[choice.form] == "replicated":
+    elif not samples and parallel.tp_size > 1 and FORM_TOKENS[choice.form] == "replicated":
         why = (
-            f"with {form} all ranks that share attention (parallel.mp_size = {parallel.mp_size}) have the "
+            f"with {form} all ranks that share attention (parallel.tp_size = {parallel.tp_size}) have the "
             "same rows, and would each send them to another host of an expert"
         )
     else:

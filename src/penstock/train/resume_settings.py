@@ -23,7 +23,7 @@ MAY_CHANGE: Final[Mapping[str, str]] = {
     "moe.dispatch": "another way to compute the same",
     "moe.one_copy_per_rank": "another way to compute the same",
     "moe.bound_factor": "another way to compute the same",
-    "moe.compression": "rounds rows in transit, as train.precision rounds products",
+    "moe.comm_dtype": "rounds rows in transit, as train.precision rounds products",
     "moe.aux_loss_coeff": "weighs a term of the loss",
     "moe.aux_loss_group": "chooses a term of the loss",
     "moe.z_loss_coeff": "weighs a term of the loss",

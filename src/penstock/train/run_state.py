@@ -274,7 +274,7 @@ def _read_hosted(stack: PipelinedStack, groups: list[Any] | None) -> Plans | Non
     made: list[Hosting] = []
     for layer, hosting in zip(layers, now, strict=True):
         slots = {len(held) for held in layer["guests"]}
-        if layer["owners"] != hosting.placement.digest or slots != {hosting.guest_slots}:
+        if layer["owners"] != hosting.placement.digest or slots != {hosting.replica_slots}:
             return None
         made.append(hosting_of(layer, hosting.placement))
     return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))

@@ -14,7 +14,7 @@ from benchmarks.published.parm_study import TESTBEDS, ParmResult, run_parm
 from penstock.decision import Decision
 from penstock.ops import Op
 
-SPEC = ParmSpec(devices=8, mp_size=4, esp_size=4, batch=2, seq_len=512, hidden_size=1024, capacity_factor=1.2)
+SPEC = ParmSpec(devices=8, tp_size=4, etp_size=4, batch=2, seq_len=512, hidden_size=1024, capacity_factor=1.2)
 
 
 def test_the_grid_has_as_many_layers_as_the_paper() -> None:
@@ -52,14 +52,14 @@ def test_experts_of_the_baseline_do_the_work_of_all_ranks_with_the_same_tokens()
         cost = asked.cost(choice, plan.shape)
         experts = next(task for task in plan.graph.tasks if task.op == Op.EXPERTS and task.forward)
         flops[schedule] = cost(experts) - asked.cluster.task_overhead_s
-    assert flops[BASELINE] == pytest.approx(SPEC.mp_size * flops[S1], rel=0.01)
+    assert flops[BASELINE] == pytest.approx(SPEC.tp_size * flops[S1], rel=0.01)
 
 
 def test_gains_grow_with_the_ranks_that_have_the_same_tokens() -> None:
     """By as much as the paper says, roughly: 2.1 for two ranks that share all, to 5.8 for four."""
     gains = {}
     for size in (1, 2, 4):
-        spec = ParmSpec(**{**asdict(SPEC), "mp_size": size, "esp_size": max(2, size), "devices": 32})
+        spec = ParmSpec(**{**asdict(SPEC), "tp_size": size, "etp_size": max(2, size), "devices": 32})
         seconds = parm_seconds(parm_problem(spec, "parm-testbed-b"))
         gains[size] = seconds[BASELINE] / seconds[PARM]
     assert 1 < gains[1] < 1.5 < gains[2] < 3 < gains[4] < 6
@@ -75,6 +75,6 @@ def test_the_study_is_counted_shown_and_read_again() -> None:
         assert spread.least <= spread.mean <= spread.most
     assert ParmResult.from_dict(json.loads(json.dumps(asdict(found)))) == found
     text = render_published(PublishedResult(grids=(), parm=(found,)))
-    for words in ("6 layers", "parm by mp x esp", "1.13 to 5.77", "Algorithm 1"):
+    for words in ("6 layers", "parm by tp x etp", "1.13 to 5.77", "Algorithm 1"):
         assert words in text
     assert prod(found.wins.values()) < 1

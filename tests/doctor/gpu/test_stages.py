@@ -90,11 +90,11 @@ def both(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 
 def few_cases(world_size: int) -> list[Case]:
     del world_size
-    shared = {"mp_size": 2, "esp_size": 2}
+    shared = {"tp_size": 2, "etp_size": 2}
     return [
         Case(name="plain"),
         Case(name="shared", schedule="parm_s1", parallel=shared, precision="bfloat16"),
-        Case(name="sharded", schedule="penstock", optimizer={"sharded": True}),
+        Case(name="sharded", schedule="penstock", optimizer={"zero_stage": 1}),
     ]
 
 
@@ -331,7 +331,7 @@ def test_all_layouts_have_communicators(cards: Pools) -> None:
     made = {
         (each["layout"], one["group"]) for each in found.figures["layouts"] for one in each["communicators"]
     }
-    assert {("flat", "ep"), ("hierarchical", "rail"), ("tensor parallel", "mp"), ("sharded", "esp")} <= made
+    assert {("flat", "ep"), ("hierarchical", "rail"), ("tensor parallel", "tp"), ("sharded", "etp")} <= made
 
 
 # ---- faults ------------------------------------------------------------------------------------------------

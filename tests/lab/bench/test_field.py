@@ -168,11 +168,11 @@ def test_a_step_sends_the_same_bytes_every_time(real: list[Compared]) -> None:
 
 def test_iterations_end_with_an_update_whole_or_in_shares(ranks: Pools) -> None:
     """Each kind of update has a limit of its own; the prediction is of the whole iteration."""
-    names = ("sequential", "sequential+sharded", "flowmoe+shard_gradients")
+    names = ("sequential", "sequential+zero1", "flowmoe+zero2")
     first, second = ranks(2).run(run_comparison, config_of(schedules=names), False)
     assert first == second
     assert first.labels == list(names)
-    assert list(first.compute_s) == ["", "+sharded", "+shard_gradients"]
+    assert list(first.compute_s) == ["", "+zero1", "+zero2"]
     assert all(seconds is not None and seconds > 0 for seconds in first.simulated_s)
     whole, shares, _ = first.result.cases
     assert whole.limit.device_bytes > 0 and shares.limit != whole.limit
@@ -232,7 +232,7 @@ def explains(notes: tuple[str, ...]) -> bool:
 
 def sharing_config() -> BenchConfig:
     config = config_of(4, schedules=FORMS)
-    shared = replace(config.parallel, mp_size=2, esp_size=2, ranks_per_node=2, ep_size=2)
+    shared = replace(config.parallel, tp_size=2, etp_size=2, ranks_per_node=2, ep_size=2)
     return replace(config, parallel=shared, compare=replace(config.compare, profile_s=0.1))
 
 
@@ -242,7 +242,7 @@ def test_every_form_has_a_limit_of_its_own(ranks: Pools, asleep: bool) -> None:
     assert all(other == first for other in others)
     assert list(first.compute_s) == list(first.traffic) == ["baseline", "s1", "s2", "gather"]
     result = first.result
-    assert result.layout == "dp 2 x mp 2, edp 1 x ep 2 x esp 2"
+    assert result.layout == "dp 2 x tp 2, edp 1 x ep 2 x etp 2"
     assert result.layout in render(result) and "limit ms" in render(result)
     baseline, s1, s2, gather, auto = (case.limit for case in result.cases)
     assert result.limit == baseline and auto in (baseline, s1, s2, gather)

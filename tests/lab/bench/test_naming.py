@@ -15,8 +15,8 @@ from penstock.train.optimizer import OptimizerConfig
 def test_a_name_says_what_moves() -> None:
     named = Named.of("penstock+planned+netmoe")
     assert named == Named(schedule="penstock", samples="netmoe", experts="planned")
-    placement = named.placement(PlacementConfig(guest_slots=3))
-    assert (placement.samples, placement.experts, placement.guest_slots) == ("netmoe", "planned", 3)
+    placement = named.placement(PlacementConfig(replica_slots=3))
+    assert (placement.samples, placement.experts, placement.replica_slots) == ("netmoe", "planned", 3)
 
 
 def test_a_name_says_how_rows_travel() -> None:
@@ -48,15 +48,9 @@ def test_what_is_no_name_is_refused(name: str, words: str) -> None:
 
 
 def test_a_name_may_say_whose_updates() -> None:
-    plain, shares, gradients = map(
-        Named.of, ("penstock", "penstock+sharded", "penstock+node_once+shard_gradients")
-    )
+    plain, shares, gradients = map(Named.of, ("penstock", "penstock+zero1", "penstock+node_once+zero2"))
     settled = [each.optimizer(OptimizerConfig()) for each in (plain, shares, gradients)]
-    assert [(each.sharded, each.shard_gradients) for each in settled] == [
-        (False, False),
-        (True, False),
-        (True, True),
-    ]
+    assert [each.zero_stage for each in settled] == [0, 1, 2]
     assert [each.moves for each in (plain, shares, gradients)] == [False, False, True]
     with pytest.raises(ConfigError, match="one owner"):
-        Named.of("penstock+sharded+shard_gradients")
+        Named.of("penstock+zero1+zero2")

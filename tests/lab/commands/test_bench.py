@@ -224,8 +224,8 @@ def test_ranks_that_somebody_else_started_get_no_second_network() -> None:
         (["--peers", "nothing"], ["compare.peers", "nothing", "Use some of deepspeed, megatron"]),
         (["--peers", "deepspeed", "--virtual"], ["--peers", "deepspeed", "Leave --virtual out"]),
         (
-            ["--peers", "deepspeed", "parallel.mp_size=2"],
-            ['compare.peers = ["deepspeed"]', "parallel.esp_size = 1 (docs/peers.md)", "set both to 1"],
+            ["--peers", "deepspeed", "parallel.tp_size=2"],
+            ['compare.peers = ["deepspeed"]', "parallel.etp_size = 1 (docs/peers.md)", "set both to 1"],
         ),
         (["virtual.routing=zipf"], ['virtual.routing = "zipf"', "only virtual devices", "Add --virtual."]),
         (["virtual.zipf_exponent=2", "virtual.routing=zipf"], ["virtual.zipf_exponent = 2", "Add --virtual"]),

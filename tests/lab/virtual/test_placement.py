@@ -32,7 +32,7 @@ from tests.support.ranks import Pools
 
 LOCAL = VirtualConfig(routing="dirichlet", dirichlet_concentration=0.1)
 SLEEPS = ClusterConfig(task_overhead_s=5e-4, flops_per_s=1e8)
-BOTH = PlacementConfig(samples="netmoe", experts="planned", guest_slots=2)
+BOTH = PlacementConfig(samples="netmoe", experts="planned", replica_slots=2)
 
 
 def case_of(*, ep_size: int = 4) -> Case:
@@ -178,7 +178,7 @@ def test_guests_are_planned_by_the_links_that_were_measured_and_the_dispatch_in_
 
 def test_guests_are_planned_as_seldom_as_is_asked_for() -> None:
     """With `every` = 3 steps 1 to 3 have the guests that step 0 asked for, as far as they pay."""
-    seldom = PlacementConfig(experts="least_loaded", guest_slots=1, every=3)
+    seldom = PlacementConfig(experts="least_loaded", replica_slots=1, every=3)
     hosted = []
     for number in range(1, 5):
         _, cost = planned(case_of(), seldom, number)

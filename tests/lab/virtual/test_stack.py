@@ -121,7 +121,7 @@ def check_ran(result: Ran) -> None:
 
 @pytest.mark.every_value
 @pytest.mark.parametrize("dispatch", ["hierarchical_1d", "hierarchical_2d"])
-@pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "compression": "int8"}])
+@pytest.mark.parametrize("extra", [{}, {"shared_ffn_hidden_size": 4, "comm_dtype": "int8"}])
 def test_a_virtual_step_takes_the_legs_of_a_real_one(
     ranks: Pools, dispatch: str, extra: dict[str, Any]
 ) -> None:
@@ -241,11 +241,11 @@ def test_one_rank_alone(name: str) -> None:
 # ---- ranks that share attention and experts ----------------------------------------------------------------
 
 SHARED = [
-    {"mp_size": 2, "esp_size": 2, "ep_size": 2},
-    {"mp_size": 2, "esp_size": 1, "ep_size": 2},
-    {"mp_size": 1, "esp_size": 2, "ep_size": 2},
-    {"mp_size": 4, "esp_size": 2, "ep_size": 1},
-    {"mp_size": 2, "esp_size": 4, "ep_size": 1},
+    {"tp_size": 2, "etp_size": 2, "ep_size": 2},
+    {"tp_size": 2, "etp_size": 1, "ep_size": 2},
+    {"tp_size": 1, "etp_size": 2, "ep_size": 2},
+    {"tp_size": 4, "etp_size": 2, "ep_size": 1},
+    {"tp_size": 2, "etp_size": 4, "ep_size": 1},
 ]
 FORMS = ["fsmoe", "parm_s1", "parm_s2", "baseline_esp"]
 

@@ -34,10 +34,10 @@ lines = st.builds(
 )
 
 
-def shared(mp_size: int, esp_size: int, tokens: str = "replicated") -> Problem:
-    asked = with_sharing(problem((True,)), mp_size, esp_size)
+def shared(tp_size: int, etp_size: int, tokens: str = "replicated") -> Problem:
+    asked = with_sharing(problem((True,)), tp_size, etp_size)
     sharing = Sharing(
-        mp_size=mp_size, esp_size=esp_size, tokens="split" if tokens == "split" else "replicated"
+        tp_size=tp_size, etp_size=etp_size, tokens="split" if tokens == "split" else "replicated"
     )
     return replace(asked, shape=replace(asked.shape, sharing=sharing))
 
@@ -97,7 +97,7 @@ def test_a_measured_pair_decides() -> None:
 
     def measured(alpha_s: float) -> Problem:
         line = LinkModel(
-            collective=PAIR, group="ep x esp", lane="inter", ranks=8, alpha_s=alpha_s, beta_s_per_byte=1e-12
+            collective=PAIR, group="ep x etp", lane="inter", ranks=8, alpha_s=alpha_s, beta_s_per_byte=1e-12
         )
         file: ClusterFile = replace(FILE, ranks_per_node=4, links=(line,))
         return replace(asked, cluster=ProfiledCluster.build(file))

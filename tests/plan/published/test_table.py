@@ -73,11 +73,11 @@ def problem(
         expert_all_reduce_bytes=(0,) * layers,
         dense_ffn_hidden_size=2048,
         partial_all_reduce_bytes=(1 << 14 if shards > 1 else 0,) * layers,
-        mp_size=shards,
-        esp_size=shards,
+        tp_size=shards,
+        etp_size=shards,
         node_size=1 if shards > 1 else 0,
     )
-    sharing = Sharing(mp_size=shards, esp_size=shards)
+    sharing = Sharing(tp_size=shards, etp_size=shards)
     shape = StepShape(moe_layers=moe_layers, exchange_counts=False, dispatch=dispatch, sharing=sharing)
     return Problem(shape=shape, workload=workload, cluster=cluster)
 

@@ -68,7 +68,7 @@ def test_equal_schedules_agree(ranks: Pools) -> None:
 
 
 def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]) -> str:
-    layout = Layout(world_size=2, ep_size=2, rank=rank, mp_size=tensor[rank])
+    layout = Layout(world_size=2, ep_size=2, rank=rank, tp_size=tensor[rank])
     try:
         check_layouts(layout, batches[rank], Control(rank, 2))
     except ScheduleMismatchError as error:
@@ -79,7 +79,7 @@ def compare_layouts(rank: int, batches: tuple[int, int], tensor: tuple[int, int]
 def test_ranks_of_different_layouts_are_told_before_they_wait_for_each_other(ranks: Pools) -> None:
     assert ranks(2).run(compare_layouts, (4, 4), (2, 2)) == ["agreed", "agreed"]
     for text in ranks(2).run(compare_layouts, (4, 4), (1, 2)):
-        assert "different layouts: mp_size = 1 on rank 0, 2 on rank 1" in text
+        assert "different layouts: tp_size = 1 on rank 0, 2 on rank 1" in text
     for text in ranks(2).run(compare_layouts, (4, 2), (2, 2)):
         assert "samples = 4 on rank 0, 2 on rank 1" in text
 

@@ -15,7 +15,7 @@ from tests.support.parity import machinery
 def test_nothing_moves_between_ranks_that_send_nothing() -> None:
     """Ranks would plan guests by what each alone has, and homes by counts of nobody."""
     still, quiet = StepShape(moe_layers=(True,)), silent(machinery(1, 1, 0))
-    for shape in (replace(still, guest_slots=1), replace(still, moves_samples=True)):
+    for shape in (replace(still, replica_slots=1), replace(still, moves_samples=True)):
         with pytest.raises(ValueError, match="nothing is sent between the ranks of this stack"):
             check_guests([None], shape, quiet)
     check_guests([None], still, quiet)

@@ -27,9 +27,9 @@ def marks_of(layout: Layout) -> Marks:
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Layout]:
     """The layouts of all ranks of a world of 2 to 32."""
-    mp, esp, ep = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
-    size = max(2, mp, ep * esp) * draw(st.integers(1, 2))
-    return [Layout(world_size=size, rank=rank, mp_size=mp, esp_size=esp, ep_size=ep) for rank in range(size)]
+    tp, etp, ep = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
+    size = max(2, tp, ep * etp) * draw(st.integers(1, 2))
+    return [Layout(world_size=size, rank=rank, tp_size=tp, etp_size=etp, ep_size=ep) for rank in range(size)]
 
 
 def total(marks: list[Marks], world: list[Layout]) -> list[float]:
@@ -66,7 +66,7 @@ def changed_in(entries: tuple[Entry, ...], name: str, change: dict[str, object])
 
 
 def said_about(rank: int, name: str, only: int, change: dict[str, object]) -> str:
-    layout = Layout(world_size=4, rank=rank, mp_size=2, esp_size=2, ep_size=1)
+    layout = Layout(world_size=4, rank=rank, tp_size=2, etp_size=2, ep_size=1)
     mine = marks_of(layout)
     if rank == only:
         mine = Marks(changed_in(mine.replicated, name, change), changed_in(mine.experts, name, change))

@@ -16,7 +16,7 @@ from tests.support.ranks import Pools
 pytestmark = pytest.mark.slow
 CASE = Case(
     world_size=4,
-    mp_size=2,
+    tp_size=2,
     ep_size=2,
     schedule=ScheduleConfig(name="flowmoe", microbatches=2),
     model=ModelConfig(num_layers=1, hidden_size=8, num_heads=2, seq_len=5, vocab_size=12),
@@ -51,10 +51,10 @@ def stepped(rank: int, case: Case, what: str | None, only: int) -> str:
 @pytest.mark.parametrize("what", ["tokens", "labels", "ids", "valid", "order"])
 def test_what_one_rank_has_for_itself_is_told_on_all(ranks: Pools, what: str) -> None:
     for text in ranks(4).run(stepped, CASE, what, 3):
-        assert "(mp_size = 2) were given different samples" in text
+        assert "(tp_size = 2) were given different samples" in text
 
 
-@pytest.mark.parametrize("mp_size", [1, 2, 4])
-def test_groups_may_have_different_samples(ranks: Pools, mp_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_groups_may_have_different_samples(ranks: Pools, tp_size: int) -> None:
     model = replace(CASE.model, num_heads=4)
-    assert ranks(4).run(stepped, replace(CASE, mp_size=mp_size, model=model), None, 0) == [""] * 4
+    assert ranks(4).run(stepped, replace(CASE, tp_size=tp_size, model=model), None, 0) == [""] * 4

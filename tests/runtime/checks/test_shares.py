@@ -21,7 +21,7 @@ from tests.runtime.test_layout_call_orders import case_of
 from tests.support.parity import Case, machinery_of, stack_of
 from tests.support.ranks import Pools
 
-CASE: Case = replace(case_of("gather"), world_size=2, ep_size=1, esp_size=1)
+CASE: Case = replace(case_of("gather"), world_size=2, ep_size=1, etp_size=1)
 
 
 def whole_model(rank: int, case: Case) -> str:
@@ -77,13 +77,13 @@ def runs_in_silence(rank: int, case: Case) -> float:
 
 def test_a_model_that_was_not_cut_is_refused(ranks: Pools) -> None:
     for words in ranks(2).run(whole_model, CASE):
-        assert words.startswith("layer 0 has no part of a shared parameter, and mp_size = 2 ranks share")
-        assert "shard=TensorShard(layout.mp_rank, layout.mp_size)" in words
+        assert words.startswith("layer 0 has no part of a shared parameter, and tp_size = 2 ranks share")
+        assert "shard=TensorShard(layout.tp_rank, layout.tp_size)" in words
 
 
 def test_batches_of_other_sizes_are_refused_on_all_ranks(ranks: Pools) -> None:
     for words in ranks(2).run(batch_of_another_size, CASE):
-        assert "ranks 0 and 1 share attention (mp_size = 2)" in words
+        assert "ranks 0 and 1 share attention (tp_size = 2)" in words
         assert "batches of [2, 5] and [1, 5] tokens" in words
 
 

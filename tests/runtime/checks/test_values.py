@@ -63,9 +63,9 @@ def test_fingerprints_cancel_within_groups_alone(
     sizes: tuple[int, int, int, int], data: st.DataObject
 ) -> None:
     """Of groups with values of their own, on every layout."""
-    world, mp, ep, esp = sizes
+    world, tp, ep, etp = sizes
     layouts = [
-        Layout(world_size=world, rank=rank, mp_size=mp, ep_size=ep, esp_size=esp) for rank in range(world)
+        Layout(world_size=world, rank=rank, tp_size=tp, ep_size=ep, etp_size=etp) for rank in range(world)
     ]
     axes = data.draw(st.sampled_from([Group.WORLD, Group.DATA, Group.EXPERT_REPLICAS]))
     values = [torch.full((5,), float(each.mesh.group(each.rank, axes))) for each in layouts]

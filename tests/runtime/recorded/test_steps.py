@@ -29,8 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two nodes of one": {"world_size": 2, "node_size": 1},
     "two nodes of two": {"world_size": 4, "node_size": 2},
     "replicas": {"world_size": 4, "ep_size": 2, "node_size": 4},
-    "tensor parallel": {"world_size": 4, "mp_size": 2, "ep_size": 4, "node_size": 2},
-    "expert shards": {"world_size": 4, "mp_size": 2, "ep_size": 2, "esp_size": 2, "node_size": 2},
+    "tensor parallel": {"world_size": 4, "tp_size": 2, "ep_size": 4, "node_size": 2},
+    "expert shards": {"world_size": 4, "tp_size": 2, "ep_size": 2, "etp_size": 2, "node_size": 2},
 }
 BOUNDS: dict[str, Any] = {"bounded": "", "exceeded": "exceeded"}
 """Sizes that steps know from earlier ones: the first step has none, or too few rows."""
@@ -88,7 +88,7 @@ def case_of(
     """
     form = next(form for name, form in engines() if name == schedule)
     ranks = LAYOUTS[layout]
-    groups = ranks["world_size"] // ranks.get("mp_size", 1)
+    groups = ranks["world_size"] // ranks.get("tp_size", 1)
     return Case(
         **{"ep_size": None, **ranks},
         schedule=replace(schedule_of(schedule, form), all_reduce_chunk_bytes=2048),

@@ -65,7 +65,9 @@ def config_of(case: Case, habits: Habits, *, sharded: bool) -> RunConfig:
     """The case's, with its optimiser."""
     config = case.config
     clip, releases = CLIP if habits.clips else None, sharded and habits.releases
-    optimizer = replace(config.optimizer, sharded=sharded, shard_gradients=releases, clip_grad_norm=clip)
+    optimizer = replace(
+        config.optimizer, zero_stage=(2 if releases else 1) if sharded else 0, clip_grad_norm=clip
+    )
     return replace(config, optimizer=optimizer)
 
 

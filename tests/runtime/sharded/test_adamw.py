@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
 from penstock.runtime.gradients.stand_in import InShares
@@ -51,7 +50,7 @@ def test_gradients_in_shares_are_not_clipped_or_added_to_from_outside() -> None:
     optimizer.zero_grad()
     parameter = next(stack.parameters())
     parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises(RuntimeError, match=r"has a gradient.*optimizer\.sharded=false"):
+    with pytest.raises(RuntimeError, match=r"has a gradient.*optimizer\.zero_stage=0"):
         loss_of(stack, 0, CASE, 0).backward()
 
 
@@ -105,7 +104,7 @@ def test_gradients_that_are_summed_are_given_up_and_not_to_be_looked_at(ranks: P
     for seen in ranks(2).run(released_early, case):
         assert seen and max(seen) <= 1, "those of two layers at a time"
     for said in ranks(2).run(refused_hook, case):
-        assert "register_post_accumulate_grad_hook" in said and "optimizer.shard_gradients=false" in said
+        assert "register_post_accumulate_grad_hook" in said and "optimizer.zero_stage=1" in said
 
 
 def kept_when_refused(rank: int, case: Case) -> list[bool]:
@@ -129,9 +128,8 @@ def test_a_gradient_for_which_a_pass_is_refused_stays(ranks: Pools) -> None:
 
 
 def test_shares_of_gradients_need_shares_of_the_optimiser() -> None:
-    with pytest.raises(ConfigError, match=r"Set optimizer\.sharded=true"):
-        OptimizerConfig(shard_gradients=True)
-    assert OptimizerConfig(shard_gradients=True, sharded="auto").settled(sharded=False).shared_copies == 0
+    assert [OptimizerConfig(zero_stage=stage).shared_copies for stage in (0, 1, 2)] == [0, 2, 3]
+    assert OptimizerConfig(zero_stage=2).settled(sharded=False).shared_copies == 0
 
 
 def test_a_stack_of_another_kind_is_refused() -> None:

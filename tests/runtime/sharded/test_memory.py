@@ -36,11 +36,7 @@ SETTINGS = (
 )
 """About 170 MiB of weights in matrices of 4 MiB at most; hardly any activations."""
 
-WHOLE, MOMENTS, GRADIENTS = (
-    (),
-    ("optimizer.sharded=true",),
-    ("optimizer.sharded=true", "optimizer.shard_gradients=true"),
-)
+WHOLE, MOMENTS, GRADIENTS = (), ("optimizer.zero_stage=1",), ("optimizer.zero_stage=2",)
 """What ranks have shares of, nothing first."""
 
 

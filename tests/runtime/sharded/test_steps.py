@@ -50,8 +50,8 @@ def case_of(layout: Layout, schedule: str, **settings: Any) -> Case:
 def _fits(known: Mapping[str, Any]) -> bool:
     if not {"layout", "schedule"} <= known.keys():
         return True
-    _, mp, _, esp = known["layout"]
-    return mp * esp > 1 or SCHEDULES[known["schedule"]].expert_form in (None, "gather")
+    _, tp, _, etp = known["layout"]
+    return tp * etp > 1 or SCHEDULES[known["schedule"]].expert_form in (None, "gather")
 
 
 @pytest.mark.slow
@@ -94,9 +94,9 @@ def test_a_rank_that_freezes_for_an_evaluation_exchanges_nothing_alone(ranks: Po
 def test_moments_take_what_theory_says(ranks: Pools, layout: Layout) -> None:
     """Of what is replicated a part for each data-parallel rank, of experts one for each replica."""
     case = replace(case_of(layout, "flowmoe"), double=False)
-    world, mp, ep, esp = layout
+    world, tp, ep, etp = layout
     plain, ours = (ranks(world).run(moments_bytes, case, sharded) for sharded in (False, True))
     for (held, estimate), (share, shared) in zip(plain, ours, strict=True):
         assert held == pytest.approx(estimate, rel=0.02)
         assert share == pytest.approx(shared, rel=0.02)
-        assert share <= held / min(world / mp, world / (ep * esp)) * 1.02
+        assert share <= held / min(world / tp, world / (ep * etp)) * 1.02

@@ -37,7 +37,7 @@ def test_experts_add_to_the_gradients_of_the_norm_when_their_inputs_are_made() -
             moe_layers=(True,),
             moves_samples=True,
             carries_residual=True,
-            sharing=Sharing(mp_size=2, esp_size=2),
+            sharing=Sharing(tp_size=2, etp_size=2),
         )
     )
     assert "partial gradients of L0" in task_at(shared, "L0.X.m0.c0.B").accumulates

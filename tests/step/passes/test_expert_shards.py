@@ -141,7 +141,7 @@ def test_gathered_shards_stand_inside_of_the_legs(dispatch: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mp_size", "esp_size", "forms"),
+    ("tp_size", "etp_size", "forms"),
     [
         (1, 1, ("gather",)),
         (2, 1, ("gather", "s2", "baseline")),
@@ -149,9 +149,9 @@ def test_gathered_shards_stand_inside_of_the_legs(dispatch: str) -> None:
         (2, 2, ("gather", "s1", "s2", "baseline")),
     ],
 )
-def test_the_forms_that_differ(mp_size: int, esp_size: int, forms: tuple[ExpertForm, ...]) -> None:
+def test_the_forms_that_differ(tp_size: int, etp_size: int, forms: tuple[ExpertForm, ...]) -> None:
     """They give graphs of their own, and the others one of theirs: tokens as the form wants them anyway."""
-    sharing = Sharing(mp_size=mp_size, esp_size=esp_size)
+    sharing = Sharing(tp_size=tp_size, etp_size=etp_size)
     assert sharing.forms == forms
     texts = {
         form: build_graph(StepShape(moe_layers=(True,), sharing=sharing, expert_form=form)).facts()
@@ -160,7 +160,7 @@ def test_the_forms_that_differ(mp_size: int, esp_size: int, forms: tuple[ExpertF
     assert len({texts[form] for form in forms}) == len(forms)
     if sharing.is_none:
         assert set(texts.values()) == {texts["gather"]}
-    elif esp_size == 1:
+    elif etp_size == 1:
         assert texts["s1"] == texts["gather"]
-    elif mp_size == 1:
+    elif tp_size == 1:
         assert texts["s2"] == texts["s1"]

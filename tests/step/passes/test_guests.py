@@ -67,13 +67,13 @@ def test_gradients_come_home_before_replicas_are_summed() -> None:
 
 def test_the_next_guests_are_planned_from_loads_and_compared_at_the_end() -> None:
     plain = StepShape(moe_layers=(True,), gathers_loads=True)
-    graph = build_graph(replace(plain, guest_slots=1))
+    graph = build_graph(replace(plain, replica_slots=1))
     check_picture(PlannedGuests, build_graph(plain), graph, layer=0)
     plan, compare = task_at(graph, "L0.PE.B"), task_at(graph, "L0.PH.B")
     assert (plan.lane, plan.axes) == (Lane.HOST, ())
     assert (compare.lane, compare.axes) == (Lane.INTER, Group.EXPERT)
     assert graph.readers[compare] == ()
-    shared = replace(plain, guest_slots=1, sharing=SHARED)
+    shared = replace(plain, replica_slots=1, sharing=SHARED)
     assert task_at(build_graph(shared), "L0.PH.B").axes == Group.EXPERT_SHARDS
 
 
@@ -81,7 +81,7 @@ def test_the_next_guests_are_planned_from_loads_and_compared_at_the_end() -> Non
 @given(shapes(layers=2, dense=False), st.booleans(), st.integers(1, 3))
 def test_they_fit_into_every_step(shape: StepShape, split_experts: bool, pieces: int) -> None:
     shape = replace(shape, exchange_counts=True, split_experts=split_experts)
-    graph = build_graph(replace(shape, guest_slots=1, guest_pieces=pieces))
+    graph = build_graph(replace(shape, replica_slots=1, guest_pieces=pieces))
     home = [task for task in graph.tasks if task.op == Op.GUEST_GRADIENTS]
     assert len(home) == pieces * shape.num_layers
     for task in home:
@@ -97,13 +97,13 @@ def names_of(graph: Graph) -> list[object]:
 
 
 def test_where_every_expert_has_fixed_slots_they_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="guest_slots: every expert has a fixed number of rows"):
-        build_graph(StepShape(moe_layers=(True,), exchange_counts=False, guest_slots=1))
+    with pytest.raises(ScheduleError, match="replica_slots: every expert has a fixed number of rows"):
+        build_graph(StepShape(moe_layers=(True,), exchange_counts=False, replica_slots=1))
     with pytest.raises(ScheduleError, match="guest slots are 0 or more"):
-        StepShape(moe_layers=(True,), guest_slots=-1)
+        StepShape(moe_layers=(True,), replica_slots=-1)
 
 
 def test_a_dense_step_has_none() -> None:
-    assert build_graph(StepShape(moe_layers=(False,), guest_slots=1)) == build_graph(
+    assert build_graph(StepShape(moe_layers=(False,), replica_slots=1)) == build_graph(
         StepShape(moe_layers=(False,))
     )

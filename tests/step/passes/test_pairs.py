@@ -66,7 +66,7 @@ def test_without_a_pair_there_is_nothing_to_cut() -> None:
     [
         {"expert_form": "s1"},
         {"expert_form": "gather"},
-        {"sharing": Sharing(esp_size=2)},
+        {"sharing": Sharing(etp_size=2)},
         {"chunks": 2},
         {"degree_backward": 3},
     ],

@@ -75,14 +75,14 @@ def test_a_chunk_leaves_while_the_next_is_computed() -> None:
 
 @pytest.mark.parametrize("form", ["s1", "s2", "baseline"])
 def test_rows_that_several_ranks_have_or_sums_of_them_are_refused(form: ExpertForm) -> None:
-    sharing = Sharing(mp_size=2, esp_size=2)
+    sharing = Sharing(tp_size=2, etp_size=2)
     shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=sharing, expert_form=form)
     with pytest.raises(ScheduleError, match=f"moves_samples: with expert_form = {form} ranks send rows"):
         build_graph(shape)
 
 
 def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
-    shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=Sharing(mp_size=2, esp_size=2))
+    shape = StepShape(moe_layers=(True,), moves_samples=True, sharing=Sharing(tp_size=2, etp_size=2))
     graph = build_graph(shape)
     met = {op: task_at(graph, f"L0.{op}.m0.F").axes for op in ("SN", "SH", "SM")}
     assert met == {"SN": Group.EXPERT_SHARDS, "SH": Group.EXPERT_SHARDS, "SM": Group.EXPERT}
@@ -94,7 +94,7 @@ def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
 def test_who_asks_the_next_gate_waits_for_the_parameters_of_that_gate(tokens: TokenLayout) -> None:
     """Of ranks that share attention they are partial, and gathered by tasks of their own."""
-    sharing = Sharing(mp_size=2, esp_size=2, tokens=tokens)
+    sharing = Sharing(tp_size=2, etp_size=2, tokens=tokens)
     updating = Updating(clips=True, replicas=True)
     shape = StepShape(moe_layers=(True, True), moves_samples=True, sharing=sharing, updating=updating)
     graph = build_graph(shape)
@@ -104,10 +104,10 @@ def test_who_asks_the_next_gate_waits_for_the_parameters_of_that_gate(tokens: To
     assert gathers and gathers <= ancestors(graph, counts)
 
 
-@pytest.mark.parametrize(("mp_size", "esp_size"), [(3, 2), (2, 3), (4, 6)])
-def test_shards_in_which_ranks_with_the_same_samples_differ_are_refused(mp_size: int, esp_size: int) -> None:
-    sharing = Sharing(mp_size=mp_size, esp_size=esp_size)
-    with pytest.raises(RefusalError, match=f"parallel.esp_size={esp_size} neither divides"):
+@pytest.mark.parametrize(("tp_size", "etp_size"), [(3, 2), (2, 3), (4, 6)])
+def test_shards_in_which_ranks_with_the_same_samples_differ_are_refused(tp_size: int, etp_size: int) -> None:
+    sharing = Sharing(tp_size=tp_size, etp_size=etp_size)
+    with pytest.raises(RefusalError, match=f"parallel.etp_size={etp_size} neither divides"):
         build_graph(StepShape(moe_layers=(True,), sharing=sharing, moves_samples=True))
 
 

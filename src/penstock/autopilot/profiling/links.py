@@ -159,7 +159,7 @@ def _pair_probe(machinery: Machinery) -> Iterator[Probe]:
     """Yield the probe of Parm's pair, where ranks share attention. Its argument is that of its all-to-all."""
     layout = machinery.layout
     members = _members(layout, Group.EXPERT_SHARDS)
-    if layout.mp_size > 1 and len(members) > 1:
+    if layout.tp_size > 1 and len(members) > 1:
         yield Probe(
             collective=PAIR,
             group=Group.EXPERT_SHARDS,
@@ -187,10 +187,10 @@ def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
 
 def _sharing_groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
     """Yield groups that exist only where ranks share attention or experts."""
-    if layout.mp_size > 1:
+    if layout.tp_size > 1:
         yield Lane.INTRA, Group.TENSOR
         yield Lane.INTER, Group.DATA
-    if layout.esp_size > 1:
+    if layout.etp_size > 1:
         yield Lane.INTRA, Group.SHARDS
         yield Lane.INTER, Group.EXPERT_SHARDS
 

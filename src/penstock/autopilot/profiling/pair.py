@@ -24,15 +24,15 @@ SLICES = 4
 """Slices of a pair: fewer overlap less, more cost start-ups; the middle of what Parm's planner tries."""
 
 
-def pair_axes(esp_size: int) -> Axes:
+def pair_axes(etp_size: int) -> Axes:
     """Return the axes along which the pair's all-to-all meets ranks."""
-    return Group.EXPERT_SHARDS if esp_size > 1 else Group.EXPERT
+    return Group.EXPERT_SHARDS if etp_size > 1 else Group.EXPERT
 
 
 def make_pair(machinery: Machinery, elements: int) -> Action:
     """Return a pair in which every rank sends `elements` float32 numbers to all shards of all experts."""
     layout, transports = machinery.layout, machinery.transports
-    axes = pair_axes(layout.esp_size)
+    axes = pair_axes(layout.etp_size)
     between, inside = transports.of(Lane.INTER, axes), transports.of(Lane.INTRA, Group.TENSOR)
     size = between.size(axes)
     each = max(1, elements // SLICES // size)
@@ -43,13 +43,13 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
         """Exchange the partial outputs of all shards of an expert, and add them where they arrive."""
         del context, inputs
         found = between.all_to_all(rows, [each] * size, [each] * size, axes)
-        home[task.name] = found.view(-1, layout.esp_size, each).sum(1).flatten()
+        home[task.name] = found.view(-1, layout.etp_size, each).sum(1).flatten()
         return {"rows": home[task.name]}
 
     def gather(context: Any, task: Task, inputs: Inputs) -> Outputs:
         del context, inputs
         mine = home.pop(task.name._replace(op=Op.COMBINE))
-        inside.all_gather(mine, [len(mine)] * layout.mp_size, Group.TENSOR)
+        inside.all_gather(mine, [len(mine)] * layout.tp_size, Group.TENSOR)
         return {"rows": mine}
 
     return _action(machinery, _span(axes, combine, gather))

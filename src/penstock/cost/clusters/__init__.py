@@ -11,7 +11,7 @@ from penstock.cost.clusters.line import EXAMPLE, in_line
 
 FOLDER = Path(__file__).parent
 WRITTEN_BY = (
-    "`penstock profile` measures a cluster and writes such a file, and so does a run with plan.source=auto "
+    "`penstock profile` measures a cluster and writes such a file, and so does a run with plan.mode=auto "
     "(runs/tiny/cluster.json); `penstock list clusters` names those that come with Penstock."
 )
 

@@ -21,7 +21,7 @@ def settled(here: Here) -> RunConfig:
     return replace(
         given,
         moe=replace(given.moe, dispatch=dispatch_of(given.moe)),
-        optimizer=given.optimizer.settled(sharded=given.optimizer.sharded is True),
+        optimizer=given.optimizer.settled(sharded=given.optimizer.is_sharded),
         output=replace(given.output, loads=False),
     )
 

@@ -63,8 +63,8 @@ def layouts(world_size: int) -> dict[str, Mapping[str, Any]]:
     if PAIR in group_sizes(world_size):
         found["replicas"] = {"ep_size": holders(world_size, PAIR)}
         found["hierarchical"] = {"ranks_per_node": holders(world_size, PAIR)}
-        found["tensor parallel"] = {"mp_size": 2}
-        found["sharded"] = {"mp_size": 2, "esp_size": 2}
+        found["tensor parallel"] = {"tp_size": 2}
+        found["sharded"] = {"tp_size": 2, "etp_size": 2}
     return found
 
 

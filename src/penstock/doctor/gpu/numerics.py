@@ -118,7 +118,7 @@ def _schedules(world_size: int) -> Iterator[Case]:
         if not shared:
             yield Case(name=name, schedule=name)
         elif PAIR in group_sizes(world_size):
-            yield Case(name=name, schedule=name, parallel={"mp_size": 2, "esp_size": 2})
+            yield Case(name=name, schedule=name, parallel={"tp_size": 2, "etp_size": 2})
 
 
 def _options(world_size: int) -> Iterator[Case]:
@@ -131,9 +131,9 @@ def _options(world_size: int) -> Iterator[Case]:
     }
     pairs: dict[str, dict[str, Mapping[str, object]]] = {
         "replicas of experts": {"parallel": {"ep_size": holders(world_size, PAIR)}},
-        "tensor parallel": {"parallel": {"mp_size": 2}},
-        "tensor parallel, whole samples": {"parallel": {"mp_size": 2, "tokens": "replicated"}},
-        "shards of experts": {"parallel": {"esp_size": 2}},
+        "tensor parallel": {"parallel": {"tp_size": 2}},
+        "tensor parallel, whole samples": {"parallel": {"tp_size": 2, "tokens": "replicated"}},
+        "shards of experts": {"parallel": {"etp_size": 2}},
         "hierarchical": {
             "parallel": {"ranks_per_node": holders(world_size, PAIR)},
             "moe": {"dispatch": "hierarchical_2d"},
@@ -142,9 +142,9 @@ def _options(world_size: int) -> Iterator[Case]:
             "parallel": {"ranks_per_node": holders(world_size, PAIR)},
             "moe": {"dispatch": "node_once"},
         },
-        "sharded optimizer": {"optimizer": {"sharded": True}},
-        "sharded gradients": {"optimizer": {"sharded": True, "shard_gradients": True}},
-        "sums in order": {"optimizer": {"sharded": True}, "parallel": {"reduce_scatter": "in_order"}},
+        "sharded optimizer": {"optimizer": {"zero_stage": 1}},
+        "sharded gradients": {"optimizer": {"zero_stage": 2}},
+        "sums in order": {"optimizer": {"zero_stage": 1}, "parallel": {"reduce_scatter": "in_order"}},
         "samples move": {"placement": {"samples": "netmoe"}},
         "experts move": {"placement": {"experts": "least_loaded"}},
     }

@@ -61,7 +61,7 @@ class Case:
     def config(self, here: Here) -> RunConfig:
         """Return the run, with the connections of the run that was given."""
         given = here.config.parallel
-        plain = {"mp_size": 1, "esp_size": 1, "ep_size": None, "tokens": "split"}
+        plain = {"tp_size": 1, "etp_size": 1, "ep_size": None, "tokens": "split"}
         parallel = replace(given, **{**plain, **self.parallel})
         return RunConfig(
             model=MODEL,

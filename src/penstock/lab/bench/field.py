@@ -149,11 +149,11 @@ def _entry(stacks: Stacks, name: str, iteration: Iteration) -> Entry:
 
 
 def layout_words(layout: Layout) -> str:
-    """Return `dp 2 x mp 2, edp 1 x ep 2 x esp 2`; "" where every rank has its own attention and experts."""
-    if layout.mp_size == layout.esp_size == 1:
+    """Return `dp 2 x tp 2, edp 1 x ep 2 x etp 2`; "" where every rank has its own attention and experts."""
+    if layout.tp_size == layout.etp_size == 1:
         return ""
-    dense = f"dp {layout.dp_size} x mp {layout.mp_size}"
-    return f"{dense}, edp {layout.edp_size} x ep {layout.ep_size} x esp {layout.esp_size}"
+    dense = f"dp {layout.dp_size} x tp {layout.tp_size}"
+    return f"{dense}, edp {layout.edp_size} x ep {layout.ep_size} x etp {layout.etp_size}"
 
 
 def schedules_field(config: BenchConfig, layout: Layout, say: Callable[[str], None] = ignore) -> RealField:

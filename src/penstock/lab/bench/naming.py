@@ -1,4 +1,4 @@
-"""Names of contenders: schedule, what moves, the dispatch, shares of updates, as in `penstock+sharded`."""
+"""Names of contenders: schedule, what moves, the dispatch, shares of updates, as in `penstock+zero1`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.dispatch import DISPATCHES
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES
-from penstock.train.optimizer import OptimizerConfig
+from penstock.train.optimizer import OptimizerConfig, ZeroStage
 
 AUTO: Final = "auto"
 """Name among schedules for the plan that the joint search chooses, whatever its schedule."""
@@ -22,8 +22,8 @@ SAMPLES: Final[tuple[SampleMoves, ...]] = tuple(name for name in get_args(Sample
 EXPERTS: Final[tuple[ExpertMoves, ...]] = tuple(name for name in get_args(ExpertMoves) if name != STAYS)
 
 
-SHARDED, GRADIENTS = "sharded", "shard_gradients"
-"""Names in section [optimizer] for shares of the optimiser, and for those of gradients, too."""
+SHARDED, GRADIENTS = "zero1", "zero2"
+"""Stages of ZeRO: shares of the optimiser, and of gradients, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,8 @@ class Named:
 
     def optimizer(self, given: OptimizerConfig) -> OptimizerConfig:
         """Return section [optimizer] with this contender's shares of the update."""
-        return replace(given, sharded=self.shares != "", shard_gradients=self.shares == GRADIENTS)
+        stages: dict[str, ZeroStage] = {"": 0, SHARDED: 1, GRADIENTS: 2}
+        return replace(given, zero_stage=stages[self.shares])
 
     def placement(self, given: PlacementConfig) -> PlacementConfig:
         """Return section [placement] with what this contender moves."""

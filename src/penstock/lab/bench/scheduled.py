@@ -110,7 +110,7 @@ class Stacks:
         """Return iterations by a plan. sends: with a network. All ranks must call it."""
         if (updating := plan.shape.updating) is None:
             return self.of_stack(self.of(plan, sends=sends), plan)
-        shares = replace(self.run_config.optimizer, sharded=True, shard_gradients=updating.releases)
+        shares = replace(self.run_config.optimizer, zero_stage=2 if updating.releases else 1)
         config = replace(self.run_config, optimizer=shares)
         stack = build_stack(config, self.machinery if sends else self.silent_machinery, plan=plan)
         optimizer = _still(build_optimizer(stack, config.optimizer))

@@ -87,9 +87,9 @@ def _check_together(config: BenchConfig, wanted: Wanted) -> None:
     if wanted.virtual and names:
         why = "other systems compute, and virtual devices sleep instead"
         raise ConfigError("--peers", ",".join(names), why, "Leave --virtual out.")
-    if names and not config.parallel.mp_size == config.parallel.esp_size == 1:
+    if names and not config.parallel.tp_size == config.parallel.etp_size == 1:
         why = (
-            "other systems are compared only with parallel.mp_size = 1 and parallel.esp_size = 1 "
+            "other systems are compared only with parallel.tp_size = 1 and parallel.etp_size = 1 "
             "(docs/peers.md)"
         )
         raise ConfigError("compare.peers", list(names), why, "Leave --peers out, or set both to 1.")
@@ -154,7 +154,7 @@ def _check_steps(config: BenchConfig, wanted: Wanted, layout: Layout) -> None:
     names = (AUTO,) if wanted.plan else config.compare.schedules
     for name in names:
         if name == AUTO:
-            searched = replace(run_config_of(config), plan=PlanConfig(source=AUTO))
+            searched = replace(run_config_of(config), plan=PlanConfig(mode="auto"))
             check_compatible(searched, layout, computes=not wanted.virtual)
             continue
         for variant in variants(config, name):

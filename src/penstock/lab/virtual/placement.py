@@ -64,7 +64,7 @@ class Movement:
             self._mover.placed(counts_DBYE)  # work that is done only once does not count
             homes_s = _processor_s(lambda: self._mover.placed(counts_DBYE))
             homes_s /= max(1, self._layers) * self.shape.microbatches
-        if self.shape.guest_slots:
+        if self.shape.replica_slots:
             plan_s = _processor_s(lambda: self._after(0, self._known[0]))
             plan_s *= planning_share(self.workload, self._layers)
         return homes_s, plan_s
@@ -80,7 +80,7 @@ class Movement:
 
     def _after(self, number: int, plans: Plans) -> Plans:
         """Return the plans of ranks at the end of step `number`."""
-        if not self.shape.guest_slots:
+        if not self.shape.replica_slots:
             return plans
         counts_DBYE = self._placed(number, plans).leaving(self.routing.counts(number))
         return plans.after(tuple(rank_loads(counts_DBYE, self.shape, self.workload)), self._moving)
@@ -99,7 +99,7 @@ class Movement:
     @cached_property
     def _known(self) -> dict[int, Plans]:
         """Plans by step; those of the first step are always kept, since a run may begin again."""
-        slots = self.shape.guest_slots
+        slots = self.shape.replica_slots
         hosted = (Hosting.none(self.workload.placement, slots),) * self._layers if slots else ()
         return {0: Plans.none(hosted)}
 

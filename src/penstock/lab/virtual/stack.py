@@ -125,7 +125,7 @@ class VirtualStack:
 
     def _slack(self) -> Slacks:
         """Return how much of guests' transfers the present plan's order hides; () without room for guests."""
-        if not self.plan.shape.guest_slots:
+        if not self.plan.shape.replica_slots:
             return ()
         key = self.plan.shape, self.plan.digest
         if key not in self._slacks:

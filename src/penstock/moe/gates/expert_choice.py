@@ -69,7 +69,7 @@ class ExpertChoiceGate(Gate):
         if here == 0 and tokens.most:
             raise ValueError(
                 "experts choose among a rank's own tokens (moe.gate = expert_choice), and this rank has "
-                "none: samples are shorter than parallel.mp_size. Use longer samples, or "
+                "none: samples are shorter than parallel.tp_size. Use longer samples, or "
                 "schedule.expert_form=s2"
             )
         most = here if tokens.most is None else tokens.most

@@ -121,7 +121,7 @@ class Durations:
     @property
     def _reduced_over(self) -> Axes:
         """The ranks that sum the gradients that a partition places."""
-        return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.mp_size > 1)
+        return REDUCTIONS[Op.ALL_REDUCE].axes_of(sharing=self.problem.workload.tp_size > 1)
 
     @cached_property
     def _costs(self) -> dict[int, Cost]:

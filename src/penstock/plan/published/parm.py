@@ -1,6 +1,6 @@
 """Parm's Algorithm 1 (INFOCOM 2024): which of its two schedules an MoE layer takes, by fitted lines.
 
-Sizes are in bytes. ETM is what the ranks that share attention send to experts together, y = ETM * esp / mp
+Sizes are in bytes. ETM is what the ranks that share attention send to experts together, y = ETM * etp / tp
 what each of them hands to the all-to-all over all shards, BLM their tokens.
 
     S1   2 A2A(y) + AG(BLM)            tokens are gathered at the end, where all ranks want them
@@ -107,11 +107,11 @@ def parm_sizes(problem: Problem) -> ParmSizes:
     all ranks. Attention has gathered before what the gate of S2 needs besides these sums.
     """
     work, sharing = problem.workload, problem.shape.sharing
-    rows = work.rows(0, 1, 0, 1, work.mp_size)
+    rows = work.rows(0, 1, 0, 1, work.tp_size)
     blm_bytes = work.hidden_bytes(work.tokens(0, 1))
     split = sharing.tokens == "split"
     return ParmSizes(
-        y_bytes=work.wire_bytes(rows * work.esp_size),
+        y_bytes=work.wire_bytes(rows * work.etp_size),
         gathered_bytes=0.0 if split else blm_bytes,
         converted_bytes=blm_bytes if split else 0.0,
     )
@@ -125,7 +125,7 @@ def parm_choice(problem: Problem) -> Decision:
     """
     if not shares_experts(problem):
         return Decision(dispatch=problem.workload.dispatch)
-    form = algorithm_1(parm_models(problem), parm_sizes(problem)) if problem.workload.mp_size > 1 else "s1"
+    form = algorithm_1(parm_models(problem), parm_sizes(problem)) if problem.workload.tp_size > 1 else "s1"
     if form == "s1":
         return Decision(schedule="parm_s1")
     slices = best_slices(problem)
@@ -140,9 +140,9 @@ def shares_experts(problem: Problem) -> bool:
 
 def _lines(problem: Problem) -> tuple[AlphaBeta, AlphaBeta]:
     work, axes = problem.workload, Group.EXPERT_SHARDS
-    gather = problem.cluster.inside("all_gather", work.mp_size)
+    gather = problem.cluster.inside("all_gather", work.tp_size)
     return problem.cluster.all_to_all(work.span(axes), axes), gather
 
 
 def _etm_over_y(problem: Problem) -> float:
-    return problem.workload.mp_size / problem.workload.esp_size
+    return problem.workload.tp_size / problem.workload.etp_size

@@ -28,7 +28,7 @@ def check_guests(layers: Layers, shape: StepShape, machinery: Machinery) -> None
             "samples or experts move in this plan, and nothing is sent between the ranks of this stack: each "
             "would plan by what it alone has. Measure without a network by a plan in which nothing moves"
         )
-    if not shape.guest_slots:
+    if not shape.replica_slots:
         return
     check_can_host(layers, shape, machinery.layout)
     moe = [layer for layer in layers if layer is not None]
@@ -44,12 +44,12 @@ def check_guests(layers: Layers, shape: StepShape, machinery: Machinery) -> None
 
 def check_can_host(layers: Layers, shape: StepShape, layout: Layout) -> None:
     """Raise ValueError, saying why, if a plan of this shape cannot host experts of these layers."""
-    if not shape.guest_slots:
+    if not shape.replica_slots:
         return
     _check_form(shape, layout)
     moe = [layer for layer in layers if layer is not None]
     for layer in moe:
-        layer.order.seated(layer.ep_size, layer.placement.slots + shape.guest_slots)
+        layer.order.seated(layer.ep_size, layer.placement.slots + shape.replica_slots)
         _check_experts(layer.experts)
     _check_apart(moe)
 
@@ -78,8 +78,8 @@ def check_hostings(
 
 def _misfit(hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape) -> str:
     """Return what does not fit, in words; "" if everything does."""
-    if not shape.guest_slots:
-        return "the plan has no guest slots: use a plan with placement.guest_slots of at least 1"
+    if not shape.replica_slots:
+        return "the plan has no guest slots: use a plan with placement.replica_slots of at least 1"
     if len(hostings) != len(layers):
         return f"{len(hostings)} hostings for {len(layers)} layers: one for each, None for a dense one"
     for number, (hosting, layer) in enumerate(zip(hostings, layers, strict=True)):
@@ -90,16 +90,16 @@ def _misfit(hostings: Sequence[Hosting | None], layers: Layers, shape: StepShape
             continue
         if hosting.placement != layer.placement:
             return f"the hosting of layer {number} is for other owners than the layer's experts have"
-        if hosting.guest_slots != shape.guest_slots:
+        if hosting.replica_slots != shape.replica_slots:
             return (
-                f"the hosting of layer {number} has {hosting.guest_slots} guest slots, the plan "
-                f"{shape.guest_slots}"
+                f"the hosting of layer {number} has {hosting.replica_slots} guest slots, the plan "
+                f"{shape.replica_slots}"
             )
     return ""
 
 
 def _check_form(shape: StepShape, layout: Layout) -> None:
-    if layout.mp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
+    if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
         raise ValueError(
             f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
             "have different places in the expert group and would each send them to other hosts. "

@@ -30,8 +30,8 @@ def check_layers(layers: Sequence[MoELayer | None], moe: MoEConfig, layout: Layo
             ("num_experts", layer.num_experts, moe.num_experts),
             ("ep_size", layer.ep_size, layout.ep_size),
             ("ep_rank", layer.ep_rank, layout.ep_rank),
-            ("esp_size", layer.experts.shard.size, layout.esp_size),
-            ("esp_rank", layer.experts.shard.rank, layout.esp_rank),
+            ("etp_size", layer.experts.shard.size, layout.etp_size),
+            ("etp_rank", layer.experts.shard.rank, layout.etp_rank),
         ):
             if found != wanted:
                 why = f"layer {number} was built with {what} = {found}, the stack with {wanted}"
@@ -50,18 +50,18 @@ def check_shards(model: nn.Module, parts: ModelParts, layout: Layout) -> None:
         if (found.index, found.count) != wanted:
             raise ValueError(
                 f"{name} is part {found.index} of {found.count}, and this rank has part {wanted[0]} of "
-                f"{wanted[1]}: build the model with the layout's TensorShard(layout.mp_rank, layout.mp_size)"
+                f"{wanted[1]}: build the model with the layout's TensorShard(layout.tp_rank, layout.tp_size)"
             )
-    if layout.mp_size == 1:
+    if layout.tp_size == 1:
         return
     cut = {id(model.get_parameter(name)) for name, s in shardings.items() if s.axes == Group.TENSOR}
     for layer in range(len(parts.parts)):
         if cut.isdisjoint(map(id, parts.replicated_parameters(layer))):
             raise ValueError(
-                f"layer {layer} has no part of a shared parameter, and mp_size = {layout.mp_size} ranks "
+                f"layer {layer} has no part of a shared parameter, and tp_size = {layout.tp_size} ranks "
                 "share attention: each would compute all of it, and the sum be that many times too large. "
-                "Build the model with shard=TensorShard(layout.mp_rank, layout.mp_size), or set "
-                "parallel.mp_size=1"
+                "Build the model with shard=TensorShard(layout.tp_rank, layout.tp_size), or set "
+                "parallel.tp_size=1"
             )
 
 
@@ -160,8 +160,8 @@ def _why_not(layer: MoELayer) -> str:
 def sharing_of(layout: Layout, balance: BalanceGroup) -> Sharing:
     """Return which ranks share what. balance: over which tokens balance is judged."""
     return Sharing(
-        mp_size=layout.mp_size,
-        esp_size=layout.esp_size,
+        tp_size=layout.tp_size,
+        etp_size=layout.etp_size,
         tokens=layout.tokens,
         judges_samples=balance != "global",
     )

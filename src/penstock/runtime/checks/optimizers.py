@@ -107,7 +107,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
                     f"{list(parameter.shape)} is only {share}: it would train something else than on one "
                     "process, and ranks might drift apart. Use an optimiser that treats every number by "
                     "itself (AdamW, Adam, Lion, RMSprop, SGD), for all parameters or these alone, or hold "
-                    "everything on every rank (ep_size, mp_size and esp_size of 1)"
+                    "everything on every rank (ep_size, tp_size and etp_size of 1)"
                 )
     if OWNERS and getattr(optimizer, "updates", None) is None:
         for name, parameter in _trained(optimizer):
@@ -115,7 +115,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
                 raise RuntimeError(
                     f"{kind.__name__} would leave {name} {list(parameter.shape)} as it is: a sharded "
                     "optimizer has the gradients, in shares, and updates all parameters of its stack. Call "
-                    "the step of that one alone, or use optimizer.sharded=false"
+                    "the step of that one alone, or use optimizer.zero_stage=0"
                 )
 
 

@@ -31,7 +31,7 @@ def fact_of_loss(terms: str, seed: int, layout: Layout) -> float:
 
     seed: of dropout, which ranks that share attention must draw alike; others may have seeds of their own.
     """
-    known = crc32(f"{terms} {seed if layout.mp_size > 1 else None}".encode())
+    known = crc32(f"{terms} {seed if layout.tp_size > 1 else None}".encode())
     return float(weight_among(Group.WORLD, layout) * known)
 
 
@@ -71,7 +71,7 @@ def check_samples(sums: Sequence[float], layout: Layout) -> None:
         )
     if sums[SAMPLES]:
         raise ValueError(
-            f"ranks that share attention (mp_size = {layout.mp_size}) were given different samples. Give all "
+            f"ranks that share attention (tp_size = {layout.tp_size}) were given different samples. Give all "
             "ranks of a group the same tokens, labels, sample_ids_B, valid_BL and documents_BL: those of "
             "layout.dp_rank"
         )
@@ -120,14 +120,14 @@ def check_sizes(tokens_BL: Tensor, layout: Layout, control: Control) -> None:
 
     Their tokens would not fit together, and transfers would fail or wait. Costs an exchange of 16 bytes.
     """
-    if layout.mp_size == 1:
+    if layout.tp_size == 1:
         return
     everyone = control.gather(tuple(tokens_BL.shape), "comparing the sizes of batches")
     for ranks in layout.mesh.groups(Group.TENSOR):
         for rank in ranks:
             if everyone[rank] != everyone[ranks[0]]:
                 raise ValueError(
-                    f"ranks {ranks[0]} and {rank} share attention (mp_size = {layout.mp_size}) and were "
+                    f"ranks {ranks[0]} and {rank} share attention (tp_size = {layout.tp_size}) and were "
                     f"given batches of {list(everyone[ranks[0]])} and {list(everyone[rank])} tokens. Give "
                     "all ranks of a group the same samples: those of layout.dp_rank"
                 )

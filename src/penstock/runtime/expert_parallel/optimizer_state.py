@@ -54,7 +54,7 @@ def _refuse_mixing(optimizer: Optimizer) -> None:
             raise ShareError(
                 f"an optimizer of {name} takes the parameters of all ranks for the same, and this rank holds "
                 f"{share}: an update would mix them. Use an ordinary optimizer, or for PipelinedStack "
-                "penstock.ShardedAdamW (optimizer.sharded=true)"
+                "penstock.ShardedAdamW (optimizer.zero_stage=1)"
             )
 
 

@@ -67,7 +67,7 @@ def assign(parts: ModelParts, model: nn.Module, shape: StepShape | None = None) 
 def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], frozenset[int]]:
     """Return the ids of parameters to whose gradients every rank that shares attention adds a part, and the
     ids of those whose part is the whole gradient."""
-    if shape.sharing.mp_size == 1:
+    if shape.sharing.tp_size == 1:
         return frozenset(), frozenset()
     parted: list[nn.Parameter] = []
     averaged: list[nn.Parameter] = []
@@ -86,7 +86,7 @@ def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replic
     replicas: whether experts have replicas, with which their gradients are reduced.
     """
     assigned = assign(parts, model, shape)
-    forms = FORM_TOKENS if shape.sharing.mp_size > 1 else ()
+    forms = FORM_TOKENS if shape.sharing.tp_size > 1 else ()
     return GradientBytes(
         _trained_bytes(assigned.replicated),
         _trained_bytes(assigned.experts if replicas else ((),) * len(assigned.experts)),

@@ -180,7 +180,7 @@ class ScatteredGradients(FlatGradients):
                 raise RuntimeError(
                     f"a parameter of shape {list(parameter.shape)} {problem}, and its gradients are summed "
                     "in shares, which a sharded optimizer keeps itself. Freeze parameters between steps, and "
-                    "leave .grad alone, or use optimizer.sharded=false"
+                    "leave .grad alone, or use optimizer.zero_stage=0"
                 )
 
     def finish(self) -> list[nn.Parameter]:
@@ -211,7 +211,7 @@ class ReleasedGradients(ScatteredGradients):
                 raise RuntimeError(
                     f"a parameter of shape {list(parameter.shape)} has a hook on its gradient "
                     "(register_post_accumulate_grad_hook), which is in parts, and given up while backward "
-                    "runs: remove the hook, or use optimizer.shard_gradients=false"
+                    "runs: remove the hook, or use optimizer.zero_stage=1"
                 )
 
     def begin(self) -> None:

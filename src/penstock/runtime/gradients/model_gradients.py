@@ -191,7 +191,7 @@ class Gradients:
             for parameter in layer:
                 parameter.allreduce = False  # type: ignore[attr-defined]  # the tag that other tools read
         self.snapshot, self._names, self._experts = snapshot, names, assigned.experts
-        self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.mp_size)
+        self._shares = dict.fromkeys(assigned.averaged, 1 / self._layout.tp_size)
         return assigned
 
     def _fill(self, replicated: Layers, experts: Layers, partial: Layers, at_once: frozenset[int]) -> None:
@@ -209,7 +209,7 @@ class Gradients:
         updating, mesh = self._base.updating, self._layout.mesh
         if updating is None:
             return FlatGradients
-        owners = mesh.size(REDUCTIONS[op].axes_of(sharing=self._layout.mp_size > 1))
+        owners = mesh.size(REDUCTIONS[op].axes_of(sharing=self._layout.tp_size > 1))
         return ReleasedGradients if updating.releases and owners > 1 else ScatteredGradients
 
     def _take_up(self, parameters: Sequence[nn.Parameter]) -> None:

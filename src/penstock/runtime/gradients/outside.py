@@ -92,7 +92,7 @@ class OutsideGradients:
 
         Ranks that share samples make a loss of all of them each, and their mean counts.
         """
-        alike = 1 if sharding_of(parameter) is not None else self._machinery.layout.mp_size
+        alike = 1 if sharding_of(parameter) is not None else self._machinery.layout.tp_size
         return 1 / (self.averaged * alike)
 
     def _catch(self, parameter: nn.Parameter, grads: tuple[Tensor | None, ...]) -> Any:

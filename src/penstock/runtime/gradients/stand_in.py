@@ -65,7 +65,7 @@ class InShares(Tensor):
             f"{name} would use a gradient that a sharded optimizer has in shares, and that no rank has "
             "whole. Such an optimizer clips by itself (max_norm, or optimizer.clip_grad_norm), has the norm "
             "of all gradients after a step (optimizer.norm), updates all parameters of its stack, and leaves "
-            "out steps that are not finite. Use that, or optimizer.sharded=false"
+            "out steps that are not finite. Use that, or optimizer.zero_stage=0"
         )
 
 

@@ -22,7 +22,7 @@ from penstock.runtime.stack import PipelinedStack
 
 
 class ShardedAdamW(torch.optim.Optimizer):
-    """AdamW on a stack whose steps sum gradients in shares (`optimizer.sharded`, `StepShape.updating`).
+    """AdamW on a stack whose steps sum gradients in shares (`optimizer.zero_stage`, `StepShape.updating`).
 
     groups: as `torch.optim.AdamW` takes them, each with a `weight_decay`, of parameters of the stack. lr,
     betas, eps: for all groups. A stack has one such optimizer: building another takes the stack from the

@@ -40,7 +40,7 @@ def check_group(group: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> No
         if not parameter.is_contiguous():
             raise ValueError(
                 f"a parameter of shape {shape} is not contiguous, so no share of it can be updated in place: "
-                "make it contiguous, or use optimizer.sharded=false"
+                "make it contiguous, or use optimizer.zero_stage=0"
             )
 
 
@@ -70,5 +70,5 @@ def _check_settings(group: Mapping[str, Any]) -> None:
         if group.get(option):
             raise ValueError(
                 f"{option} = {group[option]} of a parameter group: a sharded optimizer does not have it; "
-                "leave it out, or use optimizer.sharded=false"
+                "leave it out, or use optimizer.zero_stage=0"
             )

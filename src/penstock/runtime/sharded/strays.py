@@ -33,7 +33,7 @@ def refuse_strays(groups: Groups, model: nn.Module) -> None:
                     f"{_name_in(model, parameter)} has a gradient that no step of the stack has summed (of a "
                     "term added to the stack's loss, or of another backward pass), and a sharded optimizer "
                     "updates from the sums alone: compute the term in the loss of the stack, or use "
-                    "optimizer.sharded=false. optimizer.zero_grad() discards the gradient"
+                    "optimizer.zero_stage=0. optimizer.zero_grad() discards the gradient"
                 )
 
 
@@ -47,7 +47,7 @@ def refuse_left_out(buckets: Buckets, groups: Groups, name_of: NameOf) -> None:
                     f"{name_of(parameter)} is trained and in no group of the ShardedAdamW, and no other "
                     "optimizer can update it, since its gradient is summed in shares: give it to "
                     "optimizer.add_param_group, freeze it (requires_grad_(False)) before the forward pass, "
-                    "or use optimizer.sharded=false"
+                    "or use optimizer.zero_stage=0"
                 )
 
 

@@ -377,7 +377,7 @@ class Updates:
 
         Gradients that ranks sharing attention compute alike are owned once by each of these ranks.
         """
-        alone = self._axes(kind) != Group.DATA or self._layout.mp_rank == 0
+        alone = self._axes(kind) != Group.DATA or self._layout.tp_rank == 0
         return alone or sharding_of(parameter) is not None
 
     def _of(self, task: Task) -> Sequence[Share]:
@@ -391,7 +391,7 @@ class Updates:
         return [share for shares in self._shares.values() for share in shares]
 
     def _axes(self, kind: str) -> Axes:
-        return REDUCTIONS[kind].axes_of(sharing=self._layout.mp_size > 1)
+        return REDUCTIONS[kind].axes_of(sharing=self._layout.tp_size > 1)
 
     @property
     def _device(self) -> torch.device:

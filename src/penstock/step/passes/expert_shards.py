@@ -43,7 +43,7 @@ class GatheredShards:
 class FusedShards:
     """Parm: one all-to-all brings a row to every shard of its expert; partial outputs are summed at home.
 
-    D and C meet ranks along both axes, (ep, esp). shards: shards of every expert.
+    D and C meet ranks along both axes, (ep, etp). shards: shards of every expert.
     """
 
     shards: int
