@@ -172,7 +172,6 @@ def test_every_option(cards: Pools, values: Mapping[str, Any]) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
-    """In `make test` those of `recorded/test_steps.py` are the pairs."""
     check_loop(cards, values)
 
 

@@ -19,7 +19,7 @@ from penstock.topology.groups import TransportName
 from tests.runtime.test_moving import small
 from tests.support.hosted import Hosts
 from tests.support.layouts import engines, schedule_of
-from tests.support.pairwise import covering
+from tests.support.pairwise import covering, each_value
 from tests.support.parity import Case
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
@@ -140,6 +140,12 @@ def named(values: Mapping[str, Any]) -> str:
     return "-".join(map(str, values.values()))
 
 
+@pytest.mark.parametrize("values", [*each_value(AXES, fits)], ids=named)
+def test_every_option(ranks: Pools, values: Mapping[str, Any]) -> None:
+    check(ranks, case_of(**values), values["moves"])
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
 def test_pairs_of_options(ranks: Pools, values: Mapping[str, Any]) -> None:
     check(ranks, case_of(**values), values["moves"])
