@@ -19,9 +19,9 @@ from hypothesis import given
 
 from penstock.graph import Lane, Task
 from penstock.mesh import Group
+from penstock.runtime.calls import Call
 from penstock.runtime.handlers import Inputs
 from penstock.runtime.lanes import LaneError, ThreadLanes, _ThreadRun, tensors_in
-from penstock.runtime.program import Call
 from penstock.runtime.transport import GlooTransport
 from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan

@@ -15,10 +15,11 @@ from penstock.graph import Graph, Lane, Name, Phase, ScheduleError, Task
 from penstock.graph.paths import slot_order
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
+from penstock.runtime.calls import Call
 from penstock.runtime.executor import Execution
 from penstock.runtime.handlers import Inputs, Outputs
 from penstock.runtime.lanes import ThreadLanes, in_issue_order
-from penstock.runtime.program import Call, Program, compile_plan
+from penstock.runtime.program import Program, compile_plan
 from penstock.schedule import StepPlan
 from penstock.step import StepShape
 from tests.runtime.programs import all_by, nothing, plan_in, program_of, stops_of

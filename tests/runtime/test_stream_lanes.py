@@ -12,9 +12,9 @@ import torch
 
 from penstock.device import Cuda, Event, Stream, using
 from penstock.graph import Lane, Task
+from penstock.runtime.calls import Call
 from penstock.runtime.handlers import Inputs
 from penstock.runtime.lanes import LaneError, Ran, StreamLanes, build_lanes
-from penstock.runtime.program import Call
 from penstock.step import StepShape
 from tests.runtime.programs import plan_in, program_of
 from tests.steps import random_orders

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, Protocol, Self, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.bounds import MOST_STEPS
 from penstock.decision.field import Asked, Field, Movable
 from penstock.dispatch import DISPATCHES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.decision.record import Decision
+from penstock.step.shape import ExpertForm
 
 SampleMoves = Literal["none", "netmoe"]
 ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "planned"]
@@ -32,22 +29,49 @@ GuestSlots = Annotated[
 EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
 
 
-def _samples(asked: Asked, choice: Decision) -> Sequence[str]:
+class Choice(Protocol):
+    """A decision, as far as other decisions depend on it. `Decision` is one."""
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def dispatch(self) -> str: ...
+
+    @property
+    def samples(self) -> SampleMoves: ...
+
+    @property
+    def experts(self) -> ExpertMoves: ...
+
+    @property
+    def replica_slots(self) -> int: ...
+
+    @property
+    def split(self) -> Split: ...
+
+    @property
+    def form(self) -> ExpertForm:
+        """How rows reach all shards of their experts."""
+        ...
+
+
+def _samples(asked: Asked, choice: Choice) -> Sequence[str]:
     return ("none",) if why_samples_stay(asked, choice) else asked.movable.samples
 
 
-def _experts(asked: Asked, choice: Decision) -> Sequence[str]:
+def _experts(asked: Asked, choice: Choice) -> Sequence[str]:
     return ("none",) if why_experts_stay(asked, choice) else asked.movable.experts
 
 
-def why_samples_stay(asked: Asked, choice: Decision) -> str:
+def why_samples_stay(asked: Asked, choice: Choice) -> str:
     """Return why samples cannot move with this choice; "" = they may."""
     if DISPATCHES[choice.dispatch].joins_rows:
         return f"moe.dispatch={choice.dispatch} sends one row for several experts"
     return asked.shape.sharing.why_samples_stay or why_experts_stay(asked, choice)
 
 
-def why_experts_stay(asked: Asked, choice: Decision) -> str:
+def why_experts_stay(asked: Asked, choice: Choice) -> str:
     """Return why experts cannot move with this choice; "" = they may."""
     if not any(asked.shape.moe_layers):
         return "no layer has experts"
@@ -61,11 +85,11 @@ def must_move(asked: Asked) -> bool:
     return "none" not in asked.movable.samples or "none" not in asked.movable.experts
 
 
-def _guest_slots(asked: Asked, choice: Decision) -> Sequence[int]:
+def _guest_slots(asked: Asked, choice: Choice) -> Sequence[int]:
     return asked.movable.replica_slots if choice.experts != "none" else (1,)
 
 
-def _expert_words(choice: Decision) -> str:
+def _expert_words(choice: Choice) -> str:
     if choice.experts == "none":
         return ""
     slots = "a guest slot" if choice.replica_slots == 1 else f"{choice.replica_slots} guest slots"
@@ -73,7 +97,7 @@ def _expert_words(choice: Decision) -> str:
     return f"experts move ({choice.experts}, {slots} per rank{split})"
 
 
-def why_not_exact(choice: Decision) -> str:
+def why_not_exact(choice: Choice) -> str:
     """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
     if choice.experts in LOCAL:
         return f"placement.experts={choice.experts} gives guests the rows of their own ranks"
@@ -158,17 +182,7 @@ class PlacementConfig:
             dict.fromkeys((self.replica_slots, twice if self.experts == "auto" else self.replica_slots))
         )
 
-    def applied(self, choice: Decision) -> Decision:
-        """Return `choice` with this section's decisions; what the section leaves open does not move."""
-        return replace(
-            choice,
-            samples="none" if self.samples == "auto" else self.samples,
-            experts="none" if self.experts == "auto" else self.experts,
-            replica_slots=self.replica_slots,
-            split=self.split,
-        )
-
-    def saying(self, choice: Decision) -> Self:
+    def saying(self, choice: Choice) -> Self:
         """Return the section that stands for `choice`."""
         return replace(
             self,

@@ -216,6 +216,16 @@ class Decision:
             more[name] = value
         return replace(self, more=Table(more))
 
+    def with_placement(self, placement: PlacementConfig) -> Self:
+        """Return the decision with what section `[placement]` says; what that leaves open does not move."""
+        return replace(
+            self,
+            samples="none" if placement.samples == "auto" else placement.samples,
+            experts="none" if placement.experts == "auto" else placement.experts,
+            replica_slots=placement.replica_slots,
+            split=placement.split,
+        )
+
     @property
     def deciding_fields(self) -> tuple[str, ...]:
         """The names of the decision's own fields that its schedule reads."""
@@ -336,7 +346,7 @@ class ScheduleConfig(Decision):
         chunks, backward_chunks = self.degrees
         elsewhere = {"dispatch": dispatch, "recompute": recompute}
         found = Decision(**{**said, **elsewhere, "chunks": chunks, "backward_chunks": backward_chunks})
-        return found if placement is None else placement.applied(found)
+        return found if placement is None else found.with_placement(placement)
 
     def saying(self, choice: Decision) -> Self:
         """Return the section that stands for `choice`."""

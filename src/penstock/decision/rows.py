@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from penstock.decision.field import READERS, Asked, Field
-from penstock.decision.moving import must_move
+from penstock.decision.moving import Choice, must_move
 from penstock.dispatch import DISPATCHES
 from penstock.step.shape import ExpertForm
-
-if TYPE_CHECKING:
-    from penstock.decision.record import Decision
 
 
 def expert_forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, ...]:
@@ -20,7 +16,7 @@ def expert_forms(asked: Asked, dispatches: Sequence[str]) -> tuple[ExpertForm, .
     return asked.shape.sharing.forms if shared else ("gather",)
 
 
-def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
+def _dispatches(asked: Asked, choice: Choice) -> Sequence[str]:
     if READERS[choice.schedule].expert_form not in (None, "gather"):
         return ("flat",)
     may_stay = "none" in asked.movable.samples  # a row for several experts has no single sample's home
@@ -28,12 +24,12 @@ def _dispatches(asked: Asked, choice: Decision) -> Sequence[str]:
     return fitting or asked.dispatches
 
 
-def _comm_dtypes(asked: Asked, choice: Decision) -> Sequence[str]:
+def _comm_dtypes(asked: Asked, choice: Choice) -> Sequence[str]:
     joined = DISPATCHES[choice.dispatch].joins_rows  # the numbers sent with a row would be rounded, too
     return ("none",) if joined or not any(asked.shape.moe_layers) else asked.comm_dtypes
 
 
-def _expert_forms(asked: Asked, choice: Decision) -> Sequence[ExpertForm | None]:
+def _expert_forms(asked: Asked, choice: Choice) -> Sequence[ExpertForm | None]:
     if asked.shape.sharing.is_none or not any(asked.shape.moe_layers):
         return (None,)
     return expert_forms(asked, (choice.dispatch,))

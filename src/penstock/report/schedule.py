@@ -223,7 +223,7 @@ def describe_schedule(
         backward_chunks=backward_chunks,
         expert_form=expert_form,
     )
-    asked = replace(asked if placement is None else placement.applied(asked), recompute=recompute)
+    asked = replace(asked if placement is None else asked.with_placement(placement), recompute=recompute)
     workload = _workload(layers, microbatches, sharing, asked.form)
     updating = Updating(releases=zero_stage == 2) if zero_stage else None
     workload = workload if updating is None else updating_experts(workload, (True,) * layers)

@@ -6,7 +6,7 @@ from penstock.runtime.expert_parallel.exchange import ExpertParallel, expert_par
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import BlockParts, ModelParts
-from penstock.runtime.sharded.adamw import ShardedAdamW
+from penstock.runtime.sharded_adamw import ShardedAdamW
 from penstock.runtime.stack import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 

@@ -22,11 +22,15 @@ from torch.nn.utils import clip_grad
 from penstock.device import device_of
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
-from penstock.moe import MoELayer
 from penstock.runtime.checks.misuse import living_stacks
-from penstock.runtime.checks.optimizers import is_sharded
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of, ranks_of_parts, share_of
-from penstock.runtime.stack import PipelinedStack
+from penstock.runtime.expert_parallel.optimizers import is_sharded
+from penstock.runtime.expert_parallel.ranks import (
+    ExpertRanks,
+    mark_all,
+    ranks_of,
+    ranks_of_parts,
+    share_of,
+)
 from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import Layout
 
@@ -145,15 +149,6 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
                 "model.parameters()"
             )
     return unique
-
-
-def mark_all(model: nn.Module) -> None:
-    """Mark the experts of every layer and stack in `model`."""
-    for module in model.modules():
-        if isinstance(module, PipelinedStack):
-            module.mark_experts()
-        elif isinstance(module, MoELayer) and module.exchange is not None:
-            module.exchange.adopt(module.experts)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

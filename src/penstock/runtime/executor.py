@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.graph import Graph
+from penstock.runtime.calls import Call
 from penstock.runtime.errors import TaskError
 from penstock.runtime.handlers import Inputs, Missing
 from penstock.runtime.lanes import LaneError, Lanes, Ran
-from penstock.runtime.program import Call, Program
+from penstock.runtime.program import Program
 from penstock.schedule import StepPlan
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord

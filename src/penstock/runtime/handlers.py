@@ -191,9 +191,9 @@ class StepContext:
     carriage: how residual streams get to where outputs are. segment: makes a compute segment. degrees: the
     numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
     weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
-    marks: [11] float64, to sum with the statistics, see `checks.marks`. fingerprint: makes that of the values
-    that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples get
-    their homes, where they move.
+    marks: [11] float64, to sum with the statistics, see `fingerprints.marks`. fingerprint: makes that of the
+    values that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples
+    get their homes, where they move.
     ending: what the step ends with.
     training: whether backward follows. slopes: known when the backward half begins. total,
     marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
@@ -255,6 +255,18 @@ class StepContext:
         """The updates on which the tasks of a sharded optimiser work."""
         assert self.updates is not None, "a step that updates is run with an optimizer"
         return self.updates
+
+    def passengers_of(self, task: Task, inputs: Inputs) -> Passengers:
+        """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
+        found = self.travellers(task, inputs)
+        return found.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else found
+
+    def travellers(self, task: Task, inputs: Inputs) -> Passengers:
+        """Return a task's samples with all tokens: those that came where samples have moved, else the
+        batch's."""
+        assert task.microbatch is not None, task
+        found: Passengers | None = inputs.maybe("passengers")
+        return self.batch.passengers[task.microbatch] if found is None else found
 
     def batch_of(self, task: Task) -> Batch:
         """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""

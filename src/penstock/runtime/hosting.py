@@ -17,7 +17,6 @@ from penstock.moe.seats import Spread, seats_of
 from penstock.placement import Hosting
 from penstock.placing.exact import ExactSplit
 from penstock.placing.told import Numbers, numbers_of, share_of
-from penstock.runtime.checks.guests import check_no_hooks
 from penstock.runtime.guests import LayerGuests, Trip
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from penstock.step import StepShape
@@ -254,3 +253,13 @@ def splits_exactly(layer: MoELayer | None, shape: StepShape) -> bool:
 def kinds_of(experts: Experts) -> Kinds:
     """Return what guests must match: names, types, devices, shapes and trainability of parameters."""
     return tuple((n, p.dtype, p.device, p.shape, p.requires_grad) for n, p in experts.named_parameters())
+
+
+def check_no_hooks(experts: Experts) -> None:
+    """Raise ValueError for a hook on the gradient of an expert that may be a guest elsewhere."""
+    for name, parameter in experts.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
+                "ranks compute. Remove it, or set placement.experts=none"
+            )

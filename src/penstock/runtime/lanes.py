@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.device import Event, Pending, Stream, device_of, gpu_of
 from penstock.graph import Lane, Phase, Task
-from penstock.runtime.program import MOST_KEPT, Call, Span
+from penstock.runtime.calls import MOST_KEPT, Call, Span
 from penstock.runtime.transport.legs import Later
 from penstock.topology.faults import ACTIVITY, HEARERS, PeerLostError, is_transport_error
 

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock.cost.workload import split_sizes
 from penstock.moe import SampleKeys, Tokens
-
-if TYPE_CHECKING:
-    from penstock.graph import Task
-    from penstock.runtime.handlers import Inputs, StepContext
 
 
 @dataclass(frozen=True)
@@ -68,16 +63,3 @@ def part_of(length: int, rank: int, ranks: int) -> slice:
     sizes = split_sizes(length, ranks)
     first = sum(sizes[:rank])
     return slice(first, first + sizes[rank])
-
-
-def passengers_of(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
-    """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
-    found, place = travellers(context, task, inputs), context.tensor
-    return found.part(place.rank, place.size) if task.cut.token_shards > 1 else found
-
-
-def travellers(context: StepContext, task: Task, inputs: Inputs) -> Passengers:
-    """Return a task's samples with all tokens: those that came where samples have moved, else the batch's."""
-    assert task.microbatch is not None, task
-    found: Passengers | None = inputs.maybe("passengers")
-    return context.batch.passengers[task.microbatch] if found is None else found

@@ -16,32 +16,11 @@ from penstock.graph.paths import issue_order
 from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.runtime.again import handlers_of
+from penstock.runtime.calls import MOST_KEPT, Call, Span
 from penstock.runtime.handlers import Handler, Handlers, check_handlers
 from penstock.schedule import StepPlan
 
 GRADIENT = "d_"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One task, ready to run.
-
-    reads: for every role the slots on its edges. writes: outputs that are read, and their slots. frees: slots
-    that are not read after this call. shared: slots whose readers on several lanes find out which is the
-    last. waits: for other lanes, how many of their calls in this span must have ended before.
-    """
-
-    task: Task
-    handler: Handler
-    reads: tuple[tuple[str, tuple[int, ...]], ...]
-    writes: tuple[tuple[str, int], ...]
-    frees: tuple[int, ...]
-    shared: tuple[int, ...]
-    waits: tuple[tuple[Lane, int], ...]
-
-
-Span = Mapping[Lane, tuple[Call, ...]]
-"""The calls of every lane between two stops."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +171,6 @@ def _waits(
                 wanted[other] = max(wanted.get(other, 0), i + 1)
     known.update(wanted)
     return tuple(wanted.items())
-
-
-MOST_KEPT = 32
-"""Compiled plans that a stack remembers: a comparison runs several in turn."""
 
 
 class Programs:

@@ -57,11 +57,11 @@ from penstock.runtime.checks.misuse import (
     refuse_stale,
     watch_model,
 )
-from penstock.runtime.checks.optimizers import watch_optimizers
 from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
 from penstock.runtime.checks.turns import Turns
 from penstock.runtime.executor import Execution
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts, mark_parts
+from penstock.runtime.expert_parallel.optimizers import watch_optimizers
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, MarksExperts, mark_experts, mark_parts
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.gradients.outside import OutsideGradients
@@ -77,7 +77,7 @@ from penstock.runtime.program import Program, Programs
 from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
 from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
-from penstock.runtime.step import Step
+from penstock.runtime.step import Step, Taken
 from penstock.schedule import StepPlan
 from penstock.sharding import mark_shards, mark_states_of_shards
 from penstock.step import StepShape
@@ -85,7 +85,7 @@ from penstock.step.shape import FORM_TOKENS, Updating
 from penstock.trace import TaskRecord
 
 
-class PipelinedStack(nn.Module):
+class PipelinedStack(MarksExperts):
     """Runs a model by a step plan. `plan` may be exchanged between steps; parameters stay where they are.
 
     Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
@@ -201,6 +201,24 @@ class PipelinedStack(nn.Module):
         Raises ScheduleError for a task that no handler can run.
         """
         return self._programs.of(self.plan, training=training)
+
+    def taken(self, *, training: bool) -> Taken:
+        """Return what a step that begins now takes."""
+        return Taken(
+            plan=self.plan,
+            program=self.program(training=training),
+            machinery=self.machinery,
+            makers=self.makers,
+            relocation=self.relocation,
+            moe=self.moe,
+            balance=self.balance,
+            codec=self.codec,
+            buckets=self.buckets,
+            snapshot=self.gradients.snapshot,
+            seed=self.seed,
+            updates=self.updates,
+            changes=0 if self.updates is None else self.updates.changes,
+        )
 
     def replan(self) -> StepPlan:
         """Plan again for the parameters that are trained now; every rank must call it.

@@ -6,25 +6,32 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.device import device_of
-from penstock.moe import MoEConfig
+from penstock.moe import MoEConfig, MoELayer
 from penstock.moe.balance import Balance
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.moe.routes import RouteMaker
+from penstock.runtime.bounds import Counted, RowBounds
 from penstock.runtime.carriage import Apart, InRows
+from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.forward_state import ForwardState
 from penstock.runtime.checks.misuse import raise_replaced
-from penstock.runtime.checks.snapshot import Snapshot
 from penstock.runtime.executor import Execution
+from penstock.runtime.fingerprints.snapshot import Snapshot
 from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.in_place import BackwardPass
+from penstock.runtime.gradients.model_gradients import Gradients
+from penstock.runtime.gradients.outside import OutsideGradients
 from penstock.runtime.handlers import Batch, Ending, StepContext, TensorPlace
+from penstock.runtime.hosting import Host
+from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
+from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import PassThrough, Segment, anchor_on
@@ -34,9 +41,6 @@ from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan
 from penstock.topology.faults import ACTIVITY
-
-if TYPE_CHECKING:
-    from penstock.runtime.stack import PipelinedStack
 
 
 @dataclass(frozen=True)
@@ -60,24 +64,33 @@ class Taken:
     updates: Updates | None
     changes: int
 
-    @classmethod
-    def of(cls, stack: PipelinedStack, *, training: bool) -> Taken:
+
+class Stack(Protocol):
+    """The stack whose step it is, as far as a step needs it for as long as it lasts.
+
+    execution, statistics: of the step that ran last, in either of its halves.
+    """
+
+    parts: ModelParts
+    bounds: Counted | RowBounds
+    host: Host
+    consistency: Consistency
+    gradients: Gradients
+    outside: OutsideGradients
+    loads: LoadHistory
+    wish: str
+    timed: bool
+    execution: Execution | None
+    statistics: StepStatistics | None
+
+    @property
+    def moe_layers(self) -> list[MoELayer | None]:
+        """The layers with experts; None for a dense one."""
+        ...
+
+    def taken(self, *, training: bool) -> Taken:
         """Return what a step that begins now takes."""
-        return cls(
-            plan=stack.plan,
-            program=stack.program(training=training),
-            machinery=stack.machinery,
-            makers=stack.makers,
-            relocation=stack.relocation,
-            moe=stack.moe,
-            balance=stack.balance,
-            codec=stack.codec,
-            buckets=stack.buckets,
-            snapshot=stack.gradients.snapshot,
-            seed=stack.seed,
-            updates=stack.updates,
-            changes=0 if stack.updates is None else stack.updates.changes,
-        )
+        ...
 
 
 class Step:
@@ -89,7 +102,7 @@ class Step:
 
     def __init__(
         self,
-        stack: PipelinedStack,
+        stack: Stack,
         batch: Batch,
         training: bool,
         ending: Ending,
@@ -97,7 +110,7 @@ class Step:
         before: Step | None = None,
     ) -> None:
         self.stack, self.training, self.finished, self.ending = stack, training, False, ending
-        taken = Taken.of(stack, training=training) if before is None else before.taken
+        taken = stack.taken(training=training) if before is None else before.taken
         self.taken: Taken = taken
         self.shape, self.buckets = taken.plan.shape, taken.buckets
         self.bounds = stack.bounds.of_step(

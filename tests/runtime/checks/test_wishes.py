@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.runtime.checks.marks import FACTS, WISH
 from penstock.runtime.checks.wishes import check_wishes
 from penstock.runtime.errors import ScheduleMismatchError
+from penstock.runtime.fingerprints.marks import FACTS, WISH
 from penstock.topology import Control, Layout
 from tests.support.ranks import Pools
 

@@ -16,9 +16,9 @@ from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.runtime import Machinery
+from penstock.runtime.calls import Call, Span
 from penstock.runtime.handlers import Handler, Inputs, Outputs
 from penstock.runtime.lanes import LaneError
-from penstock.runtime.program import Call, Span
 
 SLICES = 4
 """Slices of a pair: fewer overlap less, more cost start-ups; the middle of what Parm's planner tries."""

@@ -20,8 +20,8 @@ from penstock.doctor.gpu.small import Case, small_machinery
 from penstock.graph import Lane, Name, Phase, Task
 from penstock.mesh import Group
 from penstock.runtime import Machinery
+from penstock.runtime.calls import Call, Span
 from penstock.runtime.handlers import Handler
-from penstock.runtime.program import Call, Span
 from penstock.runtime.transport import Transport, build_transport
 from penstock.words import percent
 

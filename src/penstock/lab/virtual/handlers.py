@@ -17,7 +17,7 @@ from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
 from penstock.ops.optimizer import GATHERS
 from penstock.ops.sums import REDUCTIONS, SCATTERS
-from penstock.runtime.checks.marks import FIELDS
+from penstock.runtime.fingerprints.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transport, Transports

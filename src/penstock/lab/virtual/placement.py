@@ -107,7 +107,9 @@ class Movement:
     def _moving(self) -> ExpertMoving:
         costs = expert_costs(StepCost(self.shape, self.workload, self.cluster))
         samples: SampleMoves = "netmoe" if self.shape.moves_samples else "none"
-        choice = replace(self.placement.applied(Decision(dispatch=self.workload.dispatch)), samples=samples)
+        choice = replace(
+            Decision(dispatch=self.workload.dispatch).with_placement(self.placement), samples=samples
+        )
         return ExpertMoving(
             planner=find_planner(self.placement.experts),
             costs=costs,

@@ -1,10 +1,11 @@
 """The consistency of the ranks of a stack, checked with every step: what they run, and the values they hold.
 
 What is compared are sums over ranks, so that all ranks see a difference, at the same point, and none raises
-alone. Two kinds of numbers are summed. Facts are known to the host (`checks.marks`); marks are made on the
-device. On CPUs both travel in the sums of the statistics task and are read when the forward half has ended.
-On GPUs reading those would make the host wait for the device. So marks are copied to the host meanwhile and
-read in the step after, and facts are summed by the hosts, while the device runs the forward half.
+alone. Two kinds of numbers are summed. Facts are known to the host (`fingerprints.marks`); marks are made on
+the device. On CPUs both travel in the sums of the statistics task and are read when the forward half has
+ended. On GPUs reading those would make the host wait for the device. So marks are copied to the host
+meanwhile and read in the step after, and facts are summed by the hosts, while the device runs the forward
+half.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from penstock.device import device_of
 from penstock.mesh import Group
-from penstock.runtime.checks.marks import (
+from penstock.runtime.checks.samples import (
+    check_losses,
+    check_samples,
+    fact_of_loss,
+    mark_of_samples,
+    mark_of_slope,
+)
+from penstock.runtime.checks.wishes import check_wishes
+from penstock.runtime.fingerprints.marks import (
     CHANGES,
     EXPERTS,
     FACTS,
@@ -35,14 +44,7 @@ from penstock.runtime.checks.marks import (
     check_count,
     raise_mismatch,
 )
-from penstock.runtime.checks.samples import (
-    check_losses,
-    check_samples,
-    fact_of_loss,
-    mark_of_samples,
-    mark_of_slope,
-)
-from penstock.runtime.checks.values import (
+from penstock.runtime.fingerprints.values import (
     BEGAN,
     CHANGED,
     check_distinct,
@@ -51,7 +53,6 @@ from penstock.runtime.checks.values import (
     is_due,
     weight_among,
 )
-from penstock.runtime.checks.wishes import check_wishes
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.handlers import Batch
 from penstock.runtime.machinery import Machinery
@@ -99,7 +100,8 @@ class Consistency:
             self.compare(self.doubt)
 
     def compare(self, cause: str = "") -> None:
-        """Raise ParameterMismatchError, on all ranks, if they hold different values; see `checks.values`.
+        """Raise ParameterMismatchError, on all ranks, if they hold different values; see
+        `fingerprints.values`.
 
         All ranks call it.
         """

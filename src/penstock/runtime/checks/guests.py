@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.mesh import Group
 from penstock.moe import Experts, MoELayer
 from penstock.placement import Hosting, PlacementError
+from penstock.runtime.hosting import check_no_hooks
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Control, Layout
@@ -126,16 +127,6 @@ def _check_experts(experts: Experts) -> None:
             f"the experts of {type(experts).__name__} differ in size or share parameters, so one cannot take "
             "the place of another. Build them alike, or set placement.experts=none"
         )
-
-
-def check_no_hooks(experts: Experts) -> None:
-    """Raise ValueError for a hook on the gradient of an expert that may be a guest elsewhere."""
-    for name, parameter in experts.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"experts.{name} has a gradient hook, which would not see the gradients of rows that other "
-                "ranks compute. Remove it, or set placement.experts=none"
-            )
 
 
 def _check_apart(layers: Sequence[MoELayer]) -> None:

@@ -1,7 +1,7 @@
 """The check that ranks sharing attention work on the same samples, and that all ranks minimise the same loss,
 without an exchange of its own.
 
-The mark of samples stands beside those of values (`checks.marks`) in the sums of the statistics task,
+The mark of samples stands beside those of values (`fingerprints.marks`) in the sums of the statistics task,
 weighted so that it cancels where the ranks of every group agree.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
-from penstock.runtime.checks.marks import LOSS, SAMPLES, SLOPE, TRAINING
-from penstock.runtime.checks.values import weight_among
+from penstock.runtime.fingerprints.marks import LOSS, SAMPLES, SLOPE, TRAINING
+from penstock.runtime.fingerprints.values import weight_among
 from penstock.runtime.handlers import Batch
 from penstock.runtime.parts import ModelParts
 from penstock.topology import Control, Layout

@@ -2,15 +2,15 @@
 
 Only all ranks together can plan again, and a rank that has changed something does not know whether the others
 have. So it runs a forward pass of the present plan, as they would, and its wish is one of the facts
-(`checks.marks`) that ranks compare in it.
+(`fingerprints.marks`) that ranks compare in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.runtime.checks.marks import WISH
 from penstock.runtime.errors import ScheduleMismatchError
+from penstock.runtime.fingerprints.marks import WISH
 from penstock.topology import Control, Layout
 
 

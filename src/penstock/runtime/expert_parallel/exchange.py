@@ -20,10 +20,9 @@ from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.partial_state import refuse_pickle
-from penstock.runtime.checks.optimizers import watch_optimizers
-from penstock.runtime.clip import mark_all
 from penstock.runtime.expert_parallel.guard import ExpertGuard
-from penstock.runtime.expert_parallel.ranks import ExpertRanks, ranks_of
+from penstock.runtime.expert_parallel.optimizers import watch_optimizers
+from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_all, ranks_of
 from penstock.runtime.transport import Transport, build_transport
 from penstock.runtime.transport.legs import HostCounts, Later, exchange_counts, send_home, send_out
 from penstock.topology import INTER_GROUPS, Control, Layout, ParallelConfig

@@ -20,8 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
 from penstock.moe.experts.base import Experts
-from penstock.runtime.checks.values import MODULUS, Replicated, compare, fingerprint, is_due, weight_among
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, is_marked, mark_experts
+from penstock.runtime.fingerprints.values import (
+    MODULUS,
+    Replicated,
+    compare,
+    fingerprint,
+    is_due,
+    weight_among,
+)
 from penstock.runtime.transport.legs import HostCounts
 from penstock.topology import CommunicationError, Control
 

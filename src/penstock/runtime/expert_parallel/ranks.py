@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.mesh import Group
+from penstock.moe import MoELayer
 from penstock.runtime.transport import Transport
 from penstock.sharding import sharding_of
 from penstock.topology import Layout
@@ -57,6 +58,23 @@ class ExpertRanks:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle the mark as an empty OrderedDict, a type that torch.load always accepts."""
         return OrderedDict, ()
+
+
+class MarksExperts(nn.Module):
+    """A module that marks the experts of all its layers by itself."""
+
+    def mark_experts(self) -> None:
+        """Mark them again, as far as copying has lost marks."""
+        raise NotImplementedError
+
+
+def mark_all(model: nn.Module) -> None:
+    """Mark the experts of every layer and stack in `model`."""
+    for module in model.modules():
+        if isinstance(module, MarksExperts):
+            module.mark_experts()
+        elif isinstance(module, MoELayer) and module.exchange is not None:
+            module.exchange.adopt(module.experts)
 
 
 def mark_experts(parameters: Iterable[Tensor], ranks: ExpertRanks, *, stacked: bool = True) -> None:

@@ -14,9 +14,9 @@ from penstock.decision import GradientBytes
 from penstock.mesh import Group
 from penstock.moe.experts.base import Experts
 from penstock.ops.sums import REDUCTIONS
-from penstock.runtime.checks.marks import Entry, Marks
-from penstock.runtime.checks.snapshot import Snapshot
-from penstock.runtime.checks.values import Replicated, buffers_of
+from penstock.runtime.fingerprints.marks import Entry, Marks
+from penstock.runtime.fingerprints.snapshot import Snapshot
+from penstock.runtime.fingerprints.values import Replicated, buffers_of
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
 from penstock.runtime.gradients.buckets import (
     Buckets,

@@ -19,7 +19,6 @@ from penstock.runtime.handlers import Inputs, LossGradients, Outputs, StepContex
 from penstock.runtime.ops.blocks import microbatch, present
 from penstock.runtime.ops.shared_head import LossOverShards
 from penstock.runtime.ops.tensor import gathered, scattered
-from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums, StepStatistics
 from penstock.runtime.transport import Transport, Transports
@@ -70,7 +69,7 @@ class TokenLoss:
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
-        known = passengers_of(context, task, inputs)
+        known = context.passengers_of(task, inputs)
         segment = context.segment()
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
@@ -237,7 +236,7 @@ class HiddenStates:
     def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return sums of no losses."""
         nothing = torch.zeros((), device=self._left[microbatch(task)].device)
-        tokens = passengers_of(context, task, inputs).num_tokens()
+        tokens = context.passengers_of(task, inputs).num_tokens()
         return {"loss": HeadSums(nothing, nothing, tokens), "saved": None}
 
     def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:

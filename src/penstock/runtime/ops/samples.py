@@ -22,7 +22,6 @@ from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
-from penstock.runtime.passengers import passengers_of, travellers
 from penstock.runtime.sample_moving import Visit
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import Later, to_host
@@ -45,7 +44,7 @@ def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) ->
     if following is None:
         return here.new_zeros(len(here), 0)
     experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=len(here)))
-    valid_BL = passengers_of(context, task, inputs).valid_BL
+    valid_BL = context.passengers_of(task, inputs).valid_BL
     if valid_BL is not None:
         experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
     return count_choices(experts_Tk, len(here), following.num_experts)
@@ -167,7 +166,7 @@ def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
 def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return, for the samples that are here now, order, passengers, and those of residual, weights and shared
     that are not in their rows."""
-    known = travellers(context, task, inputs)
+    known = context.travellers(task, inputs)
     by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
     marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
     given = {name: each for name, each in marks.items() if each is not None}
@@ -201,7 +200,7 @@ def _by_sample(
     context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """Return tensors [T, N] as [B, L, N]."""
-    samples, length = passengers_of(context, task, inputs).labels_BL.shape  # a device keeps their number
+    samples, length = context.passengers_of(task, inputs).labels_BL.shape  # a device keeps their number
     return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
 
 

@@ -16,7 +16,6 @@ from penstock.mesh import Axes
 from penstock.ops import Op, tensor
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import SavedRoute, added, microbatch, present, route, route_gradients
-from penstock.runtime.passengers import passengers_of
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import HeadSums
 from penstock.runtime.transport import Transport
@@ -142,7 +141,7 @@ def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.HEADS, F)
 def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return attended: what this rank's heads add, [B, L, M] of all tokens."""
-    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
@@ -163,7 +162,7 @@ def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
-        known = passengers_of(context, task, inputs)
+        known = context.passengers_of(task, inputs)
         residual_BLM, x_TM = layer.block.settle(h_BLM, attended_BLM, known.keys)
         return route(context, task, known, segment, residual_BLM, x_TM)
 
@@ -179,7 +178,7 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_NORM, F)
 def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
-    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
@@ -217,7 +216,7 @@ def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_ADD, F)
 def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block."""
-    block, keys = context.layers[task.layer].block, passengers_of(context, task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
     segment = context.segment()
     residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
     with context.autocast():

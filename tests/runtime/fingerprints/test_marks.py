@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.checks.marks import EXPERTS, FACTS, PARAMETERS, Entry, Marks, agree, raise_mismatch
 from penstock.runtime.errors import ParameterMismatchError
+from penstock.runtime.fingerprints.marks import (
+    EXPERTS,
+    FACTS,
+    PARAMETERS,
+    Entry,
+    Marks,
+    agree,
+    raise_mismatch,
+)
 from penstock.topology import Control, Layout
 from tests.support.ranks import Pools
 

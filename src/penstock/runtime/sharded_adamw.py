@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.checks.optimizers import mark_sharded
 from penstock.runtime.expert_parallel.optimizer_state import watch_optimizer
+from penstock.runtime.expert_parallel.optimizers import mark_sharded
 from penstock.runtime.gradients.stand_in import give_up_stand_ins
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share

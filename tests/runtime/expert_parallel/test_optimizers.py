@@ -18,7 +18,7 @@ from penstock.decision import ScheduleConfig
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.runtime import PipelinedStack, ShardedAdamW
-from penstock.runtime.checks.optimizers import check_optimizer
+from penstock.runtime.expert_parallel.optimizers import check_optimizer
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_experts
 from penstock.runtime.transport import LocalTransport
 from penstock.topology import Layout

@@ -4,7 +4,7 @@ Every rank adds some numbers to the sums of the statistics task, weighted so tha
 agree. A rank that froze, replaced or added something by itself is seen before any gradient is reduced.
 
 All ranks must have parameters of the same names and shapes, and replicas of an expert must be trained alike.
-What values they have is compared by `checks.values`.
+What values they have is compared by `fingerprints.values`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.mesh import Axes, Group
-from penstock.runtime.checks.values import BEGAN, weight_among
 from penstock.runtime.errors import ParameterMismatchError
+from penstock.runtime.fingerprints.values import BEGAN, weight_among
 from penstock.topology import CommunicationError, Control, Layout
 
 RANKS, PARAMETERS, EXPERTS, WISH, TRAINING, LOSS, NEW, CHANGES = range(8)
@@ -26,7 +26,7 @@ changed in place since the last step."""
 FACTS = 8
 SAMPLES, SLOPE, VALUES = range(FACTS, FACTS + 3)
 """Places of what the device knows: the step's samples, and the gradient with which the last backward pass
-began, see `checks.samples`; values, see `checks.values`."""
+began, see `checks.samples`; values, see `fingerprints.values`."""
 FIELDS = FACTS + 3
 
 
