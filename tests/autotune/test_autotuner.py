@@ -12,8 +12,8 @@ import pytest
 
 from penstock.autotune import Autotuner
 from penstock.autotune.planned import Planned
-from penstock.autotune.retune import TUNING_S, Tuning, best_simulated
-from penstock.autotune.trials import TRIAL_STEPS
+from penstock.autotune.refine import TUNING_S, Tuning, best_simulated
+from penstock.autotune.trial import TRIAL_STEPS
 from penstock.config import ConfigError, load, to_dict
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.decision import Decision, Partition

@@ -11,9 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.autotune.compatibility import check_compatible
 from penstock.autotune.planned import Planned, with_choice
-from penstock.autotune.run_problem import assumed_problem, dispatches_of, given_choice, open_runs
+from penstock.autotune.problem import (
+    assumed_problem,
+    check_compatible,
+    dispatches_of,
+    given_choice,
+    open_runs,
+)
 from penstock.config import ConfigError, load
 from penstock.graph import RefusalError
 from penstock.runtime import Machinery

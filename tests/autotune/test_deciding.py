@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import pytest
 
-from penstock.autotune import deciding
-from penstock.autotune.deciding import decided, decided_slowly
+from penstock.autotune import planned
+from penstock.autotune.planned import decided, decided_slowly
 from penstock.config import ConfigError
 from penstock.topology import Control
 from tests.support.ranks import Pools
@@ -29,7 +29,7 @@ class CountingControl(Control):
     def gather(self, mine: T, purpose: str) -> list[T]:
         found = super().gather(mine, purpose)
         self.met += 1
-        if self.met == 3 * deciding.BEATS:
+        if self.met == 3 * planned.BEATS:
             self.often.set()
         return found
 
@@ -61,7 +61,7 @@ def test_ranks_wait_for_a_search_that_outlasts_their_timeout(ranks: Pools) -> No
     """Rank 0 meets the others often enough, and they take none of these meetings for the answer."""
     first, second = ranks(2).run(choose_slowly, 2)
     assert first[:2] == ("a plan", 1) and second[:2] == ("a plan", 0)
-    assert first[2] == second[2] > 3 * deciding.BEATS
+    assert first[2] == second[2] > 3 * planned.BEATS
 
 
 def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.autotune.diagnose import Diagnosis, diagnose
+from penstock.autotune.watch import Diagnosis, diagnose
 from penstock.graph import Lane, Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.layouts import check_some_layout, run_layouts, with_layout
-from penstock.autotune.run_problem import check_shared
+from penstock.autotune.choose.layouts import check_some_layout, run_layouts, with_layout
+from penstock.autotune.problem import check_shared
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.plan import MemoryBudget, PlanFile

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.autotune.lessons import Run, _lesson
 from penstock.autotune.planned import Planned
+from penstock.autotune.trial import Run, _lesson
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import MoveModel, TaskModel
 from penstock.decision import Decision, Movable

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.autotune.profile.machine import memory_bytes
+from penstock.autotune.profile.sample import memory_bytes
 from penstock.topology import Control
 from penstock.train.fits import host_bytes
 from tests.support.ranks import Pools, RankPool

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.run_problem import open_runs, run_problem
-from penstock.autotune.start import _fastest
+from penstock.autotune.choose.start import _fastest
+from penstock.autotune.problem import open_runs, run_problem
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.decision import Decision
 from penstock.models import ModelConfig

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.autotune.problem import run_problem
 from penstock.autotune.profile import (
     measure_links,
     measure_tasks,
@@ -19,11 +20,9 @@ from penstock.autotune.profile import (
     profile_schedules,
     rates_with_links,
 )
-from penstock.autotune.profile.links import _Exchanges, _groups
-from penstock.autotune.profile.pair import make_pair
+from penstock.autotune.profile.links import _Exchanges, _groups, make_pair
 from penstock.autotune.profile.sample import GRACE_S, Budget, Limits, median_interval
 from penstock.autotune.profile.tasks import _apart, cuts, sample_of
-from penstock.autotune.run_problem import run_problem
 from penstock.config import load
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import PAIR, LinkModel

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.diagnose import Diagnosis
 from penstock.autotune.planned import Planned
-from penstock.autotune.replan import WORTH, _decide
+from penstock.autotune.watch import WORTH, Diagnosis, _decide
 from penstock.config import load
 from penstock.decision.field import NOTHING_MOVES
 from penstock.plan import evaluate, find_plan

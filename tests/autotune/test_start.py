@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.adapt.planning import REMEDY
-from penstock.autotune.run_problem import assumed_problem
-from penstock.autotune.start import find, overruled, start
+from penstock.autotune.choose.start import find, overruled, start
+from penstock.autotune.problem import assumed_problem
 from penstock.cost.clusters import find_cluster
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.models import ModelConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.autotune.planned import Planned, Rival
-from penstock.autotune.trials import TRIAL_STEPS, TRIALS_S, Trials, worth_while
+from penstock.autotune.trial import TRIAL_STEPS, TRIALS_S, Trials, worth_while
 from penstock.decision import Decision
 from penstock.plan import PlanFile, evaluate
 from penstock.plan.candidate import whole_s

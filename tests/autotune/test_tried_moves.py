@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.autotune.planned import Planned
-from penstock.autotune.trials import TRIAL_STEPS, TRIALS_S
-from penstock.autotune.tried_moves import TriedMoves, worth_trying
+from penstock.autotune.trial import TRIAL_STEPS, TRIALS_S, TriedMoves, worth_trying
 from penstock.config import load
 from penstock.cost import ClusterFile
 from penstock.decision import Decision

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.autotune.choose.moves import _weighed
 from penstock.autotune.planned import Planned
-from penstock.autotune.weighing import _weighed
 from penstock.decision import Decision, Movable
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.candidate import whole_s

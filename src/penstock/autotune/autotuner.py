@@ -20,20 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from penstock.autotune.continuing import continued_plan, remembering
-from penstock.autotune.deciding import decided
-from penstock.autotune.diagnose import Diagnosis, diagnose
-from penstock.autotune.layouts import settled_layout
-from penstock.autotune.planned import Planned, with_choice
-from penstock.autotune.refine import refine
-from penstock.autotune.replan import replan
-from penstock.autotune.retune import Tuning
-from penstock.autotune.run_problem import settled as of_optimizer
-from penstock.autotune.start import start
-from penstock.autotune.trials import Records, Trials, worth_while
-from penstock.autotune.tried_moves import TriedMoves, worth_trying
-from penstock.autotune.watch import Drift, Watch
-from penstock.autotune.weighing import Weighing, is_open
+from penstock.autotune.choose.layouts import settled_layout
+from penstock.autotune.choose.moves import Weighing, is_open
+from penstock.autotune.choose.start import continued_plan, remembering, start
+from penstock.autotune.planned import Planned, decided, with_choice
+from penstock.autotune.problem import settled as of_optimizer
+from penstock.autotune.refine import Tuning, refine
+from penstock.autotune.trial import Records, Trials, TriedMoves, worth_trying, worth_while
+from penstock.autotune.watch import Diagnosis, Drift, Watch, diagnose, replan
 from penstock.cost.devices import Computing
 from penstock.cost.measured import Kind
 from penstock.cost.model_flops import ModelFlops

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.autotune.problem import hierarchical_among
 from penstock.autotune.profile.kernels import measure_kernels, rates_of
 from penstock.autotune.profile.links import measure_links
-from penstock.autotune.profile.machine import memory_bytes
-from penstock.autotune.profile.sample import Limits
+from penstock.autotune.profile.sample import Limits, memory_bytes
 from penstock.autotune.profile.tasks import measure_tasks
-from penstock.autotune.run_problem import hierarchical_among
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.clusters import UNNAMED

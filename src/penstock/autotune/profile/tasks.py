@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.autotune.profile.machine import here
-from penstock.autotune.profile.sample import PURPOSE, Budget, Limits
+from penstock.autotune.problem import run_problem
+from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, here
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
-from penstock.autotune.run_problem import run_problem
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from penstock.autotune.problem import candidates, run_problem
 from penstock.autotune.profile import profile_links
 from penstock.autotune.profile.sample import ignore
-from penstock.autotune.run_problem import candidates, run_problem
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
 from penstock.cost.placed import Evidence

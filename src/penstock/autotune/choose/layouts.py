@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from penstock.autotune.deciding import decided, decided_slowly
+from penstock.autotune.planned import decided, decided_slowly
+from penstock.autotune.problem import candidates, check_shared, run_problem
 from penstock.autotune.profile import profile_layout
-from penstock.autotune.run_problem import candidates, check_shared, run_problem
 from penstock.config import ConfigError, IndivisibleError, to_dict
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster

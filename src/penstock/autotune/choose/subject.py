@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.autotune import layouts
-from penstock.autotune.run_problem import open_runs, run_problem
+from penstock.autotune.choose import layouts
+from penstock.autotune.problem import open_runs, run_problem
 from penstock.config import ConfigError, is_folder, load
 from penstock.cost import ClusterFile
 from penstock.cost.devices import Computing
