@@ -54,7 +54,7 @@ def measure(folder: Path) -> dict[str, Any]:
     """Train in this process; return medians of steps and of stops, and the size of the state."""
     import torch
 
-    from penstock.autopilot import Autopilot
+    from penstock.autotune import Autotuner
     from penstock.config import load
     from penstock.topology import join, leave
     from penstock.topology.join import ALONE
@@ -68,7 +68,7 @@ def measure(folder: Path) -> dict[str, Any]:
     settings = [*SETTINGS, f"data.path={text}", f"output.dir={folder / 'run'}"]
     config = load(RunConfig, folder / "run.toml", settings)
     join(ALONE, 60.0, device)
-    run = Trainer(config, ALONE, device, Autopilot, quiet=True)
+    run = Trainer(config, ALONE, device, Autotuner, quiet=True)
     steps, stops = list[Timed](), list[Timed]()
     vars(run)["_step"] = timing(run._step, steps)
     save = "begin" if hasattr(run.checkpoints, "begin") else "save"

@@ -15,8 +15,8 @@ import torch
 from benchmarks.command import run_on_ranks
 from benchmarks.layer.measure import Band, in_turns, quiet_process, timed
 from benchmarks.progress import BOARD
-from penstock.autopilot.profiling import profile_run
-from penstock.autopilot.run_problem import run_problem
+from penstock.autotune.problem import run_problem
+from penstock.autotune.profile import profile_run
 from penstock.cost import ClusterFile
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import BenchConfig

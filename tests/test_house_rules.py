@@ -19,7 +19,7 @@ RANKS = {"rank", "ranks", "world_size", "node_size", "ep_size", "ep_rank"}
 COMPUTES_WITH_RANKS: Mapping[str, str] = {
     "mesh.py": "is the place for it",
     "placement.py": "how many experts or samples a rank has",
-    "autopilot/profiling/links.py": "an equal share of a buffer for every rank",
+    "autotune/profile/links.py": "an equal share of a buffer for every rank",
     "plan/predict.py": "how many noisy steps are drawn",
 }
 
@@ -49,8 +49,8 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "cost/placed_moves.py": "what moved samples and guests send, op by op",
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/slack.py": "gaps of the lane on which guests travel, between experts",
-    "autopilot/profiling/links.py": "which transport measures a leg",
-    "autopilot/retune.py": "times of reductions depend on the pieces that are tried",
+    "autotune/profile/links.py": "which transport measures a leg",
+    "autotune/retune.py": "times of reductions depend on the pieces that are tried",
     "lab/virtual/handlers.py": "virtual devices have handlers of their own",
 }
 

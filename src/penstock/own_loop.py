@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.adapt.run import model_of_run
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.config import ConfigError, load
 from penstock.device import device_of, pick_device
 from penstock.moe import MoELayer
@@ -150,13 +150,13 @@ def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple
     config = on_device(resolved_alike(config, control), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
-    return Autopilot.layout(config, ranks, None), ranks
+    return Autotuner.layout(config, ranks, None), ranks
 
 
 def _built(config: RunConfig, machinery: Machinery, make_moe: MakeLayer | None) -> Session:
     """Build the model with its first plan, as `penstock train` does."""
     layout = machinery.layout
-    pilot = Autopilot(config, machinery, None)
+    pilot = Autotuner(config, machinery, None)
     if make_moe is None:
         made = model_of_run(pilot.config, machinery, plan=pilot.plan, moving=pilot.moving, begins=True)
         stack = made.stack

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autopilot.layouts import least_memory
+from penstock.autotune.choose.layouts import least_memory
 from penstock.cli.main import main
 from penstock.config import ConfigError, load
 from penstock.topology import Layout

@@ -12,7 +12,7 @@ import pytest
 from penstock.config import to_dict
 from penstock.cost.clusters import find_cluster
 from penstock.cost.doubts import STOPPED
-from tests.autopilot.test_profiling import TINY, check
+from tests.autotune.test_profile import TINY, check
 from tests.support.forked import run_forked
 from tests.support.launched import start_launcher
 from tests.support.patience import HANG_S, wait_for

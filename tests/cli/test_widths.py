@@ -14,7 +14,7 @@ from penstock.report.profile import profile_text
 from penstock.schedule import SCHEDULES
 from penstock.train.progress import Progress
 from penstock.words import UNKNOWN, folded, stacked, terminal_width
-from tests.autopilot.test_trials import run as run_trials
+from tests.autotune.test_trials import run as run_trials
 from tests.lab.bench.test_summarise import result
 from tests.report.test_summary import SUMMARY
 from tests.support.metrics import step

@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from penstock.autopilot.planned import with_choice
-from penstock.autopilot.run_problem import assumed_problem
+from penstock.autotune.planned import with_choice
+from penstock.autotune.problem import assumed_problem
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig
 from penstock.cost.workload import compressed_row_bytes

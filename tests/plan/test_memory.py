@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.autopilot.run_problem import assumed_problem
+from penstock.autotune.problem import assumed_problem
 from penstock.config import ConfigError, load
 from penstock.cost import RoutedCost
 from penstock.cost.placed import Evidence

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.autopilot.planned import Planned
+from penstock.autotune.planned import Planned
 from penstock.cost import StepCost
 from penstock.decision import Decision, Movable, PlacementConfig
 from penstock.graph import Lane, Task

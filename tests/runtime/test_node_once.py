@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.autopilot.run_problem import candidates
+from penstock.autotune.problem import candidates
 from penstock.config import ConfigError
 from penstock.decision import PlacementConfig
 from penstock.mesh import Axes, Group, node_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.report import RunSummary
@@ -68,7 +68,7 @@ def train_on(
 
     with redirect_stderr(stderr):
         try:
-            trainer = Trainer(config, info, torch.device("cpu"), Autopilot, quiet=False, on_step=note)
+            trainer = Trainer(config, info, torch.device("cpu"), Autotuner, quiet=False, on_step=note)
             if before is not None:
                 before(trainer)
             told.summary = trainer.run()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.config import load
 from penstock.moe.gates.base import Gate
 from penstock.topology.join import ALONE, join, leave
@@ -57,7 +57,7 @@ def trainer_of(folder: Path, group: str, *more: str) -> Trainer:
         "optimizer.clip_grad_norm=0.01",
         *more,
     ]
-    trainer = Trainer(load(RunConfig, write_config(folder), settings), ALONE, CPU, Autopilot, quiet=True)
+    trainer = Trainer(load(RunConfig, write_config(folder), settings), ALONE, CPU, Autotuner, quiet=True)
     with torch.no_grad():
         for parameter in trainer.stack.parameters():
             if parameter.dim() >= 2:

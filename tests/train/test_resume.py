@@ -15,7 +15,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.checkpoint.folder import RECORD, complete_checkpoints, digest_of, read_sums, write_sums
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
@@ -298,7 +298,7 @@ def test_a_setting_added_since_the_checkpoint_had_its_default(tmp_path: Path) ->
     said: list[str] = []
     config = load(RunConfig, tmp_path / "tiny.toml", ["parallel.processes=1", "train.steps=6"])
     with telling(said.append):
-        Autopilot(config, went_on.stack.machinery, before)
+        Autotuner(config, went_on.stack.machinery, before)
     assert "continued from step-00000005" in said[0]
 
 
@@ -329,6 +329,6 @@ def test_the_saved_plan_is_checked_like_any_other(copied: Path) -> None:
     damaged = replace(settled.resumption, record=record)
     said: list[str] = []
     with telling(said.append):
-        pilot = Autopilot(settled.config, settled.stack.machinery, damaged)
+        pilot = Autotuner(settled.config, settled.stack.machinery, damaged)
     assert not pilot.settled and pilot.plan.schedule.text()
     assert "instead of continuing" in said[0]

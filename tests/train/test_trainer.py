@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.checkpoint.folder import complete_checkpoints
 from penstock.checkpoint.storage import CheckpointError
 from penstock.config import ConfigError, load
@@ -55,7 +55,7 @@ def trainer(folder: Path, *overrides: str) -> Trainer:
     """A run of 6 steps, unless overrides say otherwise, in `folder/run`."""
     path = write_config(folder)
     config = load(RunConfig, path, ["parallel.processes=1", "train.steps=6", *overrides])
-    return Trainer(config, ALONE, CPU, Autopilot, quiet=True)
+    return Trainer(config, ALONE, CPU, Autotuner, quiet=True)
 
 
 def run(folder: Path, *overrides: str) -> RunSummary:
@@ -94,7 +94,7 @@ def waits_of_a_step(
     config = load(RunConfig, write_config(folder), [*ON_A_GPU, *settings])
     device, waits, reads = install(), list[Counter[Wait]](), list[int]()
     with using(CardDevice()):
-        training = Trainer(config, ALONE, device, Autopilot, quiet=True)
+        training = Trainer(config, ALONE, device, Autotuner, quiet=True)
         step, batch = training._step, training.source.stream.batch
 
         def reading(number: int) -> Batch:
@@ -168,7 +168,7 @@ def timed_steps(rank: int, folder: Path) -> list[bool]:
     config = load(RunConfig, write_config(folder), [*kept, "schedule.refine_after=0"])
     place, timed, device = install(), list[bool](), Timing()
     with using(device):
-        training = Trainer(config, ALONE, place, Autopilot, quiet=True)
+        training = Trainer(config, ALONE, place, Autotuner, quiet=True)
         step = training._step
 
         def noting(number: int) -> StepMetrics:

@@ -7,11 +7,10 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import Protocol, get_args
 
-from penstock.autopilot.deciding import decided_slowly
-from penstock.autopilot.planned import Order
-from penstock.autopilot.profiling import profile_run
-from penstock.autopilot.run_problem import candidates
-from penstock.autopilot.start import find
+from penstock.autotune.choose.start import find
+from penstock.autotune.planned import Order, decided_slowly
+from penstock.autotune.problem import candidates
+from penstock.autotune.profile import profile_run
 from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost
 from penstock.data import DataConfig

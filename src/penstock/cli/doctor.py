@@ -110,7 +110,7 @@ def _wanted(asked: Asked, ranks: int) -> Wanted:
 def _rank_memory(config: RunConfig, ranks: int) -> RankMemory:
     """Return a rank's memory by the estimate after which a run is refused."""
     if config.plan.layout == AUTO:
-        from penstock.autopilot.layouts import least_memory
+        from penstock.autotune.choose.layouts import least_memory
 
         return least_memory(config, ranks)
     return memory_of(config, Layout.build(config.parallel, ranks, 0, config.moe.num_experts))

@@ -201,7 +201,7 @@ def _configured(
 
     title: of a model of transformers, for which options stand in place of settings.
     """
-    from penstock.autopilot.run_subject import run_subject
+    from penstock.autotune.choose.subject import run_subject
 
     settings = [] if title is None else _settings(options)
     memory = memory_of(options.memory_gib, file.memory_bytes)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 
-from penstock.autopilot.compatibility import check_compatible
-from penstock.autopilot.deciding import decided
-from penstock.autopilot.profiling import profile_run
-from penstock.autopilot.profiling.sample import Limits
-from penstock.autopilot.profiling.tasks import cuts, sample_of
-from penstock.autopilot.run_problem import candidates
+from penstock.autotune.planned import decided
+from penstock.autotune.problem import candidates, check_compatible
+from penstock.autotune.profile import profile_run
+from penstock.autotune.profile.sample import Limits
+from penstock.autotune.profile.tasks import cuts, sample_of
 from penstock.cli.codes import FAILED
 from penstock.cli.out import check_folder, check_out, save_out
 from penstock.cli.progress import progress_line

@@ -113,7 +113,7 @@ def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:
     suffice, or no step can be built."""
     there = None if count_gpus() else host_bytes()
     if config.plan.layout == AUTO:
-        from penstock.autopilot.layouts import check_some_layout
+        from penstock.autotune.choose.layouts import check_some_layout
 
         check_some_layout(config, processes, node_size, there)
         return
@@ -121,7 +121,7 @@ def _check_layout(config: RunConfig, processes: int, node_size: int) -> None:
     if there is not None:
         check_run(config, layout, there_bytes=there, sharing=processes)
     if config.train.resume is False or config.plan.file is None:  # a continued run may have a plan of its own
-        from penstock.autopilot.compatibility import check_compatible
+        from penstock.autotune.problem import check_compatible
 
         check_compatible(config, layout)
 

@@ -7,7 +7,7 @@ import json
 import logging
 import traceback
 
-from penstock.autopilot import Autopilot
+from penstock.autotune import Autotuner
 from penstock.checkpoint.storage import CheckpointError
 from penstock.cli.codes import FAILED
 from penstock.cli.failing import NOT_BEGUN, tell
@@ -97,7 +97,7 @@ class _Rank:
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
             make_model, log = _maker(config), self._log
             self._trainer = Trainer(
-                config, info, device, Autopilot, quiet=False, make_model=make_model, log=log
+                config, info, device, Autotuner, quiet=False, make_model=make_model, log=log
             )
             self._trainer.run()
         except (ConfigError, RefusalError) as error:

@@ -1,4 +1,4 @@
-"""What the training loop requires of the code that decides how steps run, such as `penstock.autopilot`."""
+"""What the training loop requires of the code that decides how steps run, such as `penstock.autotune`."""
 
 from __future__ import annotations
 

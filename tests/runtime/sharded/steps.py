@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.autopilot.run_problem import assumed_problem
+from penstock.autotune.problem import assumed_problem
 from penstock.decision import Decision
 from penstock.plan import estimate_memory
 from penstock.runtime import PipelinedStack, ShardedAdamW, clip_grad_norm_

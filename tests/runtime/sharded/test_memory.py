@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.autopilot.run_problem import assumed_problem
+from penstock.autotune.problem import assumed_problem
 from penstock.config import load
 from penstock.plan import MemoryEstimate, estimate_memory
 from penstock.topology import Layout

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from penstock.autopilot.profiling import profile_run
+from penstock.autotune.profile import profile_run
 from penstock.config import to_dict
 from penstock.cost import ClusterFile, split_sizes
 from penstock.doctor.gpu.given import given_machinery, settled

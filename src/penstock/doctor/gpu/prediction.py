@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from penstock.autopilot.run_problem import run_problem
+from penstock.autotune.problem import run_problem
 from penstock.doctor.gpu.given import given_layout, given_machinery, given_run, settled
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.autopilot.profiling.sample import ignore
+from penstock.autotune.profile.sample import ignore
 from penstock.lab.bench.config import CompareConfig
 from penstock.lab.bench.contender import Entry, Sample, first_of_every_work, measure_peak, run_step
 from penstock.lab.bench.field import Field

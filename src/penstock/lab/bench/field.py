@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from penstock.autopilot.deciding import decided_slowly
-from penstock.autopilot.profiling import profile_run, profile_schedules
-from penstock.autopilot.profiling.sample import ignore
-from penstock.autopilot.run_problem import run_problem
+from penstock.autotune.planned import decided_slowly
+from penstock.autotune.problem import run_problem
+from penstock.autotune.profile import profile_run, profile_schedules
+from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig

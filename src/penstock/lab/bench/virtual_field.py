@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.autopilot.profiling import profile_links
-from penstock.autopilot.profiling.sample import ignore
-from penstock.autopilot.run_problem import candidates, run_problem
+from penstock.autotune.problem import candidates, run_problem
+from penstock.autotune.profile import profile_links
+from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
 from penstock.cost.placed import Evidence

@@ -12,8 +12,8 @@ from typing import Final
 
 import numpy as np
 
-from penstock.autopilot.profiling.sample import PURPOSE, Budget
-from penstock.autopilot.profiling.steps import (
+from penstock.autotune.profile.sample import PURPOSE, Budget
+from penstock.autotune.profile.steps import (
     TRANSFER,
     Fits,
     Watched,
@@ -21,7 +21,7 @@ from penstock.autopilot.profiling.steps import (
     with_transfers,
     with_whole_steps,
 )
-from penstock.autopilot.profiling.tasks import two_layers
+from penstock.autotune.profile.tasks import two_layers
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.decision import Decision, PlacementConfig
 from penstock.lab.bench.scheduled import timed

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.autopilot.compatibility import check_compatible
+from penstock.autotune.problem import check_compatible
 from penstock.cli.out import check_folder
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import measure_as_rank, on_ranks

@@ -1,0 +1,1 @@
+"""Chooses: the layout of a run, its first plan, and what moves."""

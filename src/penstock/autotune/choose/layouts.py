@@ -1,0 +1,267 @@
+"""Chooses which ranks share attention and experts in a run that leaves it open (`plan.layout = auto`).
+
+The choice is made before anything is built: the cluster is read from its file or measured, once with every
+rank by itself and once with pairs that share; rank 0 ranks all layouts by quick plans and tells the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from penstock.autotune.planned import decided, decided_slowly
+from penstock.autotune.problem import candidates, check_shared, run_problem
+from penstock.autotune.profile import profile_layout
+from penstock.config import ConfigError, IndivisibleError, to_dict
+from penstock.cost import ClusterFile
+from penstock.cost.clusters import find_cluster
+from penstock.plan import MemoryBudget, PlanFile, Problem
+from penstock.plan.effort import time_limit
+from penstock.plan.layouts import FoundLayouts, LayoutSizes, layout_sizes, rank_layouts
+from penstock.plan.plan_config import AUTO
+from penstock.plan.space import forced
+from penstock.topology import Layout
+from penstock.train.assemble import build_machinery
+from penstock.train.config import RunConfig
+from penstock.train.fits import RankMemory, check_run, memory_of
+from penstock.train.output import PLAN_FILE
+from penstock.train.pilot import Ranks, Resumption
+from penstock.train.possible import check_shares
+
+logger = logging.getLogger(__name__)
+
+CHOOSING_AGAIN = "choosing a layout again instead of keeping that of {path} ({why})"
+NOTHING: Final[Mapping[str, Any]] = {}
+OF_A_LAYOUT = ("tp_size", "ep_size", "etp_size", "tokens", "ranks_per_node")
+"""Settings of section [parallel] that must stay the same for a run to keep its layout."""
+
+
+def settled_layout(config: RunConfig, ranks: Ranks, resumption: Resumption | None) -> RunConfig:
+    """Return the resolved configuration with the run's layout; all ranks call it and get the same.
+
+    A resumed run keeps its layout, unless its ranks differ or another layout is requested.
+    """
+    if config.plan.layout != AUTO:
+        return config
+    kept = None if resumption is None else _kept(config, ranks, resumption)
+    return with_layout(config, kept or _chosen(config, ranks))
+
+
+def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
+    """Return the run in which ranks share as in `sizes`, with the same samples per step.
+
+    Raises IndivisibleError where the samples cannot be divided among the groups of ranks.
+    """
+    parallel, data = config.parallel, config.data
+    samples = data.batch_per_device * sizes.tp_size
+    if samples % parallel.tp_size:
+        why = f"{samples} samples cannot be divided among {parallel.tp_size} groups of ranks"
+        raise IndivisibleError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
+    return replace(
+        config,
+        parallel=replace(
+            parallel,
+            tp_size=sizes.tp_size,
+            ep_size=sizes.ep_size,
+            etp_size=sizes.etp_size,
+            tokens=sizes.tokens,
+        ),
+        data=replace(data, batch_per_device=samples // parallel.tp_size),
+    )
+
+
+def check_some_layout(config: RunConfig, processes: int, node_size: int, there_bytes: int | None) -> None:
+    """Raise ConfigError unless in some layout of these local processes everything divides and may fit.
+
+    node_size: ranks of a node. there_bytes: memory of all processes together; None = not known.
+    """
+    last: ConfigError | None = None
+    for each in _layouts(config, processes, 0, node_size):
+        if there_bytes is None:
+            return
+        try:
+            check_run(each.config, each.layout, there_bytes=there_bytes, sharing=processes)
+        except ConfigError as error:
+            last = error
+        else:
+            return
+    assert last is not None, "there are layouts, and each was refused"
+    raise last
+
+
+def least_memory(config: RunConfig, world_size: int) -> RankMemory:
+    """Return the memory that a rank needs in the layout that needs least, wherever its ranks are.
+
+    config: as `resolved`. Raises ConfigError unless there is a layout in which everything divides.
+    """
+    possible = _layouts(config, world_size, 0, world_size)
+    return min((memory_of(each.config, each.layout) for each in possible), key=lambda need: need.total_bytes)
+
+
+def run_layouts(
+    config: RunConfig,
+    file: ClusterFile,
+    memory: MemoryBudget | None = None,
+    given: Mapping[str, Any] = NOTHING,
+) -> FoundLayouts:
+    """Rank all layouts of a resolved configuration on a cluster's ranks. Raises ConfigError if none fits.
+
+    given: decisions that every plan has, by name. It ends by the clock, with what is ranked by then.
+    """
+    return _ranked(config, file.ranks, file.ranks_per_node, lambda _: file, memory, given)
+
+
+# ---- keeping it --------------------------------------------------------------------------------------------
+
+
+def _kept(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes | None:
+    """Return the layout of the resumed run; None, with the reason printed, if it must be chosen again."""
+    path = resumption.path
+    try:
+        sizes = decided(ranks.control, partial(_saved, config, ranks, resumption), f"reading {path.name}")
+    except ConfigError as error:
+        logger.info(CHOOSING_AGAIN.format(path=path, why=error.why))
+        return None
+    logger.info(f"layout kept from {path.name}: {_words(sizes)}")
+    return sizes
+
+
+def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSizes:
+    """Return the saved layout. Raises ConfigError, with the reason, if ranks or requested layout differ."""
+    saved, here = PlanFile.read(resumption.path / PLAN_FILE).sizes, ranks.control.world_size
+    if saved.ranks != here:
+        raise ConfigError("processes", here, f"it was of {saved.ranks} processes")
+    settings = resumption.record.settings or {}
+    for section, names in (("plan", ("layout", "cluster")), ("parallel", OF_A_LAYOUT)):
+        now, then = to_dict(getattr(config, section)), settings.get(section, {})
+        if changed := [name for name in names if now[name] != then.get(name)]:
+            key = f"{section}.{changed[0]}"
+            raise ConfigError(key, now[changed[0]], f"{key} has changed")
+    return LayoutSizes(
+        tp_size=saved.tp_size, ep_size=saved.ep_size, etp_size=saved.etp_size, tokens=saved.tokens
+    )
+
+
+def _words(sizes: LayoutSizes) -> str:
+    tokens = f", tokens {sizes.tokens}" if sizes.tp_size > 1 else ""
+    return f"tp {sizes.tp_size}, ep {sizes.ep_size}, etp {sizes.etp_size}{tokens}"
+
+
+# ---- choosing it -------------------------------------------------------------------------------------------
+
+
+def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
+    """Choose the best layout by the cluster's file, or by a short measurement."""
+    control = ranks.control
+    possible = _layouts(config, control.world_size, control.rank, ranks.node_size)
+    if len(possible) == 1:
+        logger.info(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
+        return possible[0].sizes
+    name = config.plan.cluster
+    if name is None:
+        files = _measured(config, possible, ranks)
+    else:
+        files = (
+            decided(control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file"),
+        ) * 2
+    memory = MemoryBudget.of(files[0].memory_bytes)
+
+    def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
+        found = _ranked(
+            config, control.world_size, ranks.node_size, lambda sizes: files[sizes.shares], memory
+        )
+        return found.best.sizes, found.lines
+
+    sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)
+    logger.info("\n".join(lines))
+    return sizes
+
+
+def _measured(
+    config: RunConfig, possible: Sequence[_Possible], ranks: Ranks
+) -> tuple[ClusterFile, ClusterFile]:
+    """Measure the cluster for layouts in which every rank works alone, and for those in which ranks share.
+
+    One layout of either kind is measured, the second in pairs if they divide; each file is completed from the
+    other.
+    """
+    alone = [each for each in possible if not each.sizes.shares][:1]
+    sharing = sorted(
+        (each for each in possible if each.sizes.shares),
+        key=lambda each: (each.sizes.tp_size > 1) + (each.sizes.etp_size > 1),
+    )
+    samples = [*alone, *sharing[-1:]]
+    budget_s = config.plan.profile_s / len(samples)
+    logger.info(f"measuring the cluster for about {config.plan.profile_s:.0f} s to choose a layout")
+    files: list[ClusterFile] = []
+    for each in samples:
+        machinery = build_machinery(each.layout, ranks.device, config.parallel, config.train.precision)
+        first = files[0] if files else None
+        try:
+            files.append(profile_layout(each.config, machinery, budget_s=budget_s, first=first))
+        finally:
+            machinery.close()
+    return files[0].beside(files[-1]), files[-1].beside(files[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Possible:
+    """A layout in which everything divides, and the run with that layout."""
+
+    sizes: LayoutSizes
+    config: RunConfig
+    layout: Layout
+
+
+def _layouts(config: RunConfig, world_size: int, rank: int, node_size: int) -> list[_Possible]:
+    """Return all possible layouts. Raises ConfigError, with the reason, if there are none."""
+    found, refused = list[_Possible](), list[ConfigError]()
+    for sizes in _tried(config, world_size, node_size):
+        try:
+            found.append(_possible(config, sizes, world_size, rank, node_size))
+        except IndivisibleError:
+            continue
+        except ConfigError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    if not found:
+        why = f"no layout of {world_size} ranks divides heads, widths, experts and samples"
+        raise ConfigError("plan.layout", AUTO, why, "Set plan.layout=given to see what does not divide.")
+    return found
+
+
+def _tried(config: RunConfig, world_size: int, node_size: int) -> Iterator[LayoutSizes]:
+    per_node = config.parallel.ranks_per_node or node_size
+    return layout_sizes(world_size, per_node, config.moe.num_experts, config.parallel.ep_size)
+
+
+def _possible(config: RunConfig, sizes: LayoutSizes, world_size: int, rank: int, node_size: int) -> _Possible:
+    """Return the run with this layout. Raises IndivisibleError or ConfigError for what cannot be shared."""
+    found = with_layout(config, sizes)
+    check_shares(found.model, found.moe, found.parallel, world_size)
+    check_shared(found.moe, found.parallel)
+    layout = Layout.build(found.parallel, world_size, rank, found.moe.num_experts, node_size)
+    candidates(found, layout)
+    return _Possible(sizes=sizes, config=found, layout=layout)
+
+
+def _ranked(
+    config: RunConfig,
+    world_size: int,
+    node_size: int,
+    file_of: Callable[[LayoutSizes], ClusterFile],
+    memory: MemoryBudget | None,
+    given: Mapping[str, Any] = NOTHING,
+) -> FoundLayouts:
+    def problem_of(sizes: LayoutSizes) -> Problem:
+        file = file_of(sizes)
+        each = _possible(config, sizes, world_size, 0, node_size)
+        return forced(run_problem(each.config, each.layout, file), given)
+
+    tried, ends = _tried(config, world_size, node_size), time_limit(time.monotonic, config.plan.budget)
+    return rank_layouts(tried, problem_of, memory, ends=ends)

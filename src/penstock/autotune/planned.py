@@ -1,0 +1,280 @@
+"""A plan in use, how it is sent between ranks, and how it changes the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Generic, TypeVar
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterFile, ProfiledCluster, StepCost
+from penstock.cost.cluster_file import MoveModel
+from penstock.cost.devices import Computing
+from penstock.cost.model_flops import ModelFlops
+from penstock.cost.placed import Evidence
+from penstock.decision import Decision, PlacementConfig
+from penstock.moe import MoEConfig
+from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
+from penstock.plan.candidate import whole_s
+from penstock.plan.effort import Searched
+from penstock.plan.lost import LostTrial
+from penstock.plan.plan_file import OtherPlan
+from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
+from penstock.runtime.moving import ExpertMoving
+from penstock.schedule import Schedule, StepPlan
+from penstock.step import StepShape, build_graph
+from penstock.topology import Control
+from penstock.train.assemble import expert_moving
+from penstock.train.config import RunConfig
+from penstock.train.output import CLUSTER_FILE, PLAN_FILE
+from penstock.train.pilot import Forecast
+from penstock.words import within
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rival:
+    """A plan that may be tried, and the seconds that were predicted for a whole step."""
+
+    choice: Decision
+    plan: StepPlan
+    predicted_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A plan in use and the problem that it solves; the same on all ranks.
+
+    file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
+    that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
+    step, by schedule that was tried. number: by which messages refer to the plan; plans: count of numbers
+    given. others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
+    lost: trials of moving that were lost, whatever the plan in use.
+    """
+
+    problem: Problem
+    choice: Decision
+    plan: StepPlan
+    file: ClusterFile | None = None
+    lines: tuple[str, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    misses: Mapping[str, float] = field(default_factory=dict)
+    searched: Searched | None = None
+    number: int = 1
+    plans: int = 1
+    others: tuple[OtherPlan, ...] = ()
+    trial: OtherPlan | None = None
+    lost: tuple[LostTrial, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name such as `plan 2`, by which messages refer to the plan once it has been described."""
+        return f"plan {self.number}"
+
+    @property
+    def trial_s(self) -> float | None:
+        """Seconds that a step took when this choice was tried; None if it was not tried."""
+        same = self.trial is not None and self.trial.words == self.choice.words
+        return self.trial.measured_s if same and self.trial is not None else None
+
+    def expected_s(self, candidate: Candidate) -> float:
+        """Return the predicted seconds times the miss of the schedule, or the mean miss if never tried."""
+        misses = self.misses.values()
+        usual = sum(misses) / len(misses) if misses else 1.0
+        return whole_s(self.problem, candidate) * self.misses.get(candidate.choice.schedule, usual)
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted seconds of a whole step, including clipping and update, as it is measured."""
+        return predict_s(self.problem, self.choice, self.plan) + closing_s(self.problem)
+
+    @property
+    def predicted_words(self) -> str:
+        """Text such as `: 812.0 ms per step predicted`, its update included; "" where nothing was
+        measured from which to predict."""
+        if self.file is None:
+            return ""
+        seconds = within(self.predicted_s, interval_s(self.problem, self.predicted_s))
+        return f": {seconds} per step predicted"
+
+    def flops(self, device: str, precision: Computing) -> ModelFlops:
+        """Return the operations that the model requires, and the peak of these devices in this precision."""
+        problem = self.problem
+        return ModelFlops.of(problem.workload, problem.shape.moe_layers, self.file, device, precision)
+
+    def forecast(self) -> Forecast:
+        """Simulate a step and return what is expected of it."""
+        timeline = predicted_timeline(self.problem, self.choice, self.plan)
+        if self.file is None:
+            return Forecast("the rates of section [cluster], which are not measured", timeline)
+        measured = "the measurements" if self.file.measured is not None else "the numbers"
+        return Forecast(f"{measured} in {CLUSTER_FILE}", timeline)
+
+    def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
+        """Return how the guests of the next step are planned; None where experts stay."""
+        work = self.problem.workload_of(self.choice)
+        cost = StepCost(self.plan.shape, work, self.problem.cluster)
+        return expert_moving(placement, self.choice, cost, self.plan)
+
+    def seeing(self, evidence: Evidence | None) -> Planned:
+        """Return the plan priced by observed routing if it moves anything: even routing never rewards moving.
+
+        A plan that moves nothing is priced like the plans with which a search compares it. The memory of
+        both is that of the routing which was observed last.
+        """
+        moves = self.choice.samples != "none" or self.choice.experts != "none"
+        observed = evidence or self.problem.observed
+        problem = replace(self.problem, evidence=evidence if moves else None, observed=observed)
+        return replace(self, problem=problem)
+
+    def knowing(self, paper: PlanFile) -> Planned:
+        """Return the plan with what a file says about it and about other plans."""
+        words, seconds = paper.choice.words, paper.trial_s
+        trial = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=seconds) if seconds else None
+        return replace(self, others=paper.others, trial=trial, lost=paper.lost)
+
+    def learning(self, moves: tuple[MoveModel, ...], lost: tuple[LostTrial, ...]) -> Planned:
+        """Return the plan with what trials tell: how long transfers of moves take, and which trials lost."""
+        if self.file is None or not moves:
+            return replace(self, lost=lost)
+        file = replace(self.file, moves=moves)
+        problem = replace(self.problem, cluster=ProfiledCluster.build(file))
+        return replace(self, file=file, problem=problem, lost=lost)
+
+    def noting(self, *lines: str) -> Planned:
+        """Return the plan with more lines of explanation; lines that it has already are not repeated."""
+        return replace(self, lines=tuple(dict.fromkeys((*self.lines, *lines))))
+
+    def save(self, folder: Path, model: str) -> None:
+        """Write the cluster and the plan into the run's folder, on one rank."""
+        if self.file is not None:
+            self.file.save(folder / CLUSTER_FILE)
+        candidate = Candidate(
+            choice=self.choice,
+            plan=self.plan,
+            predicted_s=predict_s(self.problem, self.choice, self.plan),
+            bound=bound(self.problem, self.choice, self.plan),
+            memory_bytes=estimate_memory(self.problem, self.choice).total_bytes,
+        )
+        cluster = self.file.name if self.file is not None else "section [cluster]"
+        paper = PlanFile.of(
+            self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
+        )
+        paper = replace(paper, others=self.others, trial_s=self.trial_s, lost=self.lost)
+        paper.telling_use().save(folder / PLAN_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A step plan as it is sent between ranks: small, since the graph is built where it arrives."""
+
+    shape: StepShape
+    text: str
+
+    @staticmethod
+    def of(plan: StepPlan) -> Order:
+        return Order(shape=plan.shape, text=plan.schedule.text())
+
+    @property
+    def plan(self) -> StepPlan:
+        graph = build_graph(self.shape)
+        return StepPlan(graph, Schedule.parse(self.text, graph), self.shape)
+
+
+def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
+    """Return the run with the choice written into sections [schedule], [placement] and [moe]."""
+    return replace(
+        config,
+        schedule=config.schedule.saying(choice),
+        placement=config.placement.saying(choice),
+        moe=_chosen_moe(config.moe, choice),
+        plan=replace(
+            config.plan, comm_dtype="given", recompute=choice.recompute
+        ),  # the model is built for it
+    )
+
+
+def _chosen_moe(moe: MoEConfig, choice: Decision) -> MoEConfig:
+    chosen = None if choice.comm_dtype == "none" else choice.comm_dtype
+    return replace(moe, dispatch=choice.dispatch, comm_dtype=chosen or moe.comm_dtype)
+
+
+# ---- decisions of rank 0 for all ranks: two ranks with different  ------------------------------------------
+
+
+T = TypeVar("T")
+
+BEATS = 4
+"""How often within the timeout rank 0 signals the others that it is still working."""
+
+LONGEST_BEAT_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Answer(Generic[T]):
+    """The decision, or the error that prevented it."""
+
+    value: T | ConfigError
+
+
+def decided(control: Control, decide: Callable[[], T], purpose: str) -> T:
+    """Return what rank 0 decides, on all ranks; a ConfigError that prevents it is raised on all of them."""
+    return _taken(control.gather(_answer(decide) if control.rank == 0 else None, purpose)[0])
+
+
+def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, timeout_s: float) -> T:
+    """Return what rank 0 decides, on all ranks, also if that takes longer than `timeout_s`.
+
+    A thread of rank 0 decides, so that the others hear of it however long a single thought takes.
+
+    Args:
+        control: Of all ranks, which call this together.
+        decide: Is called on rank 0.
+        purpose: In words, for errors.
+        timeout_s: How long ranks wait for each other.
+
+    Raises:
+        ConfigError: What prevents the decision, on all ranks.
+    """
+    if control.rank > 0:
+        while (heard := control.gather(None, purpose)[0]) is None:
+            pass
+        return _taken(heard)
+    found: SimpleQueue[_Answer[T] | BaseException] = SimpleQueue()
+
+    def think() -> None:
+        try:
+            found.put(_answer(decide))
+        except BaseException as error:  # of any kind: it is raised where the caller waits
+            found.put(error)
+
+    Thread(target=think, name="penstock-decision", daemon=True).start()
+    while (answer := _soon(found, min(timeout_s / BEATS, LONGEST_BEAT_S))) is None:
+        control.gather(None, purpose)
+    if isinstance(answer, BaseException):
+        raise answer
+    return _taken(control.gather(answer, purpose)[0])
+
+
+def _soon(found: SimpleQueue[T], seconds: float) -> T | None:
+    """Return what comes within some seconds, or None."""
+    try:
+        return found.get(timeout=seconds)
+    except Empty:
+        return None
+
+
+def _answer(decide: Callable[[], T]) -> _Answer[T]:
+    try:
+        return _Answer(decide())
+    except ConfigError as error:
+        return _Answer(error)
+
+
+def _taken(answer: _Answer[T] | None) -> T:
+    assert answer is not None, "rank 0 has decided"
+    if isinstance(answer.value, ConfigError):
+        raise answer.value
+    return answer.value

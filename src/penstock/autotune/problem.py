@@ -1,0 +1,217 @@
+"""States a training run as a problem for the planner, and which choices the run leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import get_args
+
+from penstock.autotune.planned import with_choice
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
+from penstock.decision import Decision
+from penstock.decision.record import RowForm
+from penstock.dispatch import DISPATCHES, runnable
+from penstock.dispatch.node_once import MOST_NODE_SIZE
+from penstock.graph import RefusalError
+from penstock.models.meta import on_meta
+from penstock.moe import MoEConfig, build_layer
+from penstock.moe.experts.base import ExpertShard
+from penstock.moe.orders.merged import MOST_EXPERTS_THERE
+from penstock.plan import PlanFile, Problem
+from penstock.plan.plan_config import AUTO, FIXED
+from penstock.plan.space import in_effect
+from penstock.runtime.makers import maker_of
+from penstock.step import build_graph
+from penstock.topology import Layout, ParallelConfig
+from penstock.train.assemble import base_shape, workload
+from penstock.train.config import RunConfig
+
+
+def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
+    """Return the run with one of the two optimisers."""
+    return replace(config, optimizer=config.optimizer.settled(sharded=sharded))
+
+
+def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
+    """Return the run with each optimiser that the configuration leaves open, the plain one first."""
+    if config.optimizer.zero_stage != "auto":
+        return (config,)
+    return settled(config, sharded=False), settled(config, sharded=True)
+
+
+def run_problem(
+    config: RunConfig, layout: Layout, file: ClusterFile, slowness: tuple[float, ...] | None = None
+) -> Problem:
+    """Return the step of this run on the cluster that `file` describes, in the run's precision.
+
+    slowness: see Problem; None = as in the file, if the file is of as many ranks.
+    """
+    if slowness is None:
+        slowness = file.slowness if file.ranks == layout.world_size else ()
+    precision = config.train.precision
+    file = file if precision == "auto" else file.computing_in(precision)
+    return _problem(config, layout, ProfiledCluster.build(file), slowness)
+
+
+def assumed_problem(config: RunConfig, layout: Layout) -> Problem:
+    """Return the step of this run on the cluster that section [cluster] assumes."""
+    return _problem(config, layout, config.cluster)
+
+
+def _problem(
+    config: RunConfig, layout: Layout, cluster: ClusterConfig, slowness: tuple[float, ...] = ()
+) -> Problem:
+    return Problem(
+        shape=base_shape(config, layout),
+        workload=workload(config, layout),
+        cluster=cluster,
+        dispatches=tuple(candidates(config, layout)),
+        comm_dtypes=_comm_dtypes(config, layout),
+        slowness=slowness,
+        movable=config.placement.movable,
+        placement=config.placement,
+        recompute=config.plan.open_recompute,
+    )
+
+
+def given_choice(config: RunConfig, problem: Problem) -> Decision:
+    """Return what the sections of a run decide where nothing is searched, without what has no effect."""
+    dispatch, recompute = problem.workload.dispatch, config.plan.given_recompute
+    return in_effect(problem, config.schedule.decision(dispatch, config.placement, recompute))
+
+
+def dispatches_of(problem: Problem, choice: Decision) -> list[str]:
+    """Return the dispatches with which a given choice can run.
+
+    Raises ConfigError or RefusalError, as of the first dispatch, if it can run with none.
+    """
+    found: list[str] = []
+    refused: list[ValueError] = []
+    for name in problem.dispatches:
+        try:
+            problem.cut(replace(choice, dispatch=name))
+            found.append(name)
+        except (ConfigError, RefusalError) as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return found
+
+
+def candidates(config: RunConfig, layout: Layout) -> list[str]:
+    """Return the dispatches that these ranks can run, and that the configuration leaves open.
+
+    Raises ConfigError if it names a dispatch that they cannot run.
+    """
+    moe = config.moe
+    if moe.dispatch == "auto":
+        if layout.ep_node_size == 1 and config.plan.mode == FIXED:
+            return ["flat"]  # the possible gain is not worth the seconds that measuring would take
+        moves = config.placement.samples not in ("auto", "none")
+        fits = moe.num_experts <= MOST_EXPERTS_THERE * layout.ep_nodes
+        joins = moe.can_join and layout.etp_size == 1 and not moves and fits
+        return runnable(layout.ep_nodes, layout.ep_node_size, joins=joins)
+    if DISPATCHES[moe.dispatch].needs_table:
+        layout.require_nodes("moe.dispatch", moe.dispatch)
+    if moe.joins_rows:
+        _check_joined(config, layout)
+    return [moe.dispatch]
+
+
+def _comm_dtypes(config: RunConfig, layout: Layout) -> tuple[str, ...]:
+    """Return the forms in which rows may travel; "none" = as section [moe] requires."""
+    moe = config.moe
+    fits = moe.comm_dtype is None and not moe.one_copy_per_rank and layout.etp_size == 1
+    return get_args(RowForm) if config.plan.comm_dtype == AUTO and fits else ("none",)
+
+
+def _check_joined(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError where one row cannot serve several experts of a node."""
+    for key, value, fits in (
+        ("placement.samples", config.placement.samples, config.placement.samples in ("auto", "none")),
+        ("parallel.etp_size", layout.etp_size, layout.etp_size == 1),
+        ("ranks of a node", layout.ep_node_size, layout.ep_node_size <= MOST_NODE_SIZE),
+    ):
+        if not fits:
+            why = f"sends one row for all of a token's experts in a node, which {key} = {value} forbids"
+            raise ConfigError("moe.dispatch", config.moe.dispatch, why, "Use hierarchical_2d or flat.")
+
+
+def hierarchical_among(config: RunConfig, layout: Layout) -> list[str]:
+    """Return the candidates with legs of their own to be measured."""
+    return [name for name in candidates(config, layout) if DISPATCHES[name].needs_table]
+
+
+def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for parts of a layer that sharing ranks cannot run, whatever a search chooses.
+
+    It considers all expert forms, so a part that only some of them can run is refused, too.
+    """
+    tensor, shards = parallel.tp_size > 1, parallel.etp_size > 1
+    given = "or set plan.mode=fixed and schedule.expert_form"
+    if moe.gate == "soft" and tensor:
+        why = "mixes all tokens of a sample, and a search looks at expert forms that split them, too"
+        raise ConfigError("moe.gate", moe.gate, why, f"Use parallel.tp_size=1, {given}=s2.")
+    if moe.one_copy_per_rank and (tensor or shards):
+        why = (
+            "sends one row for several experts, and a search looks at expert forms that count each by itself"
+        )
+        hint = "Set it to false" + ("." if shards else f", {given}=gather.")
+        raise ConfigError("moe.one_copy_per_rank", True, why, hint)
+    if moe.comm_dtype is not None and shards:
+        why = "rounds what experts leave, and with parallel.etp_size > 1 those are partial sums"
+        raise ConfigError("moe.comm_dtype", moe.comm_dtype, why, "Use none, or parallel.etp_size=1.")
+
+
+# ---- checks whether the settings of a run go together, before any ------------------------------------------
+
+
+def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True) -> None:
+    """Raise ConfigError or RefusalError for settings with which these ranks could not build a step.
+
+    config: resolved. layout: with the ranks of a node. computes: whether ranks have layers; virtual devices
+    have none. What a rank builds is built here, too: an MoE layer without memory for its weights, and the
+    graph of a step, in no particular order. A plan file is checked whole.
+    """
+    if config.plan.mode == AUTO:
+        check_shared(config.moe, config.parallel)
+        candidates(config, layout)  # raises ConfigError for a dispatch that they cannot run
+        return
+    for problem, choice in _planned(config, layout):
+        try:
+            build_graph(problem.cut(choice))
+        except ConfigError as error:
+            raise error if "." in error.key else error.under("schedule")  # noqa: B904 - the same error
+        if computes and any(problem.shape.moe_layers):
+            _check_layer(config, layout, choice)
+
+
+def _planned(config: RunConfig, layout: Layout) -> Iterator[tuple[Problem, Decision]]:
+    """Yield what may run where nothing is searched for: with either optimiser, if that is open."""
+    path = config.plan.path
+    if path is not None:
+        paper = PlanFile.read(path)
+        if config.optimizer.zero_stage == AUTO:
+            config = settled(config, sharded=paper.sizes.zero_stage > 0)
+        problem = assumed_problem(config, layout)
+        paper.step_plan(problem, str(path))
+        yield problem, paper.choice
+        return
+    for run in open_runs(config):
+        problem = assumed_problem(run, layout)
+        yield problem, given_choice(run, problem)
+
+
+def _check_layer(config: RunConfig, layout: Layout, choice: Decision) -> None:
+    """Raise ConfigError for parts of an MoE layer that do not fit each other or the form of their experts."""
+    with on_meta():
+        layer = build_layer(
+            config.model.hidden_size,
+            with_choice(config, choice).moe,
+            ep_size=layout.ep_size,
+            ep_rank=layout.ep_rank,
+            node_size=layout.ep_node_size,
+            shard=ExpertShard(layout.etp_rank, layout.etp_size),
+        )
+    maker_of(layer, layout, choice.form)

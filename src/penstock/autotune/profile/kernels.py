@@ -1,0 +1,182 @@
+"""Measures kinds of computation by themselves, at the model's sizes, on all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
+from penstock.cost import ClusterConfig
+from penstock.cost.cluster_file import PRODUCT, Fit, KernelModel
+from penstock.cost.fit import fit_line
+from penstock.placement import ExpertPlacement
+from penstock.runtime import Machinery
+from penstock.train.config import RunConfig
+from penstock.train.optimizer import build_adamw, initialise_state
+
+FLOAT_BYTES = 4
+PIECES = (1, 4, 2, 8)
+"""Divisors of the size of a whole batch, in the order of how much they tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One kind of computation. size: whole batch. work: operations or bytes of a size. make: timed action."""
+
+    name: str
+    unit: Literal["flop", "byte"]
+    size: int
+    work: Callable[[int], float]
+    make: Callable[[int], Action]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(max(1, self.size // pieces) for pieces in PIECES))
+
+
+def measure_kernels(
+    config: RunConfig,
+    machinery: Machinery,
+    budget_s: float,
+    limits: Limits | None = None,
+) -> tuple[KernelModel, ...]:
+    """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
+
+    limits: as of `Budget`.
+    """
+    budget = Budget(machinery.control, budget_s, limits)
+    kernels = list(_kernels(config, machinery))
+    found = []
+    for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
+        points = measure_sizes(
+            kernel.make, kernel.sizes, budget, budget.left_s / left, device=machinery.device, least=3
+        )
+        if not points:
+            break
+        worked = [(kernel.work(size), seconds) for size, seconds in points]
+        line = fit_line(worked)
+        fit = Fit(r2=line.r2, residual=line.residual, points=tuple(worked))
+        found.append(
+            KernelModel(
+                name=kernel.name, unit=kernel.unit, alpha_s=line.alpha_s, beta_s_per_unit=line.beta, fit=fit
+            )
+        )
+    return tuple(found)
+
+
+def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> ClusterConfig:
+    """Return the rates of matrix products and of copies as measured, the others as assumed."""
+    rates = {kernel.name: 1 / kernel.beta_s_per_unit for kernel in kernels}
+    return assumed.measured(
+        flops_per_s=rates.get(PRODUCT, assumed.flops_per_s),
+        memory_bytes_per_s=rates.get("copy", assumed.memory_bytes_per_s),
+    )
+
+
+def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
+    shapes = _Shapes(config, machinery)
+    row_bytes = config.model.hidden_size * FLOAT_BYTES
+    yield Kernel(
+        name=PRODUCT,
+        unit="flop",
+        size=shapes.rows_per_expert,
+        work=lambda rows: 2.0 * rows * config.model.hidden_size * config.moe.moe_ffn_hidden_size,
+        make=shapes.matmul,
+    )
+    yield Kernel(
+        name="copy", unit="byte", size=shapes.copies, work=lambda n: float(n * row_bytes), make=shapes.copy
+    )
+    yield Kernel(
+        name="attention",
+        unit="flop",
+        size=config.data.batch_per_device,
+        work=lambda samples: 2.0 * samples * config.model.seq_len**2 * config.model.attention_size,
+        make=shapes.attention,
+    )
+    for name, make in (("order", shapes.order), ("un-order", shapes.unorder)):
+        yield Kernel(
+            name=name,
+            unit="byte",
+            size=shapes.tokens,
+            work=lambda n: float(n * shapes.k * row_bytes),
+            make=make,
+        )
+    yield Kernel(
+        name="optimizer",
+        unit="byte",
+        size=shapes.matrix_rows,
+        work=lambda rows: float(rows * row_bytes),
+        make=shapes.optimizer,
+    )
+
+
+class _Shapes:
+    """Tensors of the model's shapes, and the operations on them."""
+
+    def __init__(self, config: RunConfig, machinery: Machinery) -> None:
+        self.config, self.machinery = config, machinery
+        self.hidden, self.k = config.model.hidden_size, config.moe.top_k
+        self.tokens = config.data.batch_per_device * config.model.seq_len
+        self.copies = 2 * self.tokens * self.k
+        local_experts = ExpertPlacement.even(config.moe.num_experts, machinery.layout.ep_size).slots
+        self.rows_per_expert = max(1, self.tokens * self.k // local_experts)
+        self.matrix_rows = config.moe.moe_ffn_hidden_size * config.moe.expert_matrices * local_experts
+
+    def _new(self, *sizes: int) -> Tensor:
+        return torch.ones(sizes, device=self.machinery.device)
+
+    def matmul(self, rows: int) -> Action:
+        x, weight = self._new(rows, self.hidden), self._new(self.config.moe.moe_ffn_hidden_size, self.hidden)
+        return self._quiet(lambda: F.linear(x, weight))
+
+    def copy(self, rows: int) -> Action:
+        x, y = self._new(rows, self.hidden), self._new(rows, self.hidden)
+        return self._quiet(lambda: y.copy_(x))
+
+    def attention(self, samples: int) -> Action:
+        model = self.config.model
+        q, k, v = (
+            self._new(samples, heads, model.seq_len, model.head_size)
+            for heads in (model.num_heads, model.key_value_heads, model.key_value_heads)
+        )
+        grouped = model.key_value_heads < model.num_heads
+        return self._quiet(
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        )
+
+    def order(self, tokens: int) -> Action:
+        x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k
+        return self._quiet(lambda: x.index_select(0, rows))
+
+    def unorder(self, tokens: int) -> Action:
+        """Return the un-permute: rows of all choices back to their tokens, weighted and summed."""
+        out, weights = self._new(tokens * self.k, self.hidden), self._new(tokens, self.k, 1)
+        rows = self._shuffled(tokens)
+        return self._quiet(
+            lambda: (out.index_select(0, rows).view(tokens, self.k, self.hidden) * weights).sum(1)
+        )
+
+    def optimizer(self, rows: int) -> Action:
+        parameter = nn.Parameter(self._new(rows, self.hidden))
+        parameter.grad = torch.zeros_like(parameter)
+        adamw = build_adamw([("matrix", parameter)], self.config.optimizer)
+        initialise_state(adamw)
+        return adamw.step
+
+    def _shuffled(self, tokens: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randperm(tokens * self.k, generator=generator).to(self.machinery.device)
+
+    def _quiet(self, compute: Callable[[], Tensor]) -> Action:
+        """Return the computation without gradients, in the precision of the run."""
+
+        def action() -> None:
+            with torch.no_grad(), self.machinery.autocast():
+                compute()
+
+        return action

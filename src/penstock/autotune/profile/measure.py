@@ -1,0 +1,186 @@
+"""Measures a cluster and a model on it; the result is a cluster file, from which plans are made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.autotune.problem import hierarchical_among
+from penstock.autotune.profile.kernels import measure_kernels, rates_of
+from penstock.autotune.profile.links import measure_links
+from penstock.autotune.profile.sample import Limits, memory_bytes
+from penstock.autotune.profile.tasks import measure_tasks
+from penstock.cost import ClusterConfig, ClusterFile
+from penstock.cost.cluster_file import LinkModel
+from penstock.cost.clusters import UNNAMED
+from penstock.cost.doubts import OVERRAN, STOPPED
+from penstock.decision import ScheduleConfig
+from penstock.dispatch import DISPATCHES
+from penstock.runtime import Machinery
+from penstock.topology import Layout
+from penstock.train.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 60.0
+LINKS_SHARE, KERNELS_SHARE = 0.45, 0.25
+"""Share of links in the whole budget; share of kernels in the budget of computation."""
+
+LINKS_S = 4.0
+"""How long links are measured where no file is made from the result."""
+
+LEAST_LATENCY_S = 1e-7
+"""Least latency of a link: section [cluster] does not allow 0."""
+
+
+def profile_run(
+    config: RunConfig,
+    machinery: Machinery,
+    *,
+    budget_s: float = BUDGET_S,
+    name: str = UNNAMED,
+    limits: Limits | None = None,
+) -> ClusterFile:
+    """Measure links and computation for a resolved configuration; return the same file on every rank.
+
+    All ranks must call this together, and nothing else may use the machinery meanwhile. limits: whether
+    this rank is asked to end as soon as it has the least that a file needs, and the clock by which measuring
+    ends even where this least takes too long; the file then lists this among its doubts.
+    """
+    limits = limits or Limits()
+    layout = machinery.layout
+    links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
+    if layout.world_size > 1:
+        logger.debug(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
+    file = _with_links(config, machinery, links_s, used_only=False, limits=limits)
+    logger.debug(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
+    kernels_s = KERNELS_SHARE * (budget_s - links_s)
+    kernels = measure_kernels(config, machinery, kernels_s, limits)
+    file = replace(
+        file,
+        name=name,
+        rates=rates_of(file.rates, kernels),
+        kernels=kernels,
+        source=_source(config, layout),
+    )
+    left_s = budget_s - links_s - kernels_s
+    file = measure_tasks(config, machinery, left_s, file, limits=limits)
+    there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
+    file = replace(file, memory_bytes=there_bytes)
+    stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
+    return replace(file, doubts=(STOPPED, *file.doubts)) if stopped else file
+
+
+def profile_layout(
+    config: RunConfig, machinery: Machinery, *, budget_s: float, first: ClusterFile | None
+) -> ClusterFile:
+    """Measure what layouts are compared by: as `profile_run`, and after a first layout links and tasks only.
+
+    first: the file of another layout. Tasks are lines over their work by that file's rates, so that both
+    files can complete each other.
+    """
+    if first is None:
+        return profile_run(config, machinery, budget_s=budget_s)
+    links_s, limits = LINKS_SHARE * budget_s, Limits()
+    links = measure_links(machinery, hierarchical_among(config, machinery.layout), links_s, limits=limits)
+    return measure_tasks(config, machinery, budget_s - links_s, replace(first, links=links), limits=limits)
+
+
+def profile_schedules(
+    config: RunConfig, machinery: Machinery, schedules: Sequence[ScheduleConfig], budget_s: float
+) -> ClusterFile:
+    """Measure only that on which predictions of these schedules rest; otherwise as `profile_run`.
+
+    budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
+    """
+    limits = Limits()
+    links = _with_links(config, machinery, LINKS_S, used_only=True, limits=limits)
+    return measure_tasks(config, machinery, budget_s, links, schedules, limits=limits)
+
+
+def profile_links(config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = ()) -> ClusterFile:
+    """Measure the links on which plans rest, for some seconds; devices are as section [cluster] assumes them.
+
+    dispatches: whose legs are measured in addition to those that the configuration leaves open. All ranks
+    call it together and get the same file.
+    """
+    return _with_links(config, machinery, LINKS_S, used_only=True, dispatches=dispatches)
+
+
+def _with_links(
+    config: RunConfig,
+    machinery: Machinery,
+    budget_s: float,
+    *,
+    used_only: bool,
+    dispatches: Sequence[str] = (),
+    limits: Limits | None = None,
+) -> ClusterFile:
+    layout = machinery.layout
+    legged = [name for name in dispatches if DISPATCHES[name].needs_table]
+    legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
+    limits = limits or Limits()
+    links = measure_links(machinery, legs_of, budget_s, used_only=used_only, limits=limits)
+    return ClusterFile(
+        name=UNNAMED,
+        nodes=layout.nodes,
+        ranks_per_node=layout.node_size or layout.world_size,
+        rates=rates_with_links(config.cluster, links, layout.nodes),
+        links=links,
+        precision="float32" if machinery.autocast_dtype is None else "bfloat16",
+        doubts=(OVERRAN,) if limits.overran else (),
+    )
+
+
+def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: int) -> ClusterConfig:
+    """Return the rates with latency and bandwidth between two ranks that explain the measured all-to-alls.
+
+    nodes: of the cluster; in a single node all links are inside it.
+    """
+    inside = "ep" if nodes == 1 else "node"
+    for group, lane in (("ep", "link"), (inside, "intra")):
+        found = _measured(links, "all_to_all", group)
+        if found is not None:
+            others = found.ranks - 1
+            latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
+            rate = others / found.ranks / found.beta_s_per_byte
+            if lane == "link":
+                rates = rates.measured(link_latency_s=latency_s, link_bytes_per_s=rate)
+                rates = replace(rates, link_rate_of="device")
+            else:
+                rates = rates.measured(intra_latency_s=latency_s, intra_bytes_per_s=rate)
+    shared = _shared_card_bytes_per_s(links, nodes)
+    return rates if shared is None else replace(rates.measured(link_bytes_per_s=shared), link_rate_of="node")
+
+
+def _shared_card_bytes_per_s(links: tuple[LinkModel, ...], nodes: int) -> float | None:
+    """Return the rate of a node's network card if its devices share one; None if not, or if that is unknown.
+
+    A device that sends alone has a shared card to itself; with a card of its own it is no faster than when
+    all send. The measured rate is closer to one of the two. It is unknown where there are several expert
+    groups: they are measured at the same time and share cards, too.
+    """
+    even, alone = (_measured(links, name, "ep") for name in ("all_to_all", "point_to_point"))
+    world = max((link.ranks for link in links), default=0)
+    if even is None or alone is None or even.ranks != world or nodes == 1:
+        return None
+    devices = world // nodes
+    own = (world - devices) / world / even.beta_s_per_byte
+    return own * devices if 1 / alone.beta_s_per_byte > own * devices**0.5 else None
+
+
+def _measured(links: tuple[LinkModel, ...], collective: str, group: str) -> LinkModel | None:
+    return next((link for link in links if (link.collective, link.group) == (collective, group)), None)
+
+
+def _source(config: RunConfig, layout: Layout) -> str:
+    model, moe = config.model, config.moe
+    text = (
+        f"penstock profile: {layout.world_size} ranks, expert groups of {layout.ep_size}, hidden size "
+        f"{model.hidden_size}, {moe.num_experts} experts of {moe.moe_ffn_hidden_size}, top {moe.top_k}, "
+        f"{config.data.batch_per_device} samples of {model.seq_len} tokens per rank"
+    )
+    if moe.order_name == "sort":
+        text += "; dropless routing, computation measured with as many slots as choices"
+    return text

@@ -1,0 +1,165 @@
+"""Re-orders a schedule by measured task durations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
+
+from penstock.autotune.planned import Order, Planned, decided
+from penstock.cost import MeasuredCost
+from penstock.cost.measured import Kind
+from penstock.decision import Decision
+from penstock.graph import Task
+from penstock.ops.optimizer import KINDS
+from penstock.plan import Problem
+from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
+from penstock.plan.tuner import Sample, SizeRange, Tuner, build_tuner
+from penstock.runtime import PipelinedStack
+from penstock.schedule import SCHEDULES, Cost, StepPlan, plan_step
+from penstock.simulate import iteration_s
+from penstock.step import StepShape
+from penstock.topology import Control
+from penstock.trace import TaskRecord
+from penstock.words import counted, mib, milliseconds
+
+
+def refine(
+    stack: PipelinedStack, choice: Decision, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
+) -> MeasuredCost:
+    """Order the same graph by the same rule with measured costs, and return these costs.
+
+    Results do not change, only waiting does. records: of this rank; all ranks exchange theirs, so that all
+    use the same order.
+    """
+    everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
+    cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
+    graph = stack.plan.graph
+    stack.adopt(replace(stack.plan, schedule=SCHEDULES[choice.schedule].order(graph, cost, choice)))
+    return cost
+
+
+# ---- runs flowmoe's tuner while training: every sample is some st ------------------------------------------
+
+
+PURPOSE = "choosing a size of all-reduce chunks"
+TUNING_S = 3600.0
+"""Seconds of all steps of a search for a size, after which no other size is tried."""
+STARTS = 9
+"""Number of sizes that are simulated before the first one is run."""
+
+
+def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
+    """Plan the same choice with chunks of this size, ordered by the measured times of all other tasks.
+
+    kinds: measured seconds; those of reductions hold for another size and do not count.
+    """
+    choice = replace(choice, all_reduce_chunk_bytes=size_bytes)
+    return plan_step(choice, problem.uncut(choice), problem.gradients, _costs(problem, choice, kinds))
+
+
+def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: dict[Kind, float]) -> int:
+    """Return the size with the shortest simulated step, with which a search had better begin."""
+
+    def simulated_s(size_bytes: int) -> float:
+        plan = sized(problem, choice, size_bytes, kinds)
+        cost = _costs(problem, choice, kinds)(plan.shape)
+        return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.issuing)
+
+    places = (number / (STARTS - 1) for number in range(STARTS))
+    return min(dict.fromkeys([choice.all_reduce_chunk_bytes, *map(sizes.at, places)]), key=simulated_s)
+
+
+def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
+    others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in KINDS}
+    return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What rank 0 decides where a sample ends. best: None as long as more samples follow."""
+
+    size_bytes: int
+    order: Order
+    best: Sample | None = None
+
+
+class Tuning:
+    """One search for the best size, beginning with the most promising one by simulation.
+
+    `turn` is called by all ranks together: at the beginning, and whenever `note` says that a sample is
+    complete. It returns the plan to run from then on. After `TUNING_S`, the sum of what all ranks know of
+    steps, a sample ends as soon as one step counts, and is the last.
+    """
+
+    def __init__(
+        self, config: PlanConfig, planned: Planned, kinds: dict[Kind, float], control: Control, seed: int
+    ) -> None:
+        assert config.tuner is not None, "plan.tuner is set"
+        self._config, self._planned, self._kinds, self._control = config, planned, kinds, control
+        self._problem = planned.seeing(None).problem  # quick, since the other ranks wait
+        self._times: list[float] = []
+        self._spent_s = 0.0
+        self._tuner: Tuner | None = None
+        if control.rank == 0:
+            reduced = planned.problem.gradients.of_form(planned.choice.form)
+            sizes = SizeRange.of(tuple(chain(*reduced.kinds)))
+            self._tuner = build_tuner(
+                config.tuner,
+                start_bytes=best_simulated(self._problem, planned.choice, sizes, kinds),
+                sizes=sizes,
+                samples=config.samples,
+                seed=seed,
+            )
+        self._samples: list[Sample] = []
+        self._size_bytes = 0
+        self.best: Sample | None = None
+
+    def note(self, slowest_s: float) -> bool:
+        """Record the seconds of a step on the slowest rank; return whether its sample is complete."""
+        self._times.append(slowest_s)
+        self._spent_s += slowest_s
+        return len(self._times) >= (DROPPED_STEPS + 1 if self._late else self._config.sample_steps)
+
+    @property
+    def _late(self) -> bool:
+        return self._spent_s > TUNING_S
+
+    def turn(self) -> Planned:
+        """Return the plan to run from the next step on; after the last sample the plan of the best size."""
+        if self._times:
+            seconds = median(self._times[DROPPED_STEPS:])
+            self._samples.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
+            self._times.clear()
+        turn = decided(self._control, self._decide, PURPOSE)
+        self._size_bytes, self.best = turn.size_bytes, turn.best
+        choice = replace(self._planned.choice, all_reduce_chunk_bytes=turn.size_bytes)
+        return replace(self._planned, choice=choice, plan=turn.order.plan)
+
+    @property
+    def line(self) -> str:
+        """Result of the search in words."""
+        assert self.best is not None, "all samples are there"
+        first = self._samples[0]
+        return (
+            f"all-reduce pieces of {mib(self.best.size_bytes)}: the fastest of {len(self._samples)} sizes "
+            f"tried ({self._config.tuner}), {milliseconds(self.best.seconds)} per step; "
+            f"the first size, {mib(first.size_bytes)}, took {milliseconds(first.seconds)}{self._untried}"
+        )
+
+    @property
+    def _untried(self) -> str:
+        left = self._config.samples - len(self._samples)
+        return f"; {counted(left, 'size')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
+
+    def _decide(self) -> Turn:
+        """Choose the next size and its plan, on rank 0 only."""
+        assert self._tuner is not None, "rank 0 has the tuner"
+        if self._samples:
+            self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)
+        enough = len(self._samples) == self._config.samples or (bool(self._samples) and self._late)
+        best = self._tuner.best if enough else None
+        size_bytes = self._tuner.ask() if best is None else best.size_bytes
+        plan = sized(self._problem, self._planned.choice, size_bytes, self._kinds)
+        return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)

@@ -1,0 +1,343 @@
+"""Detects that the step time has changed. Pure logic: times go in, an alarm comes out."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_high, median_low
+
+from penstock.autotune.choose.start import find
+from penstock.autotune.planned import Order, Planned, decided_slowly
+from penstock.autotune.problem import hierarchical_among, run_problem
+from penstock.autotune.profile import measure_links, rates_with_links
+from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import LinkModel
+from penstock.cost.measured import Kind
+from penstock.decision import Decision
+from penstock.graph import Lane, Task
+from penstock.mesh import Axes
+from penstock.plan import Candidate, evaluate
+from penstock.plan.effort import Searched
+from penstock.plan.moving import staying
+from penstock.plan.plan_file import OtherPlan
+from penstock.plan.predict import interval_s
+from penstock.runtime import Machinery
+from penstock.trace import TaskRecord
+from penstock.train.config import RunConfig
+from penstock.words import lane_words, within
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """A change of the step time since the plan was adopted. Medians, in seconds."""
+
+    before_s: float
+    now_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.now_s / self.before_s
+
+
+class Watch:
+    """Compares the last steps with the first ones under the same plan.
+
+    The first `settling` steps are ignored; the median of the following `lasting_steps` steps is the baseline.
+    It raises the alarm when the median of the last `lasting_steps` differs by more than `threshold` (1.15
+    times or 1/1.15 at 0.15), in either direction, and both halves of these steps agree: a shorter
+    disturbance does not count. After an alarm the baseline restarts, so one change is one alarm.
+
+    All ranks pass the same times, so all see the same alarm after the same step.
+    """
+
+    def __init__(self, threshold: float, lasting_steps: int, settling: int) -> None:
+        self.threshold, self.lasting_steps, self.settling = threshold, lasting_steps, settling
+        self.reset()
+
+    def reset(self) -> None:
+        """Restart the baseline, since another plan is in use."""
+        self._seen = 0
+        self._reference: list[float] = []
+        self._recent: deque[float] = deque(maxlen=self.lasting_steps)
+
+    @property
+    def learning(self) -> bool:
+        """Whether the next step belongs to the baseline."""
+        return self.settling <= self._seen < self.settling + self.lasting_steps
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the last step has completed the baseline."""
+        return self._seen == self.settling + self.lasting_steps
+
+    @property
+    def suspects(self) -> bool:
+        """Whether the last step was slower or faster than usual."""
+        return bool(self._recent) and self._side([self._recent[-1]]) != 0
+
+    def note(self, seconds: float) -> Drift | None:
+        """Record the seconds of a step on the slowest rank; return the change if there is one."""
+        if self.learning:
+            self._reference.append(seconds)
+        elif len(self._reference) == self.lasting_steps:
+            self._recent.append(seconds)
+        self._seen += 1
+        if len(self._recent) < self.lasting_steps or not self._differs():
+            return None
+        drift = Drift(before_s=median(self._reference), now_s=median(self._recent))
+        self.reset()
+        return drift
+
+    def _differs(self) -> bool:
+        """Tell whether both halves of the last steps, and all of them, deviate in the same direction."""
+        times, half = list(self._recent), self.lasting_steps // 2
+        sides = {self._side(part) for part in (times[:half], times[half:], times)}
+        return len(sides) == 1 and sides != {0}
+
+    def _side(self, times: list[float]) -> int:
+        """Return 1: slower, -1: faster, 0: as before. Half of the times are not enough for either."""
+        usual_s, limit = median(self._reference), 1 + self.threshold
+        return (median_low(times) > limit * usual_s) - (median_high(times) < usual_s / limit)
+
+
+# ---- finds which durations have changed, from task records before ------------------------------------------
+
+
+MOST_NAMED = 8
+"""More ranks than this are counted in messages, with only the first ones named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Ratios of task durations, now over before.
+
+    transfers: by lane, for lanes on which anything is sent; a collective counts with its shortest duration
+    over ranks, since the rest is waiting. compute: by rank. threshold: smaller differences are noise.
+    """
+
+    transfers: Mapping[Lane, float]
+    compute: tuple[float, ...]
+    threshold: float
+
+    @property
+    def links_changed(self) -> bool:
+        return any(map(self.differs, self.transfers.values()))
+
+    @property
+    def compute_changed(self) -> bool:
+        return any(map(self.differs, self.compute))
+
+    @property
+    def text(self) -> str:
+        """The changes in words; empty if there are none."""
+        nodes = any(lane.is_inside for lane in self.transfers)
+        parts = [
+            f"transfers over the {lane_words(lane, nodes=nodes)} take {ratio:.2f}x as long as before"
+            for lane, ratio in self.transfers.items()
+            if self.differs(ratio)
+        ]
+        slower = {rank: ratio for rank, ratio in enumerate(self.compute) if self.differs(ratio)}
+        if slower:
+            who = "all ranks" if len(slower) == len(self.compute) else _ranks(slower)
+            parts.append(f"computation on {who} takes {median(slower.values()):.2f}x as long as before")
+        return ", ".join(parts)
+
+    def differs(self, ratio: float) -> bool:
+        return ratio > 1 + self.threshold or ratio < 1 / (1 + self.threshold)
+
+
+def diagnose(
+    before: Sequence[Iterable[TaskRecord]],
+    now: Sequence[Iterable[TaskRecord]],
+    threshold: float,
+    silent: Collection[Axes] = (),
+) -> Diagnosis:
+    """Compare records of the same plan and return the changes. before, now: by rank, of some steps each.
+
+    silent: groups of one rank, in which nothing is sent.
+    """
+    return Diagnosis(
+        transfers=_transfers(_flat(before), _flat(now), silent),
+        compute=tuple(_ratio(_computed(b), _computed(n)) for b, n in zip(before, now, strict=True)),
+        threshold=threshold,
+    )
+
+
+def _transfers(
+    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Axes]
+) -> dict[Lane, float]:
+    found = {}
+    for lane in (Lane.INTRA, Lane.INTER):
+        earlier, later = (
+            _shortest(r for r in records if r.lane is lane and r.task.axes not in silent)
+            for records in (before, now)
+        )
+        if earlier:
+            found[lane] = _ratio(earlier, later)
+    return found
+
+
+def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    """Return, by kind of transfer, the shortest duration over ranks, as the median over tasks and steps."""
+    each: dict[tuple[int, Task], float] = {}
+    for record in records:
+        key = record.step, record.task
+        each[key] = min(record.duration_s, each.get(key, record.duration_s))
+    return _medians((task, seconds) for (_, task), seconds in each.items())
+
+
+def _computed(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    return _medians((r.task, r.duration_s) for r in records if r.lane.computes)
+
+
+def _medians(durations: Iterable[tuple[Task, float]]) -> dict[Kind, float]:
+    kinds: dict[Kind, list[float]] = defaultdict(list)
+    for task, seconds in durations:
+        kinds[task.layer, task.op, task.phase].append(seconds)
+    return {kind: median(seconds) for kind, seconds in kinds.items()}
+
+
+def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:
+    """Return the ratio of the sums of both, so that long tasks count by their length."""
+    assert before.keys() == now.keys(), "the same tasks ran"
+    earlier_s = sum(before.values())
+    return sum(now.values()) / earlier_s if earlier_s > 0 else 1.0
+
+
+def _flat(ranks: Sequence[Iterable[TaskRecord]]) -> list[TaskRecord]:
+    return [record for records in ranks for record in records]
+
+
+def _ranks(numbers: Iterable[int]) -> str:
+    names = list(map(str, numbers))
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} ranks ({', '.join(names[:MOST_NAMED])}, ...)"
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
+
+
+# ---- plans again during training, after the step time has changed ------------------------------------------
+
+
+LINKS_SHARE = 0.5
+"""Fraction of the profiling time at the start that measuring the links again may take."""
+WORTH = 0.99
+"""Another plan is adopted if its predicted time is below this fraction of the present plan's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The decision of rank 0.
+
+    why: the explanation of the plan; line: the change in words; searched: how much of the search was done;
+    others: the next best plans.
+    """
+
+    choice: Decision
+    order: Order
+    why: tuple[str, ...]
+    line: str
+    searched: Searched
+    others: tuple[OtherPlan, ...]
+
+
+def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis: Diagnosis) -> Planned:
+    """Measure again what has changed, and return the best plan for it; all ranks call this together.
+
+    config: with the dispatch in use, which stays, since the model was built for it. Links are measured again
+    if the durations of transfers have changed; a rank's computation is scaled by the ratio of its task
+    durations.
+    """
+    assert planned.file is not None, "a cluster that was measured before"
+    file = planned.file
+    if diagnosis.links_changed and machinery.layout.world_size > 1:
+        budget_s = LINKS_SHARE * config.plan.profile_s
+        legs_of = hierarchical_among(config, machinery.layout)
+        file = remeasured(file, measure_links(machinery, legs_of, budget_s))
+    file = replace(file, slowness=_slowness(planned, diagnosis))
+    problem = replace(run_problem(config, machinery.layout, file), observed=planned.problem.observed)
+    now = replace(planned, problem=problem, file=file).seeing(planned.problem.evidence)
+    verdict = decided_slowly(
+        machinery.control,
+        lambda: _decide(config, now, file, diagnosis),
+        "choosing another plan",
+        config.parallel.timeout_s,
+    )
+    logger.info(verdict.line)
+    plan, searched = verdict.order.plan, verdict.searched
+    if verdict.choice != now.choice:
+        now = replace(now, problem=problem, number=now.plans + 1, plans=now.plans + 1)
+    others = verdict.others
+    return replace(
+        now,
+        choice=verdict.choice,
+        plan=plan,
+        lines=verdict.why,
+        searched=searched,
+        others=others,
+        trial=None,
+    )
+
+
+def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
+    """Return the file with these links, which keep what real steps told about them.
+
+    A link that was not measured again stays.
+    """
+    before = {(link.collective, link.group, link.op): link for link in file.links}
+    again = {(link.collective, link.group, link.op): link for link in links}
+    known = {key: before.pop(key) for key in again if key in before}
+    felt = (
+        replace(link, in_steps=known[key].in_steps, beside=known[key].beside) if key in known else link
+        for key, link in again.items()
+    )
+    links = (*felt, *before.values())
+    return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
+
+
+def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagnosis) -> Verdict:
+    """Return, on rank 0 only, the best plan found, or the present choice in a new order if that is as good.
+
+    A search moves nothing that is open, since moving is weighed afterwards: the present choice is compared
+    without moving, too.
+    """
+    problem = now.seeing(None).problem
+    old = evaluate(problem, staying(problem, now.choice))
+    found, lines = find(problem, file, config.plan.budget)
+    new = min((found.best, *found.others), key=now.expected_s)
+    changes = now.expected_s(new) < WORTH * now.expected_s(old)
+    kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
+    best, other = (new, old) if changes else (kept, new)
+    predicted = f"predicted {_expected(now, best)} per step"
+    if changes:
+        apart = "" if old.choice == now.choice else " if nothing moves"
+        predicted += f", {_expected(now, old)} with {now.name}{apart}"
+        line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
+    else:
+        line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
+    why = lines if best is found.best else (line,) if changes else now.lines
+    order = Order.of(best.plan)
+    rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
+    others = OtherPlan.among(now.problem, rest)
+    return Verdict(
+        choice=best.choice, order=order, why=why, line=line, searched=found.searched, others=others
+    )
+
+
+def _expected(now: Planned, candidate: Candidate) -> str:
+    """Return the expected step time in words, with its interval."""
+    seconds = now.expected_s(candidate)
+    return within(seconds, interval_s(now.problem, seconds))
+
+
+def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:
+    before = planned.problem.slowness or (1.0,) * len(diagnosis.compute)
+    if not diagnosis.compute_changed:
+        return planned.problem.slowness
+    return tuple(
+        old * (ratio if diagnosis.differs(ratio) else 1.0)
+        for old, ratio in zip(before, diagnosis.compute, strict=True)
+    )

@@ -1,0 +1,80 @@
+"""What rank 0 decides reaches all ranks, however long it takes."""
+
+from __future__ import annotations
+
+from threading import Event
+from typing import TypeVar
+
+import pytest
+
+from penstock.autotune import planned
+from penstock.autotune.planned import decided, decided_slowly
+from penstock.config import ConfigError
+from penstock.topology import Control
+from tests.support.ranks import Pools
+
+T = TypeVar("T")
+
+TIMEOUT_S = 0.2
+"""How long ranks would wait for each other."""
+
+
+class CountingControl(Control):
+    """Notes that ranks have met; a decision waits until they have done so often enough."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        self.met, self.often = 0, Event()
+
+    def gather(self, mine: T, purpose: str) -> list[T]:
+        found = super().gather(mine, purpose)
+        self.met += 1
+        if self.met == 3 * planned.BEATS:
+            self.often.set()
+        return found
+
+
+def choose_slowly(rank: int, world_size: int) -> tuple[str, int, int]:
+    """An answer that outlasts three timeouts, how often it was looked for, and how often ranks met."""
+    asked, control = 0, CountingControl(rank, world_size)
+
+    def decide() -> str:
+        nonlocal asked
+        asked += 1
+        assert control.often.wait(60), "ranks do not hear of a decision that is still being made"
+        return "a plan"
+
+    return decided_slowly(control, decide, "choosing a plan", TIMEOUT_S), asked, control.met
+
+
+def refuse(rank: int, world_size: int) -> str:
+    def decide() -> str:
+        raise ConfigError("memory", 1, "no plan fits", "Use more.")
+
+    try:
+        return decided_slowly(Control(rank, world_size), decide, "choosing a plan", TIMEOUT_S)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_wait_for_a_search_that_outlasts_their_timeout(ranks: Pools) -> None:
+    """Rank 0 meets the others often enough, and they take none of these meetings for the answer."""
+    first, second = ranks(2).run(choose_slowly, 2)
+    assert first[:2] == ("a plan", 1) and second[:2] == ("a plan", 0)
+    assert first[2] == second[2] > 3 * planned.BEATS
+
+
+def test_what_stops_a_decision_is_raised_everywhere(ranks: Pools) -> None:
+    first, second = ranks(2).run(refuse, 2)
+    assert first == second and "no plan fits" in first
+
+
+def test_a_rank_alone_decides_for_itself() -> None:
+    assert decided(Control(0, 1), lambda: 7, "nothing") == 7
+    assert decided_slowly(Control(0, 1), lambda: 8, "nothing", 0.001) == 8
+    assert "no plan fits" in refuse(0, 1)
+
+
+def test_a_defect_of_a_decision_is_raised_where_it_is_waited_for() -> None:
+    with pytest.raises(ZeroDivisionError):
+        decided_slowly(Control(0, 1), lambda: 1 // 0, "nothing", TIMEOUT_S)

@@ -1,0 +1,99 @@
+"""What has changed, read off records in which a known thing has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.autotune.watch import Diagnosis, diagnose
+from penstock.graph import Lane, Task
+from penstock.mesh import Group, Mesh
+from penstock.ops import Op
+from penstock.ops.transfers import Hop
+from penstock.schedule import StepPlan
+from penstock.simulate import simulate
+from penstock.step import StepShape
+from penstock.trace import TaskRecord
+from penstock.words import lane_words
+from tests.steps import planned
+
+RANKS, THRESHOLD = 2, 0.15
+SHAPE = StepShape(
+    moe_layers=(True, False, True),
+    dispatch=(Hop(Op.DISPATCH, Group.EXPERT, Lane.INTER), Hop(Op.DISPATCH_SCATTER, Group.NODE)),
+    all_reduce_chunks=(2, 1, 3),
+)
+
+Steps = list[list[TaskRecord]]
+
+ratios = st.one_of(st.floats(1.2, 10), st.floats(0.1, 0.8))
+
+
+def plan() -> StepPlan:
+    return planned("flowmoe", SHAPE)
+
+
+def run(lanes: dict[Lane, float], compute: tuple[float, ...] = (1.0,) * RANKS) -> Steps:
+    """Records by rank of three simulated steps; factors of transfers by lane, of computation by rank."""
+    found: Steps = [[] for _ in range(RANKS)]
+    step_plan = plan()
+
+    def cost(task: Task) -> object:
+        if task.lane is Lane.COMPUTE:
+            import numpy as np
+
+            return np.array(compute)
+        return 0.5 * lanes.get(task.lane, 1.0)
+
+    mesh = Mesh(world_size=RANKS, ep_size=RANKS, ep_local_size=1)
+    timeline = simulate(step_plan.schedule, step_plan.graph, cost, mesh)
+    for record in timeline.records():
+        found[record.rank] += [replace(record, step=step) for step in range(3)]
+    return found
+
+
+@given(ratios, st.sampled_from([Lane.INTER, Lane.INTRA]))
+def test_slower_or_faster_links_of_one_lane(ratio: float, lane: Lane) -> None:
+    found = diagnose(run({}), run({lane: ratio}), THRESHOLD)
+    assert found.transfers[lane] == pytest.approx(ratio)
+    assert found.compute == pytest.approx((1.0, 1.0))
+    assert (found.links_changed, found.compute_changed) == (True, False)
+    assert f"transfers over the {lane_words(lane, nodes=True)} take" in found.text
+
+
+@given(ratios, st.integers(0, RANKS - 1))
+def test_one_rank_that_computes_slower_or_faster(ratio: float, rank: int) -> None:
+    """The others wait for it in every collective; the transfers themselves are as they were."""
+    factors = tuple(ratio if each == rank else 1.0 for each in range(RANKS))
+    found = diagnose(run({}), run({}, factors), THRESHOLD)
+    assert found.compute == pytest.approx(factors)
+    assert found.compute_changed
+    assert f"rank {rank}" in found.text and "all ranks" not in found.text
+
+
+def test_waiting_for_a_slow_rank_is_no_slow_link() -> None:
+    found = diagnose(run({}), run({}, (1.0, 4.0)), THRESHOLD)
+    assert not found.links_changed
+
+
+@given(st.floats(0.9, 1.1), st.floats(0.9, 1.1))
+def test_small_differences_are_none(inter: float, compute: float) -> None:
+    found = diagnose(run({}), run({Lane.INTER: inter}, (compute, 1.0)), THRESHOLD)
+    assert not found.links_changed and not found.compute_changed
+    assert found.text == ""
+
+
+def test_groups_in_which_nothing_is_sent_say_nothing() -> None:
+    found = diagnose(run({}), run({Lane.INTER: 9.0}), THRESHOLD, Group.NAMES.values())
+    assert found.transfers == {} and found.text == ""
+
+
+def test_words() -> None:
+    found = Diagnosis(transfers={Lane.INTER: 3.9, Lane.INTRA: 1.0}, compute=(2.0, 2.1), threshold=THRESHOLD)
+    assert found.text == (
+        "transfers over the network between nodes take 3.90x as long as before, "
+        "computation on all ranks takes 2.05x as long as before"
+    )

@@ -1,0 +1,40 @@
+"""Planning again where something moves, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.autotune.planned import Planned
+from penstock.autotune.watch import WORTH, Diagnosis, _decide
+from penstock.config import load
+from penstock.decision.field import NOTHING_MOVES
+from penstock.plan import evaluate, find_plan
+from penstock.train.config import RunConfig
+from tests.plan.problems import FILE
+from tests.plan.test_moving import routed
+from tests.support.runs import write_config
+from tests.support.searching import short_search
+
+BUDGET = 0.02
+SLOW = Diagnosis(transfers={}, compute=(1.0, 1.0, 1.0, 1.5), threshold=0.2)
+
+
+@pytest.mark.slow
+def test_a_search_that_moves_nothing_does_not_end_what_moves(tmp_path: Path) -> None:
+    """Beside plans for even routing, which nobody needs guests for, a plan that brings some looks slow."""
+    evenly = replace(routed("even", NOTHING_MOVES), evidence=None)
+    hot = routed("hot_expert,hot_share=0.5", NOTHING_MOVES).evidence
+    config = load(RunConfig, write_config(tmp_path), [f"plan.budget={BUDGET}"])
+    with short_search():
+        best = find_plan(evenly, budget=BUDGET).best
+        choice = replace(best.choice, experts="planned", replica_slots=1)
+        moving = evaluate(evenly, choice)
+        assert best.predicted_s < WORTH * moving.predicted_s
+        now = Planned(problem=evenly, choice=choice, plan=moving.plan, number=3, plans=3).seeing(hot)
+        verdict = _decide(config, now, FILE, SLOW)
+    assert verdict.choice == choice
+    assert "keeping plan 3 in a new order (predicted " in verdict.line
+    assert best.choice.words in [each.words for each in verdict.others]

@@ -1,0 +1,80 @@
+"""What a run does with the verdict on moving, by simulation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.autotune.choose.moves import _weighed
+from penstock.autotune.planned import Planned
+from penstock.decision import Decision, Movable
+from penstock.plan import estimate_memory, evaluate
+from penstock.plan.candidate import whole_s
+from tests.plan.problems import FILE
+from tests.plan.test_moving import routed
+
+STILL = Decision(schedule="moe_pipeline")
+MOVING = replace(STILL, experts="planned", replica_slots=1)
+
+
+@pytest.mark.parametrize(
+    ("routing", "running", "expected"),
+    [
+        ("hot_expert,hot_share=0.5", STILL, MOVING),
+        ("hot_expert,hot_share=0.5", MOVING, None),
+        ("even", STILL, None),
+        ("even", MOVING, STILL),
+    ],
+)
+def test_a_plan_changes_only_where_something_else_is_to_move(
+    routing: str, running: Decision, expected: Decision | None
+) -> None:
+    """What moves already is neither adopted again under another number nor left where it stopped paying."""
+    problem = routed(routing, Movable(experts=("none", "planned"), replica_slots=(1,)))
+    planned = Planned(problem=problem, choice=running, plan=evaluate(problem, running).plan)
+    verdict = _weighed(planned, True)
+    assert [line[:9] for line in verdict.lines] == ["Moving   ", "Experts  "]
+    found = verdict.choice and (verdict.choice.schedule, verdict.choice.experts)
+    assert found == (expected and (expected.schedule, expected.experts))
+    assert (verdict.order is None) == (expected is None)
+    assert _weighed(planned, False).choice is None
+
+
+def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:
+    """Two planners within half a percent: a run does not change to and fro between them."""
+    problem = routed(
+        "hot_expert,hot_share=0.5", Movable(experts=("none", "least_loaded", "planned"), replica_slots=(1,))
+    )
+    running = {name: replace(MOVING, experts=name) for name in ("least_loaded", "planned")}
+    times_s = [evaluate(problem, choice).predicted_s for choice in running.values()]
+    assert times_s[0] != times_s[1] == pytest.approx(times_s[0], rel=0.02)
+    for choice in running.values():
+        planned = Planned(problem=problem, choice=choice, plan=evaluate(problem, choice).plan)
+        assert _weighed(planned, True).choice is None
+
+
+def test_a_plan_that_moves_is_priced_by_the_routing_that_it_was_weighed_with() -> None:
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
+    evenly = replace(weighed, evidence=None)
+    for choice, problem in ((STILL, evenly), (MOVING, weighed)):
+        found = evaluate(problem, choice)
+        planned = Planned(problem=evenly, choice=choice, plan=found.plan).seeing(weighed.evidence)
+        assert planned.predicted_s == pytest.approx(whole_s(problem, found))
+        assert (planned.predicted_s == pytest.approx(planned.seeing(None).predicted_s)) == (choice == STILL)
+
+
+def test_plans_must_hold_the_rows_that_were_observed() -> None:
+    """Whatever moves, and also where routing is not observed again; a plan that runs has shown to fit."""
+    weighed = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
+    evenly = replace(weighed, evidence=None)
+    planned = Planned(problem=evenly, choice=STILL, plan=evaluate(evenly, STILL).plan)
+    seen = planned.seeing(weighed.evidence).seeing(None)
+    needed, even = (estimate_memory(each, STILL).total_bytes for each in (weighed, evenly))
+    assert estimate_memory(seen.problem, STILL).total_bytes == needed > even
+    assert seen.predicted_s == planned.predicted_s
+    full = replace(FILE, memory_bytes=1)
+    moving = replace(planned, problem=weighed, choice=MOVING, plan=evaluate(weighed, MOVING).plan, file=full)
+    assert estimate_memory(weighed, MOVING).total_bytes < needed
+    verdict = _weighed(moving, True)
+    assert verdict.choice is None and verdict.lines[0].endswith(" per rank and does not fit")
