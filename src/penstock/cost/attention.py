@@ -34,14 +34,15 @@ class Attention:
     """The attention of a model's layers, as the mean over all of them.
 
     matrices: what multiplies every token outside of feed-forward parts: columns in, columns out, and the
-    number of such matrices in a layer. queries, values: of all heads. kept: numbers that the heads keep of
-    every token until backward.
+    number of such matrices in a layer. queries, values: of all heads; width: of one head of values. kept:
+    numbers that the heads keep of every token until backward, which is about as many as they move in memory.
     """
 
     matrices: tuple[tuple[int, int, float], ...]
     queries: float
     values: float
     kept: float
+    width: float = 128
     reaches: tuple[Reach, ...] = (Reach(1.0),)
 
     @staticmethod

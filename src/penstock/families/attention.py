@@ -64,6 +64,7 @@ def attention_of(config: Any, layers: Sequence[Any], others: Sequence[Sequence[A
         queries=heads * width,
         values=heads * values,
         kept=kept,
+        width=values,
         reaches=_reaches(config, len(layers)),
     )
 
