@@ -54,6 +54,8 @@ def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precisi
         "4x4xGB200,net=4x400gbit,nvlink=6",
         "3x4xGB200,net=4x400gbit,nvlink=8",
         "4x4xGB200,nvlink=8",
+        "8xA100,products=float8",
+        "8xH100,products=bfloat16",
         "2x8xA200,net=100gbit",
         "8xA100-60GB",
         "2x8xA100,net=fast",

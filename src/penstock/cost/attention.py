@@ -35,13 +35,15 @@ class Attention:
 
     matrices: what multiplies every token outside of feed-forward parts: columns in, columns out, and the
     number of such matrices in a layer. queries, values: of all heads; width: of one head of values. kept:
-    numbers that the heads keep of every token until backward, which is about as many as they move in memory.
+    numbers that the heads keep of every token until backward. moved: numbers that they read and write in
+    memory on the way from projections to scores.
     """
 
     matrices: tuple[tuple[int, int, float], ...]
     queries: float
     values: float
     kept: float
+    moved: float
     width: float = 128
     reaches: tuple[Reach, ...] = (Reach(1.0),)
 
@@ -52,7 +54,8 @@ class Attention:
         Queries and keys are kept as projected, scaled and turned; values and the output once.
         """
         outward = ((hidden_size, queries, 1.0), (hidden_size, keys, 2.0), (queries, hidden_size, 1.0))
-        return Attention(matrices=outward, queries=queries, values=queries, kept=4 * (queries + keys))
+        kept = 4 * (queries + keys)
+        return Attention(matrices=outward, queries=queries, values=queries, kept=kept, moved=kept)
 
     @property
     def weights(self) -> float:

@@ -53,13 +53,19 @@ SHARES: Final[dict[Architecture, Shares]] = {
     "Turing": Shares(0.85, 0.30, 0.25, 0.80),
     "Ampere": Shares(0.78, 0.50, 0.42, 0.80),
     "Ada": Shares(0.78, 0.55, 0.45, 0.80),
-    "Hopper": Shares(0.72, 0.55, 0.43, 0.80),
+    "Hopper": Shares(0.74, 0.55, 0.43, 0.80),
     "Blackwell": Shares(0.52, 0.43, 0.33, 0.70),
     "Grace Blackwell": Shares(0.60, 0.43, 0.33, 0.70),
     "CDNA 3": Shares(0.48, 0.30, 0.22, 0.70),
     "CDNA 4": Shares(0.55, 0.34, 0.25, 0.70),
 }
 """By architecture."""
+
+FLOAT8: Final = 1.7
+"""Speed of products in float8, casts of what they multiply included, over that of the same in bfloat16."""
+
+HAS_FLOAT8: Final = ("Ada", "Hopper", "Blackwell", "Grace Blackwell", "CDNA 3", "CDNA 4")
+"""Architectures with units for it."""
 
 GROUPED: Final = 0.95
 """Speed of grouped products, over that of as many rows in one product."""
@@ -75,6 +81,9 @@ NARROW: Final = 0.5
 
 KERNEL_S: Final = 4e-6
 """Seconds of a kernel that does next to nothing."""
+
+BETWEEN_S: Final = 2.5e-6
+"""Seconds between the end of a kernel and the beginning of the next."""
 
 ONCE_MORE: Final = 1.6
 """Bytes moved by the backward of what is no product, over those of its forward."""
@@ -92,13 +101,14 @@ ACCUMULATED_BYTES: Final = 8
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """The kernels of one device. peak_flops_per_s: by the data sheet; memory_bytes_per_s: reached, read or
-    written; units: on each of which a tile is computed at a time."""
+    written; units: on each of which a tile is computed at a time; in_float8: whether products are."""
 
     shares: Shares
     units: int
     peak_flops_per_s: float
     memory_bytes_per_s: float
     element_bytes: int
+    in_float8: bool = False
 
     def seconds(self, kernels: Kernels, phase: Phase, load: Any = 1.0) -> Any:
         """Return the seconds of a task with these forward kernels, in one of its phases.
@@ -132,7 +142,7 @@ class Efficiency:
         sizes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))[way]
         m, k, n = sizes
         speed = self.shares.products * self.peak_flops_per_s * (GROUPED if groups > 1 else 1.0)
-        speed *= WEIGHTS if way == 2 else 1.0
+        speed *= (WEIGHTS if way == 2 else 1.0) * (FLOAT8 if self.in_float8 else 1.0)
         flops_s = min(
             math.ceil(groups * math.ceil(m / high) * math.ceil(n / wide) / self.units)
             * (2 * high * wide * (k + DEPTH))

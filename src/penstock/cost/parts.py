@@ -20,9 +20,9 @@ NORM, RESIDUAL, ADDED = 2, 4, 3
 SCATTERED = 1.33
 """Time of bytes that are permuted, over that of as many in a row."""
 
-LOGIT_BYTES, PROBABILITY_BYTES = 8, 16
-"""Bytes of a token and word of the vocabulary in the loss, written, read and turned into probabilities; and
-of a token and expert in the router."""
+LOGIT_BYTES, PROBABILITY_BYTES = 14, 16
+"""Bytes of a token and word of the vocabulary in the loss, which are cast to float32 and turned into
+probabilities there; and of a token and expert in the router."""
 
 
 def _attention(work: Workload, tokens: float, shares: int) -> Kernels:
@@ -34,14 +34,19 @@ def _attention(work: Workload, tokens: float, shares: int) -> Kernels:
         ),
         score_flops=tokens * heads.score_flops(work.seq_len) / shares,
         score_width=heads.width,
-        moved_bytes=tokens * work.element_bytes * (hidden + heads.kept / shares),
+        moved_bytes=tokens * work.element_bytes * (hidden + heads.moved / shares),
     )
+
+
+def _rows(work: Workload) -> float:
+    """Return the rows of a token that leave: one for each of its experts, or for each rank that has any."""
+    return work.top_k * (work.joined_share(between=False) if work.one_copy_per_rank else 1.0)
 
 
 def _router(work: Workload, tokens: float, shares: int) -> Kernels:
     """Return the work of the gate and of the permutation after it."""
     del shares
-    permuted = 2 * SCATTERED * work.top_k * work.hidden_size * work.element_bytes
+    permuted = 2 * SCATTERED * _rows(work) * work.hidden_size * work.element_bytes
     return Kernels(
         products=(Product(tokens, work.hidden_size, work.num_experts),),
         moved_bytes=tokens * (permuted + PROBABILITY_BYTES * work.num_experts),
@@ -70,7 +75,7 @@ def _experts(work: Workload, rows: float, shares: int) -> Kernels:
     groups, hidden = work.placement.slots, work.hidden_size
     width, inner = work.ffn_hidden_size / shares, work.expert_matrices - 1
     each = rows / groups
-    sorting = 4 * hidden if groups > 1 and work.ep_size > 1 else 0
+    sorting = 2 * hidden * (1 + _rows(work) / work.top_k) if groups > 1 and work.ep_size > 1 else 0
     return Kernels(
         products=(
             Product(each, hidden, inner * width, groups=groups),

@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
 from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
 from penstock.cost.devices import find_device
-from penstock.cost.efficiency import SHARES, Efficiency
+from penstock.cost.efficiency import BETWEEN_S, SHARES, Efficiency
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
@@ -139,7 +139,8 @@ class ProfiledCluster(ClusterConfig):
             return self.task_overhead_s + times * load * (
                 flops_s + work.copied_bytes / self.memory_bytes_per_s
             )
-        return self.task_overhead_s + kernels.seconds(work.kernels, phase, load)
+        between_s = OPS[op].launches * BETWEEN_S
+        return self.task_overhead_s + between_s + kernels.seconds(work.kernels, phase, load)
 
     @cached_property
     def _kernels(self) -> Efficiency | None:
@@ -154,6 +155,7 @@ class ProfiledCluster(ClusterConfig):
             peak_flops_per_s=self.flops_per_s / shares.products,
             memory_bytes_per_s=2 * self.memory_bytes_per_s,
             element_bytes=4 if precision == "float32" else 2,
+            in_float8=self.file.kernels_of == "device in float8",
         )
 
     def _task(self, op: str, phase: Phase) -> TaskModel | None:

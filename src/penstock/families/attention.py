@@ -55,15 +55,17 @@ def attention_of(config: Any, layers: Sequence[Any], others: Sequence[Sequence[A
     usual = setting_of(config, "head_dim") or max(1, config.hidden_size // heads)
     width = setting_of(config, "qk_head_dim") or usual
     values = setting_of(config, "v_head_dim") or usual
-    kept = 4.0 * (heads + groups) * width
+    kept = moved = 4.0 * (heads + groups) * width
     if latent := setting_of(config, "kv_lora_rank"):  # keys and values are made of it for every head
         twice = latent + (setting_of(config, "q_lora_rank") or 0)
         kept = heads * (4 * width + 2 * values) + 2 * twice
+        moved = 2 * kept  # what is turned, and what is not, are split, repeated and joined
     return Attention(
         matrices=tuple((*shape, number / len(layers)) for shape, number in sorted(shapes.items())),
         queries=heads * width,
         values=heads * values,
         kept=kept,
+        moved=moved,
         width=values,
         reaches=_reaches(config, len(layers)),
     )

@@ -9,7 +9,7 @@ from penstock.config import ConfigError
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.devices import DEVICES, Device, find_device
-from penstock.cost.efficiency import SHARES
+from penstock.cost.efficiency import FLOAT8, HAS_FLOAT8, SHARES
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
 FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
@@ -25,7 +25,7 @@ FABRICS: Final = {"": 0.8, "ib": 0.85, "ethernet": 0.7}
 START_S: Final = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 1e-5, "PCIe through the host": 2e-5}
 NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 5e-6
 """Seconds before a message leaves a node, of a task on a device, and of the thread that hands it over."""
-KEYS: Final = ("net", "fabric", "inside", "nvlink")
+KEYS: Final = ("net", "fabric", "inside", "nvlink", "products")
 KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
 """What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
 
@@ -34,8 +34,9 @@ def in_line(text: str) -> ClusterFile | None:
     """Return the cluster that a line describes; None for a text that is none.
 
     The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet][,inside=RATE]
-    [,nvlink=DEVICES]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its cards. `nvlink`: how
-    many devices its links join, where these are several nodes'; then they count as one node.
+    [,nvlink=DEVICES][,products=float8]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its
+    cards. `nvlink`: how many devices its links join, where these are several nodes'; then they count as one
+    node. `products`: what they are computed in by others, where Penstock is compared with them.
 
     Raises:
         ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
@@ -54,6 +55,9 @@ def in_line(text: str) -> ClusterFile | None:
     fabric = given.get("fabric", "")
     if fabric not in FABRICS:
         _refuse(text, f"{fabric!r} is neither ib nor ethernet")
+    in_float8 = given.get("products") == "float8"
+    if "products" in given and not (in_float8 and device.architecture in HAS_FLOAT8):
+        _refuse(text, f"products={given['products']} is not float8, or {device.name} has no units for it")
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
@@ -80,11 +84,13 @@ def in_line(text: str) -> ClusterFile | None:
         memory_bytes=int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES),
         device=device.name,
         precision=device.usual,
-        kernels_of="device",
+        kernels_of="device in float8" if in_float8 else "device",
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
         f"{device.architecture}: {shares.words}, {100 * LINKS[device.link]:.0f} % of links, "
-        f"{100 * FABRICS[fabric]:.0f} % of the network; nothing is measured",
+        f"{100 * FABRICS[fabric]:.0f} % of the network; "
+        + f"products in float8, which Penstock does not compute, {FLOAT8:g} times as fast; " * in_float8
+        + "nothing is measured",
     )
 
 
