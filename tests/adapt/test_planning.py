@@ -14,7 +14,7 @@ import penstock
 from penstock.adapt.engine import Engine
 from penstock.adapt.planning import GivenPlan, SearchedPlan, stand_in
 from penstock.adapt.scheduled import engine_of
-from penstock.cost import ClusterFile
+from penstock.cost import Attention, ClusterFile
 from penstock.decision import Decision, GradientBytes
 from penstock.families.sizes import ModelSizes
 from penstock.moe import MoEConfig
@@ -133,9 +133,10 @@ def test_heads_of_any_width_are_planned_for() -> None:
     )
     layout = Layout(world_size=2, ep_size=2, rank=0)
     gradients = GradientBytes((1,), (1,), (0,))
-    assert sizes.workload(layout, gradients, 2, 8).head_sizes == (64 * 46, 8 * 46)
+    heads = sizes.workload(layout, gradients, 2, 8).heads
+    assert heads == Attention.of_heads(2880, 64 * 46, 8 * 46)
     said = replace(sizes, head_dim=64)
-    assert said.workload(layout, gradients, 2, 8).head_sizes == (64 * 64, 8 * 64)
+    assert said.workload(layout, gradients, 2, 8).heads == Attention.of_heads(2880, 64 * 64, 8 * 64)
     model = stand_in(said, StepShape(moe_layers=(True,)), ParallelConfig(), 2, 8).model
     assert (model.attention_size, model.key_value_size) == (4096, 512)
     odd = replace(sizes, key_value_heads=5)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import pytest
 
 from penstock.config import ConfigError
+from penstock.cost import ProfiledCluster
 from penstock.cost.clusters import find_cluster
-from penstock.cost.clusters.line import LINKS, NETWORK, PRODUCTS, in_line
+from penstock.cost.clusters.line import FABRICS, LINKS, in_line
 from penstock.cost.devices import DEVICES
+from penstock.cost.efficiency import SHARES
+from penstock.cost.span import Span
 
 
 def test_a_node_shares_its_card_and_devices_have_their_own() -> None:
     shared = find_cluster("4x8xA100-80GB,net=100gbit")
     assert (shared.nodes, shared.ranks_per_node, shared.device) == (4, 8, "A100")
     assert shared.rates.link_rate_of == "node"
-    assert shared.rates.link_bytes_per_s == pytest.approx(NETWORK * 12.5e9)
-    assert shared.rates.flops_per_s == pytest.approx(PRODUCTS * 312e12)
+    assert shared.rates.link_bytes_per_s == pytest.approx(FABRICS[""] * 12.5e9)
+    assert shared.rates.flops_per_s == pytest.approx(SHARES["Ampere"].products * 312e12)
     assert shared.rates.intra_bytes_per_s == pytest.approx(LINKS["NVLink"] * 300e9)
     own = find_cluster("2x8xH100,net=8x400gbit")
     assert own.rates.link_rate_of == "device"
-    assert own.rates.link_bytes_per_s == pytest.approx(NETWORK * 50e9)
+    assert own.rates.link_bytes_per_s == pytest.approx(FABRICS[""] * 50e9)
     double = find_cluster("2x4xH100,net=2x25GB/s")
     assert double.rates.link_rate_of == "node"
-    assert double.rates.link_bytes_per_s == pytest.approx(NETWORK * 50e9)
+    assert double.rates.link_bytes_per_s == pytest.approx(FABRICS[""] * 50e9)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,12 @@ def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precisi
     "line",
     [
         "4x8xA100",
+        "2x8xA100,net=100gbit,fabric=token-ring",
+        "4x4xGB200,net=4x400gbit,nvlink=6",
+        "3x4xGB200,net=4x400gbit,nvlink=8",
+        "4x4xGB200,nvlink=8",
+        "8xA100,products=float8",
+        "8xH100,products=bfloat16",
         "2x8xA200,net=100gbit",
         "8xA100-60GB",
         "2x8xA100,net=fast",
@@ -60,6 +69,28 @@ def test_a_device_has_the_memory_that_is_sold(line: str, memory_gb: int, precisi
 def test_what_a_line_lacks_is_named(line: str) -> None:
     with pytest.raises(ConfigError):
         find_cluster(line)
+
+
+def test_links_may_join_the_devices_of_several_nodes() -> None:
+    """The tray of a rack has 4 devices and as many cards; NVLink joins all 72 in it."""
+    file = find_cluster("36x4xGB200,net=4x400gbit,fabric=ib,nvlink=72")
+    assert (file.nodes, file.ranks_per_node, file.rates.link_rate_of) == (2, 72, "device")
+    assert file.rates.link_bytes_per_s == pytest.approx(FABRICS["ib"] * 50e9)
+    assert find_cluster("18x4xGB200,nvlink=72").nodes == 1
+
+
+def test_start_ups_of_many_ranks_do_not_add_up() -> None:
+    """A tree has the logarithm of as many steps, and messages to all peers are in flight at once."""
+    cluster = ProfiledCluster.build(find_cluster("32x8xH100,net=8x400gbit"))
+    few, many = Span.regular(2, 8), Span.regular(32, 8)
+    one_s = cluster.link_latency_s
+    assert cluster.all_to_all(many).alpha_s < 16 * one_s < 240 * one_s
+    assert (
+        cluster.all_reduce(few).alpha_s
+        < cluster.all_reduce(many).alpha_s
+        < 4 * cluster.all_reduce(few).alpha_s
+    )
+    assert cluster.all_to_all(Span.regular(1, 1)).alpha_s == 0
 
 
 def test_a_name_is_no_line() -> None:

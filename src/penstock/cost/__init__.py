@@ -1,5 +1,6 @@
 """`cost(task)` in seconds: the only package that knows durations. Pure Python: no torch."""
 
+from penstock.cost.attention import Attention
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.issuing import Issuing
@@ -12,6 +13,7 @@ from penstock.cost.workload import HeldBytes, Workload, split_sizes
 
 __all__ = [
     "AlphaBeta",
+    "Attention",
     "ClusterConfig",
     "ClusterFile",
     "HeldBytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from penstock.config import Within, check_bounds
 from penstock.config.kinds import types_of
@@ -13,6 +13,7 @@ from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase
 from penstock.mesh import Axes, Group
+from penstock.ops import Work
 from penstock.ops.transfers import FLAT
 
 Speed = Annotated[float, Within(1e6, 1e18, "computers of 1980 did a million a second, and none does 1e18")]
@@ -119,8 +120,9 @@ class ClusterConfig:
         abroad, inside = span.ranks - span.most, span.most - 1
         card = (span.ranks - span.fewest) / span.ranks if self.link_rate_of == "device" else span.leaving
         return AlphaBeta(
-            alpha_s=inside * self.intra_latency_s + abroad * self.link_latency_s,
-            beta_s_per_byte=self._busier(inside / span.ranks, card if span.nodes > 1 else 0.0),
+            alpha_s=self._start_s(inside, abroad),
+            beta_s_per_byte=self._busier(inside / span.ranks, card if span.nodes > 1 else 0.0)
+            * self.raggedness,
         )
 
     def leg(self, dispatch: str, op: str, span: Span, axes: Axes = Group.EXPERT) -> AlphaBeta:
@@ -133,11 +135,11 @@ class ClusterConfig:
             return self.all_to_all(span, axes)
         leg = even_leg(dispatch, op, span.nodes, span.most)
         if leg.lane is Lane.INTRA:
-            start_s, rate, sharing = self.intra_latency_s, self.intra_bytes_per_s, 1.0
+            start_s, rate, sharing = self._start_s(leg.messages, 0), self.intra_bytes_per_s, 1.0
         else:  # where the rate is the node's, its devices share it
-            start_s, rate = self.link_latency_s, self.link_bytes_per_s
+            start_s, rate = self._start_s(0, leg.messages), self.link_bytes_per_s
             sharing = leg.sharing * max(1, span.crossing) if self.link_rate_of == "node" else 1.0
-        return AlphaBeta(alpha_s=leg.messages * start_s, beta_s_per_byte=leg.share * sharing / rate)
+        return AlphaBeta(alpha_s=start_s, beta_s_per_byte=leg.share * sharing / rate * self.raggedness)
 
     def all_reduce(self, group: Span | int) -> AlphaBeta:
         """Return the model of an all-reduce; its argument is the bytes of the tensor.
@@ -151,7 +153,7 @@ class ClusterConfig:
         rounds = 2 * (span.nodes - 1)
         groups = 1 / span.fewest if self.link_rate_of == "device" else span.crossing
         return AlphaBeta(
-            alpha_s=inside * self.intra_latency_s + rounds * self.link_latency_s,
+            alpha_s=self._start_s(span.most - 1, span.nodes - 1, passes=2),
             beta_s_per_byte=self._busier(inside / span.most, rounds / span.nodes * groups),
         )
 
@@ -170,9 +172,8 @@ class ClusterConfig:
         """
         times = 2 if collective == "all_reduce" else 1
         share = times * (ranks - 1) / ranks
-        return AlphaBeta(
-            alpha_s=times * (ranks - 1) * self.intra_latency_s, beta_s_per_byte=share / self.intra_bytes_per_s
-        )
+        start_s = self._start_s(ranks - 1, 0, passes=times)
+        return AlphaBeta(alpha_s=start_s, beta_s_per_byte=share / self.intra_bytes_per_s)
 
     def pair(self, span: Span) -> AlphaBeta | None:
         """Return the model of simultaneous combine and gather (Parm's SAA); None = not known.
@@ -187,6 +188,13 @@ class ClusterConfig:
         del op  # rates know of none
         return 1.0
 
+    def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
+        """Return the seconds of a compute task with this forward work.
+
+        load: how many times as much, one number or an array.
+        """
+        return self.compute_s(op, phase, load * work.flops, load * work.copied_bytes, work.pieces)
+
     def compute_s(self, op: str, phase: Phase, flops: float, moved_bytes: float, pieces: int = 1) -> float:
         """Return the seconds of a compute task whose forward has these operations and copies.
 
@@ -200,6 +208,19 @@ class ClusterConfig:
     def nominal_s(self, flops: float, moved_bytes: float) -> float:
         """Return the seconds of this work by the two rates alone."""
         return flops / self.flops_per_s + moved_bytes / self.memory_bytes_per_s
+
+    @property
+    def raggedness(self) -> float:
+        """How many times as long an all-to-all takes for its bytes as a ring, whose messages are alike."""
+        return 1.0
+
+    def _start_s(self, inside: int, abroad: int, passes: int = 0) -> float:
+        """Return the start-ups of a collective in which a rank meets so many others, one after another.
+
+        passes: around all of them, of a ring; 0: it sends each its own.
+        """
+        times = passes or 1
+        return times * (inside * self.intra_latency_s + abroad * self.link_latency_s)
 
     def _busier(self, inside: float, card: float) -> float:
         """Return the seconds per byte where these shares pass a device's link, and a card."""

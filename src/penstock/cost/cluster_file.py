@@ -236,7 +236,9 @@ class ClusterFile:
     measured: None for a file written by hand; source: where its numbers come from; doubts: what real steps
     could not tell, in words.
     device: the name of one device, such as H100 or cpu, if it was not measured. precision: of the products
-    that flops_per_s and `tasks` are about; None = of whatever is planned for.
+    that flops_per_s and `tasks` are about; None = of whatever is planned for. kernels_of: what tells how long
+    tasks take that were not measured: the rates alone, or the sizes of kernels on such a device, too, with
+    products in `precision` or as others compute them, in float8.
     """
 
     version: Annotated[int, Within(0, 2**62, "versions count up from 1")] = VERSION
@@ -255,6 +257,7 @@ class ClusterFile:
     memory_bytes: MemoryBytes | None = None
     device: Name | None = None
     precision: Computing | None = None
+    kernels_of: Literal["rates", "device", "device in float8"] = "rates"
     measured: Machine | None = None
     source: str = ""
     doubts: Annotated[tuple[str, ...], Items(MOST_MODELS, "they are for people")] = ()

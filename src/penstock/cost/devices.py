@@ -13,6 +13,11 @@ Computing = Literal["float32", "bfloat16"]
 Link = Literal["NVLink", "Infinity Fabric", "PCIe", "PCIe through the host"]
 """What joins the devices of a node. Through the host: devices do not reach each other's memory."""
 
+Architecture = Literal[
+    "Pascal", "Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell", "Grace Blackwell", "CDNA 3", "CDNA 4"
+]
+"""What devices with alike kernels have in common."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -26,6 +31,8 @@ class Device:
         memory_gb_per_s: Read or written, in 1e9 bytes per second.
         link: To others of its node.
         link_gb_per_s: Of that link, in one direction.
+        units: That compute tiles of products, each by itself.
+        architecture: Of these units.
     """
 
     name: str
@@ -35,6 +42,8 @@ class Device:
     memory_gb_per_s: float = 0.0
     link: Link = "PCIe"
     link_gb_per_s: float = 0.0
+    units: int = 0
+    architecture: Architecture = "Ampere"
 
     @property
     def usual(self) -> Computing:
@@ -49,38 +58,38 @@ class Device:
 CPU = "cpu"
 
 DEVICES = (
-    Device("P100", 10.6, None, (16,), 732, "NVLink", 80),
-    Device("V100", 15.7, None, (16, 32), 900, "NVLink", 150),
-    Device("T4", 8.1, None, (16,), 320, "PCIe", 16),
-    Device("RTX 2080 Ti", 13.4, None, (11,), 616, "PCIe through the host", 16),
-    Device("TITAN RTX", 16.3, None, (24,), 672, "PCIe through the host", 16),
-    Device("Quadro RTX 8000", 16.3, None, (48,), 672, "PCIe", 16),
-    Device("A100", 19.5, 312.0, (40, 80), 2039, "NVLink", 300),
-    Device("A800", 19.5, 312.0, (40, 80), 2039, "NVLink", 200),
-    Device("A10", 31.2, 125.0, (24,), 600, "PCIe", 32),
-    Device("A10G", 31.2, 70.0, (24,), 600, "PCIe", 32),
-    Device("A30", 10.3, 165.0, (24,), 933, "PCIe", 32),
-    Device("A40", 37.4, 149.7, (48,), 696, "PCIe", 32),
-    Device("RTX A6000", 38.7, 154.8, (48,), 768, "PCIe", 32),
-    Device("RTX 3090", 35.6, 71.0, (24,), 936, "PCIe through the host", 32),
-    Device("RTX 4090", 82.6, 165.2, (24,), 1008, "PCIe through the host", 32),
-    Device("RTX 5090", 104.8, 209.5, (32,), 1792, "PCIe through the host", 64),
-    Device("L4", 30.3, 121.0, (24,), 300, "PCIe", 32),
-    Device("L40S", 91.6, 362.0, (48,), 864, "PCIe", 32),
-    Device("H20", 44.0, 148.0, (96, 141), 4000, "NVLink", 450),
-    Device("H100 PCIe", 51.0, 756.0, (80,), 2000, "PCIe", 64),
-    Device("H100", 67.0, 989.0, (80,), 3350, "NVLink", 450),
-    Device("H800", 67.0, 989.0, (80,), 3350, "NVLink", 200),
-    Device("H200", 67.0, 989.0, (141,), 4800, "NVLink", 450),
-    Device("GH200", 67.0, 989.0, (96, 144), 4000, "NVLink", 450),
-    Device("B200", 80.0, 2250.0, (180,), 8000, "NVLink", 900),
-    Device("GB200", 80.0, 2500.0, (186,), 8000, "NVLink", 900),
-    Device("B300", 77.0, 2250.0, (288,), 8000, "NVLink", 900),
-    Device("GB300", 83.0, 2500.0, (288,), 8000, "NVLink", 900),
-    Device("DGX Spark", 31.0, 125.0, (128,), 273, "PCIe", 64),
-    Device("MI300X", 163.4, 1307.4, (192,), 5300, "Infinity Fabric", 448),
-    Device("MI325X", 163.4, 1307.4, (256,), 6000, "Infinity Fabric", 448),
-    Device("MI355X", 157.3, 2516.6, (288,), 8000, "Infinity Fabric", 537),
+    Device("P100", 10.6, None, (16,), 732, "NVLink", 80, 56, "Pascal"),
+    Device("V100", 15.7, None, (16, 32), 900, "NVLink", 150, 80, "Volta"),
+    Device("T4", 8.1, None, (16,), 320, "PCIe", 16, 40, "Turing"),
+    Device("RTX 2080 Ti", 13.4, None, (11,), 616, "PCIe through the host", 16, 68, "Turing"),
+    Device("TITAN RTX", 16.3, None, (24,), 672, "PCIe through the host", 16, 72, "Turing"),
+    Device("Quadro RTX 8000", 16.3, None, (48,), 672, "PCIe", 16, 72, "Turing"),
+    Device("A100", 19.5, 312.0, (40, 80), 2039, "NVLink", 300, 108, "Ampere"),
+    Device("A800", 19.5, 312.0, (40, 80), 2039, "NVLink", 200, 108, "Ampere"),
+    Device("A10", 31.2, 125.0, (24,), 600, "PCIe", 32, 72, "Ampere"),
+    Device("A10G", 31.2, 70.0, (24,), 600, "PCIe", 32, 80, "Ampere"),
+    Device("A30", 10.3, 165.0, (24,), 933, "PCIe", 32, 56, "Ampere"),
+    Device("A40", 37.4, 149.7, (48,), 696, "PCIe", 32, 84, "Ampere"),
+    Device("RTX A6000", 38.7, 154.8, (48,), 768, "PCIe", 32, 84, "Ampere"),
+    Device("RTX 3090", 35.6, 71.0, (24,), 936, "PCIe through the host", 32, 82, "Ampere"),
+    Device("RTX 4090", 82.6, 165.2, (24,), 1008, "PCIe through the host", 32, 128, "Ada"),
+    Device("RTX 5090", 104.8, 209.5, (32,), 1792, "PCIe through the host", 64, 170, "Ada"),
+    Device("L4", 30.3, 121.0, (24,), 300, "PCIe", 32, 58, "Ada"),
+    Device("L40S", 91.6, 362.0, (48,), 864, "PCIe", 32, 142, "Ada"),
+    Device("H20", 44.0, 148.0, (96, 141), 4000, "NVLink", 450, 78, "Hopper"),
+    Device("H100 PCIe", 51.0, 756.0, (80,), 2000, "PCIe", 64, 114, "Hopper"),
+    Device("H100", 67.0, 989.0, (80,), 3350, "NVLink", 450, 132, "Hopper"),
+    Device("H800", 67.0, 989.0, (80,), 3350, "NVLink", 200, 132, "Hopper"),
+    Device("H200", 67.0, 989.0, (141,), 4800, "NVLink", 450, 132, "Hopper"),
+    Device("GH200", 67.0, 989.0, (96, 144), 4000, "NVLink", 450, 132, "Hopper"),
+    Device("B200", 80.0, 2250.0, (180,), 8000, "NVLink", 900, 148, "Blackwell"),
+    Device("GB200", 80.0, 2500.0, (186,), 8000, "NVLink", 900, 148, "Grace Blackwell"),
+    Device("B300", 77.0, 2250.0, (288,), 8000, "NVLink", 900, 148, "Blackwell"),
+    Device("GB300", 83.0, 2500.0, (288,), 8000, "NVLink", 900, 148, "Grace Blackwell"),
+    Device("DGX Spark", 31.0, 125.0, (128,), 273, "PCIe", 64, 48, "Ada"),
+    Device("MI300X", 163.4, 1307.4, (192,), 5300, "Infinity Fabric", 448, 304, "CDNA 3"),
+    Device("MI325X", 163.4, 1307.4, (256,), 6000, "Infinity Fabric", 448, 304, "CDNA 3"),
+    Device("MI355X", 157.3, 2516.6, (288,), 8000, "Infinity Fabric", 537, 256, "CDNA 4"),
 )
 """Devices by the names that their makers give them, with their makers' data sheets' numbers."""
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Self
+from functools import cached_property, partial
+from typing import Any, Final, Self
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig, Inside
 from penstock.cost.cluster_file import PAIR, ClusterFile, LinkModel, TaskModel
 from penstock.cost.devices import find_device
+from penstock.cost.efficiency import BETWEEN_S, SHARES, Efficiency
 from penstock.cost.span import Span
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Phase
 from penstock.mesh import Axes, Group
+from penstock.ops import OPS, Backward, Work
 from penstock.ops.transfers import FLAT, outward
+
+RAGGED: Final = 1.15
+"""How many times as long as a ring an all-to-all of a GPU's library takes for as many bytes over a link."""
+
+PEER_S: Final = 1e-6
+"""Seconds by which every further peer makes an all-to-all longer: a message's handling, not its way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +94,20 @@ class ProfiledCluster(ClusterConfig):
             )
         return self._of_size(partial(super().inside, collective), ranks, found)
 
+    @property
+    def raggedness(self) -> float:
+        return super().raggedness if self._kernels is None else RAGGED
+
+    def _start_s(self, inside: int, abroad: int, passes: int = 0) -> float:
+        """Return the start-ups; libraries of GPUs sum along trees, and send to all peers at once."""
+        if self._kernels is None:
+            return super()._start_s(inside, abroad, passes)
+        if passes:
+            up, across = (math.ceil(math.log2(others + 1)) for others in (inside, abroad))
+            return passes * (up * self.intra_latency_s + across * self.link_latency_s)
+        first_s = self.link_latency_s if abroad else self.intra_latency_s if inside else 0.0
+        return first_s + PEER_S * (inside + abroad)
+
     def pair(self, span: Span) -> AlphaBeta | None:
         found = self.file.link(PAIR, Group.name(Group.EXPERT_SHARDS))
         return None if found is None or found.ranks != span.ranks else self._in_steps(found.model, found)
@@ -103,6 +126,37 @@ class ProfiledCluster(ClusterConfig):
         fixed_s = model.alpha_s * (pieces if self.file.measured else 1)
         alone_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
         return alone_s * (1 + self.company * (model.beside - 1))
+
+    def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
+        """Return the seconds of a compute task by its measured model, by the kernels of its device, or by the
+        rates."""
+        kernels = self._kernels
+        if kernels is None or self._task(op, phase) is not None:
+            return super().task_s(op, phase, work, load)
+        if work.kernels is None:  # copies; what backward does by itself is not done twice
+            flops_s = work.flops / self.flops_per_s
+            times = 2 if phase is Phase.BACKWARD and OPS[op].backward is Backward.TASK else 1
+            return self.task_overhead_s + times * load * (
+                flops_s + work.copied_bytes / self.memory_bytes_per_s
+            )
+        between_s = OPS[op].launches * BETWEEN_S
+        return self.task_overhead_s + between_s + kernels.seconds(work.kernels, phase, load)
+
+    @cached_property
+    def _kernels(self) -> Efficiency | None:
+        """What is usual of the file's devices, where it asks for that, at the file's rates."""
+        device, precision = find_device(self.file.device_name), self.file.precision
+        if self.file.kernels_of == "rates" or device is None:
+            return None
+        shares = SHARES[device.architecture]
+        return Efficiency(
+            shares=shares,
+            units=device.units,
+            peak_flops_per_s=self.flops_per_s / shares.products,
+            memory_bytes_per_s=2 * self.memory_bytes_per_s,
+            element_bytes=4 if precision == "float32" else 2,
+            in_float8=self.file.kernels_of == "device in float8",
+        )
 
     def _task(self, op: str, phase: Phase) -> TaskModel | None:
         """Return the model of an op's tasks; a recomputed task takes as long as the first time."""

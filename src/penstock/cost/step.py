@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
+from penstock.cost.parts import kernels_of
 from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_sizes
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
@@ -107,9 +108,7 @@ class StepCost:
         return np.asarray(self._computed_s(task, load))
 
     def _computed_s(self, task: Task, load: Any) -> Any:
-        work = self.work(task)
-        flops, copied_bytes = load * work.flops, load * work.copied_bytes
-        return self.cluster.compute_s(task.op, task.phase, flops, copied_bytes, work.pieces)
+        return self.cluster.task_s(task.op, task.phase, self.work(task), load)
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""
@@ -191,6 +190,7 @@ class StepSizes:
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
+        self.kernels = partial(kernels_of, work)
         self.logit_bytes, self.guest_bytes = work.logit_bytes, work.expert_bytes * step.shape.replica_slots
         self.guests = work.ep_size * step.shape.replica_slots
         self._mesh, self._samples = work.mesh, step._samples

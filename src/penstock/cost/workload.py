@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+from penstock.cost.attention import Attention
 from penstock.cost.joined import distinct_parts
 from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
@@ -79,8 +80,9 @@ class Workload:
     together. all_reduce_bytes, expert_all_reduce_bytes, partial_all_reduce_bytes: gradients per layer on one
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
     GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
-    = hidden_size, and attention_size. dense_ffn_hidden_size: of dense blocks. held: what a rank has of
-    weights, for memory; none = all of them are trained, in float32.
+    = hidden_size, and attention_size. attention: where it is not made of such heads alone.
+    dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none = all of them
+    are trained, in float32.
     """
 
     batch: int
@@ -100,6 +102,7 @@ class Workload:
     expert_all_reduce_bytes: tuple[int, ...]
     attention_size: int = 0
     key_value_size: int = 0
+    attention: Attention | None = None
     dense_ffn_hidden_size: int = 0
     slots_per_sample: int = 0
     wire_row_bytes: int | None = None
@@ -137,11 +140,13 @@ class Workload:
             Op.EXPERT_ALL_REDUCE: sizes.experts,
         }
 
-    @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Width of all heads of queries, and of those of keys."""
+    @cached_property
+    def heads(self) -> Attention:
+        """The attention of a layer."""
+        if self.attention is not None:
+            return self.attention
         queries = self.attention_size or self.hidden_size
-        return queries, self.key_value_size or queries
+        return Attention.of_heads(self.hidden_size, queries, self.key_value_size or queries)
 
     @property
     def mesh(self) -> Mesh:
@@ -222,11 +227,9 @@ class Workload:
         return capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
 
     def attention_flops(self, tokens: int) -> float:
-        """Return operations of four projections, causal scores and values, and the router."""
-        queries, keys = self.head_sizes
-        projections = 4 * self.hidden_size * (queries + keys)
-        scores = 2 * self.seq_len * queries
-        return tokens * (projections + scores + 2 * self.hidden_size * self.num_experts)
+        """Return operations of projections, causal scores and values, and the router."""
+        each = 2 * self.heads.weights + self.heads.score_flops(self.seq_len)
+        return tokens * each + self.router_flops(tokens)
 
     def router_flops(self, tokens: int) -> float:
         """Return operations of the gate's matrix product."""

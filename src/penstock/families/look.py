@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
+from penstock.families.attention import attention_of, matrices_of
 from penstock.families.code import changed_code, in_parts, is_patched, patched
 from penstock.families.described import setting_of
 from penstock.families.experts import Shares, check_experts
@@ -92,25 +94,31 @@ class Found:
     @property
     def sizes(self) -> ModelSizes:
         """Sizes of the model for a plan."""
-        shared = self.shared_of(self.block)
+        shared = [block and self.shared_of(block) for block in self.blocks]
+        hidden, matrices = self.config.hidden_size, self.family.form.matrices(core_of(self.experts[0]))
+        dense = [each for each, block in zip(self._feed_forward, self.blocks, strict=True) if block is None]
+        apart = [
+            [each] if block is None else [self.family.experts_of(block), self.family.router_of(block), aside]
+            for each, block, aside in zip(self._feed_forward, self.blocks, shared, strict=True)
+        ]
         return ModelSizes(
-            hidden_size=self.config.hidden_size,
+            hidden_size=hidden,
             vocab_size=self.config.vocab_size,
             heads=setting_of(self.config, "num_attention_heads", 1),
             key_value_heads=setting_of(self.config, "num_key_value_heads"),
             head_dim=setting_of(self.config, "qk_head_dim") or setting_of(self.config, "head_dim"),
-            dense_width=self._dense_width,
-            shared_width=0 if shared is None else max(p.shape[0] for p in shared.parameters()),
-            expert_matrices=self.family.form.matrices(core_of(self.experts[0])),
+            dense_width=_width(dense, 3 * hidden),
+            shared_width=_width([each for each in shared if each is not None], matrices * hidden),
+            expert_matrices=matrices,
             element_bytes=next(self.model.parameters()).element_size(),
             moe=self.moe,
+            attention=attention_of(self.config, self.layers, apart),
         )
 
     @property
-    def _dense_width(self) -> int:
-        """The width of dense layers, of the widest where it is said for each; 0: not said."""
-        width = setting_of(self.config, "intermediate_size") or 0
-        return max(width) if isinstance(width, list | tuple) else int(width)
+    def _feed_forward(self) -> list[Any]:
+        """The feed-forward part of every layer, dense or not."""
+        return [layer.get_submodule(self.family.block) for layer in self.layers]
 
 
 def look(model: Any, family: Family) -> Found:
@@ -152,6 +160,12 @@ def look(model: Any, family: Family) -> Found:
     )
     _check_unpatched(found)
     return found
+
+
+def _width(parts: list[Any], numbers: int) -> int:
+    """Return the mean width of feed-forward parts that have so many numbers for each unit of it; 0: none."""
+    weights = sum(prod(shape) for part in parts for shape in matrices_of(part))
+    return round(weights / (numbers * len(parts))) if parts else 0
 
 
 def _only(numbers: set[int], what: str, model: Any) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.cost import HeldBytes, Workload
+from penstock.cost import Attention, HeldBytes, Workload
 from penstock.decision import GradientBytes
 from penstock.moe import MoEConfig
 from penstock.topology import Layout
@@ -15,7 +15,8 @@ from penstock.topology import Layout
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
     """Sizes of a model for a plan. key_value_heads, head_dim: None = as many as heads, of the width that is
-    left. element_bytes: of its activations."""
+    left. attention: of its layers; None: there is nothing but such heads. element_bytes: of its
+    activations."""
 
     hidden_size: int
     vocab_size: int
@@ -27,6 +28,7 @@ class ModelSizes:
     expert_matrices: int
     element_bytes: int
     moe: MoEConfig
+    attention: Attention | None = None
 
     @property
     def groups(self) -> int:
@@ -88,6 +90,7 @@ class ModelSizes:
             etp_size=layout.etp_size,
             attention_size=self.heads * self.width,
             key_value_size=self.groups * self.width,
+            attention=self.attention,
             dense_ffn_hidden_size=self.dense_width,
             wire_row_bytes=self.moe.row_bytes(self.hidden_size, self.element_bytes),
             dispatch=self.moe.dispatch,

@@ -28,23 +28,31 @@ def _coded(task: Task, sizes: Sizes) -> float:
 
 
 def _copies(task: Task, sizes: Sizes) -> Work:
-    return Work(copied_bytes=_copied(task, sizes))
+    return Work(copied_bytes=_copied(task, sizes), kernels=sizes.kernels(sizes.tokens(task), "hidden"))
 
 
 def _attention(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     dense = 0.0 if sizes.moe_layers[task.layer] else sizes.dense_flops(tokens)
     copied_bytes = _copied(task, sizes) if dense else _copied(task, sizes) + _coded(task, sizes)
-    return Work(flops=sizes.attention_flops(tokens) + dense, copied_bytes=copied_bytes)
+    return Work(
+        flops=sizes.attention_flops(tokens) + dense,
+        copied_bytes=copied_bytes,
+        kernels=sizes.kernels(tokens, "attention", "dense" if dense else "router"),
+    )
 
 
 def _unordered(task: Task, sizes: Sizes) -> Work:
-    return Work(copied_bytes=_copied(task, sizes) + _coded(task, sizes))
+    copied_bytes = _copied(task, sizes) + _coded(task, sizes)
+    return Work(copied_bytes=copied_bytes, kernels=sizes.kernels(sizes.tokens(task), "home"))
 
 
 def _shared(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
-    return Work(flops=sizes.shared_flops(tokens), copied_bytes=sizes.hidden_bytes(2 * tokens))
+    copied_bytes = sizes.hidden_bytes(2 * tokens)
+    return Work(
+        flops=sizes.shared_flops(tokens), copied_bytes=copied_bytes, kernels=sizes.kernels(tokens, "shared")
+    )
 
 
 def _experts(task: Task, sizes: Sizes) -> Work:
@@ -56,12 +64,18 @@ def _experts(task: Task, sizes: Sizes) -> Work:
         copied_bytes=passes * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
         pieces=len(task.cut.held),
         follows_rows=True,
+        kernels=sizes.kernels(rows, "experts", shares=sizes.etp_size),
     )
 
 
 def _head(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
-    return Work(flops=sizes.head_flops(tokens), copied_bytes=sizes.hidden_bytes(tokens))
+    copied_bytes = sizes.hidden_bytes(tokens)
+    return Work(
+        flops=sizes.head_flops(tokens),
+        copied_bytes=copied_bytes,
+        kernels=sizes.kernels(tokens, "head", "loss"),
+    )
 
 
 register(

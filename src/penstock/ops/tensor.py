@@ -66,13 +66,19 @@ def _collective(forward: Collective, backward: Collective) -> WorkOf:
 def _heads(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     flops = sizes.attention_flops(tokens) - sizes.router_flops(tokens)
-    return Work(flops=flops / sizes.tp_size, copied_bytes=sizes.hidden_bytes(2 * tokens))
+    return Work(
+        flops=flops / sizes.tp_size,
+        copied_bytes=sizes.hidden_bytes(2 * tokens),
+        kernels=sizes.kernels(tokens, "attention", shares=sizes.tp_size),
+    )
 
 
 def _gate(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     copied = sizes.hidden_bytes(2 * tokens * sizes.top_k)
-    return Work(flops=sizes.router_flops(tokens), copied_bytes=copied)
+    return Work(
+        flops=sizes.router_flops(tokens), copied_bytes=copied, kernels=sizes.kernels(tokens, "router")
+    )
 
 
 def _passing(task: Task, sizes: Sizes) -> Work:
@@ -82,17 +88,24 @@ def _passing(task: Task, sizes: Sizes) -> Work:
 def _dense(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
     flops = sizes.dense_flops(tokens) / sizes.tp_size
-    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(2 * tokens))
+    kernels = sizes.kernels(tokens, "dense", shares=sizes.tp_size)
+    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(2 * tokens), kernels=kernels)
 
 
 def _logits(task: Task, sizes: Sizes) -> Work:
     tokens = sizes.tokens(task)
-    return Work(flops=sizes.head_flops(tokens) / sizes.tp_size, copied_bytes=sizes.hidden_bytes(tokens))
+    flops, kernels = (
+        sizes.head_flops(tokens) / sizes.tp_size,
+        sizes.kernels(tokens, "head", shares=sizes.tp_size),
+    )
+    return Work(flops=flops, copied_bytes=sizes.hidden_bytes(tokens), kernels=kernels)
 
 
 def _loss(task: Task, sizes: Sizes) -> Work:
     """Return the work of the exponentials of the logits, and of their gradients, which are as large."""
-    return Work(copied_bytes=2 * sizes.logit_bytes(sizes.tokens(task)) / sizes.tp_size)
+    tokens = sizes.tokens(task)
+    copied_bytes = 2 * sizes.logit_bytes(tokens) / sizes.tp_size
+    return Work(copied_bytes=copied_bytes, kernels=sizes.kernels(tokens, "loss", shares=sizes.tp_size))
 
 
 def _peaks(task: Task, sizes: Sizes) -> Work:

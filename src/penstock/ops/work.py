@@ -11,6 +11,36 @@ from penstock.graph.task import Task
 Collective = Literal["", "all_to_all", "leg", "all_reduce", "all_gather", "reduce_scatter"]
 
 
+Part = Literal["attention", "router", "dense", "shared", "experts", "home", "head", "loss", "hidden"]
+"""A part of a model with kernels of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Products of `rows` x `inner` by `inner` x `columns`: so many `groups` in one kernel, whose matrices
+    differ, and so many kernels in a task, on average."""
+
+    rows: float
+    inner: float
+    columns: float
+    groups: int = 1
+    number: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What a forward task asks of a device, by the kinds of its kernels.
+
+    products: of matrices. score_flops, score_width: the operations of attention between them, and the width
+    of a head. moved_bytes: read from memory and written to it by everything else.
+    """
+
+    products: tuple[Product, ...] = ()
+    score_flops: float = 0.0
+    score_width: float = 0.0
+    moved_bytes: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The work of a forward task on one rank with even routing; a backward that computes takes twice as much.
@@ -27,6 +57,7 @@ class Work:
     collective: Collective = ""
     sent_bytes: float = 0.0
     follows_rows: bool = False
+    kernels: Kernels | None = None
 
 
 class Sizes(Protocol):
@@ -111,6 +142,11 @@ class Sizes(Protocol):
     def head_flops(self, tokens: int) -> float: ...
 
     def logit_bytes(self, tokens: int) -> float: ...
+
+    def kernels(self, amount: float, *parts: Part, shares: int = 1) -> Kernels:
+        """Return the kernels of parts of the model, for tokens or, of experts, rows; shares: the ranks that
+        divide its width."""
+        ...
 
 
 WorkOf = Callable[[Task, Sizes], Work]

@@ -22,11 +22,11 @@ FLOAT32_BYTES = 4
 MOMENTS = 2
 """Tensors that AdamW keeps for every weight that it trains, each as large as the weight."""
 
-GATHERED_COPIES, HEAD_COPIES, BLOCK_COPIES = 3, 4, 3
+GATHERED_COPIES, BLOCK_COPIES = 3, 3
 """Hidden states that a block saves per token: for all tokens, the input of attention's norm, as it is scaled,
-and its output; for this rank's heads, queries as projected, scaled and turned, and attention's output, and
-keys as projected, scaled and turned, and values; for the tokens that stay on this rank between blocks, the
-residual, as it is scaled, and the output of that norm. (A norm that is one kernel keeps nothing scaled.)"""
+and its output; for this rank's heads what `Attention.kept` says; for the tokens that stay on this rank
+between blocks, the residual, as it is scaled, and the output of that norm. (A norm that is one kernel keeps
+nothing scaled.)"""
 
 HOME_COPIES, EXPERT_ROW_COPIES = 2, 2
 """Hidden states per routed row: at home, the permuted and the returned row; at the experts, the received row
@@ -236,7 +236,7 @@ def _layer_bytes(work: Workload, cut: StepShape, is_moe: bool, load_P: Numbers) 
     """
     tokens, hidden, tp_size = work.tokens(0, 1), work.hidden_size, work.tp_size
     kept = work.tokens(0, 1, tp_size if cut.sharing.tokens == "split" else 1)
-    heads = HEAD_COPIES * sum(work.head_sizes) / tp_size
+    heads = work.heads.kept / tp_size
     block = tokens * (GATHERED_COPIES * hidden + heads) + kept * BLOCK_COPIES * hidden
     if cut.recompute == "blocks":
         block = hidden * (kept if tp_size == 1 else tokens + kept * ENTERED_COPIES)

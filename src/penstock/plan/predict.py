@@ -21,7 +21,7 @@ from penstock.cost import ProfiledCluster
 from penstock.decision import Decision
 from penstock.graph import Phase, Task
 from penstock.mesh import Mesh, Seconds
-from penstock.ops import Op
+from penstock.ops import Op, Work
 from penstock.ops.optimizer import GATHERS, UPDATE_COPIES, UPDATES
 from penstock.plan.memory import trained_bytes
 from penstock.plan.problem import Problem
@@ -122,8 +122,9 @@ def closing_s(problem: Problem) -> float:
     """
     if problem.shape.updating is not None:
         return 0.0
-    moved_bytes = UPDATE_COPIES * sum(trained_bytes(problem).values())
-    return problem.cluster.compute_s(Op.UPDATE, Phase.BACKWARD, 0.0, moved_bytes)
+    work = Work(copied_bytes=UPDATE_COPIES * sum(trained_bytes(problem).values()))
+    seconds: float = problem.cluster.task_s(Op.UPDATE, Phase.BACKWARD, work)
+    return seconds
 
 
 def timelines(problem: Problem) -> int:

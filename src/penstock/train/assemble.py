@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.config import ConfigError
-from penstock.cost import HeldBytes, StepCost, Workload
+from penstock.cost import Attention, HeldBytes, StepCost, Workload
 from penstock.cost.placed import expert_costs, splits_exactly
 from penstock.decision import Decision, GradientBytes, PlacementConfig
 from penstock.device import device_of
@@ -201,6 +201,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
         node_size=layout.ep_node_size,
         devices_per_node=layout.node_size,
         held=_held(config, layout) if model.of_transformers else None,
+        attention=_attention(model),
         **_named(layout, "world_size", "ep_size", "tp_size", "etp_size"),
         **_named(model, "seq_len", "hidden_size", "vocab_size", "attention_size", "key_value_size"),
         **_named(moe, "num_experts", "top_k", "expert_matrices", "expert_groups", "min_capacity"),
@@ -218,6 +219,15 @@ def _held(config: RunConfig, layout: Layout) -> HeldBytes:
     experts = sum(every.experts)
     weights = sum(every.replicated) + sum(every.partial) + experts
     return HeldBytes(weights=weights, trained_experts=experts)
+
+
+def _attention(model: ModelConfig) -> Attention | None:
+    """Return the attention of a model of transformers; None: it is that of the decoder."""
+    if model.config is None or not model.of_transformers:
+        return None
+    from penstock.families.sections import described_in  # transformers takes seconds to load
+
+    return described_in(model.config).sizes.attention
 
 
 def base_shape(config: RunConfig, layout: Layout) -> StepShape:

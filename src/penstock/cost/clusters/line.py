@@ -9,6 +9,7 @@ from penstock.config import ConfigError
 from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.devices import DEVICES, Device, find_device
+from penstock.cost.efficiency import FLOAT8, HAS_FLOAT8, SHARES
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
 FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
@@ -16,17 +17,15 @@ MEMORY: Final = re.compile(r"[\s_-](\d+)\s*(?:gb|gib)$", re.IGNORECASE)
 RATE: Final = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(gbit|gbps|gb/s|gb)(?:/s)?", re.IGNORECASE)
 BITS: Final = {"gbit": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "gb": 1e9}
 
-PRODUCTS: Final = 0.6
-"""Share of its peak that a device is assumed to reach in products; see docs/planning.md."""
-COPIES: Final = 0.8
-"""Share of the memory's rate in copies."""
-LINKS: Final = {"NVLink": 0.8, "Infinity Fabric": 0.7, "PCIe": 0.8, "PCIe through the host": 0.4}
-"""Share of a link's rate in one direction; every byte through the host crosses its memory."""
-NETWORK: Final = 0.85
-"""Share of the network cards' rate."""
+LINKS: Final = {"NVLink": 0.7, "Infinity Fabric": 0.6, "PCIe": 0.7, "PCIe through the host": 0.4}
+"""Share of a link's rate in one direction that collectives reach; every byte through the host crosses its
+memory."""
+FABRICS: Final = {"": 0.8, "ib": 0.85, "ethernet": 0.7}
+"""Share of the network cards' rate, by what joins them; "" = not said."""
 START_S: Final = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 1e-5, "PCIe through the host": 2e-5}
 NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 5e-6
 """Seconds before a message leaves a node, of a task on a device, and of the thread that hands it over."""
+KEYS: Final = ("net", "fabric", "inside", "nvlink", "products")
 KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
 """What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
 
@@ -34,8 +33,10 @@ KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
 def in_line(text: str) -> ClusterFile | None:
     """Return the cluster that a line describes; None for a text that is none.
 
-    The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,inside=RATE]`; a rate is in gbit or
-    gb/s. `net` is of a node, or of each of its cards.
+    The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet][,inside=RATE]
+    [,nvlink=DEVICES][,products=float8]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its
+    cards. `nvlink`: how many devices its links join, where these are several nodes'; then they count as one
+    node. `products`: what they are computed in by others, where Penstock is compared with them.
 
     Raises:
         ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
@@ -48,25 +49,32 @@ def in_line(text: str) -> ClusterFile | None:
     given: dict[str, str] = {}
     for part in filter(None, found[4].split(",")):
         key, _, value = (each.strip() for each in part.partition("="))
-        if key not in ("net", "inside") or key in given:
-            _refuse(text, f"{part!r} is neither net=RATE nor inside=RATE, or stands there twice")
+        if key not in KEYS or key in given:
+            _refuse(text, f"{part!r} is none of {', '.join(KEYS)}, or stands there twice")
         given[key] = value
-    if nodes > 1 and "net" not in given:
+    fabric = given.get("fabric", "")
+    if fabric not in FABRICS:
+        _refuse(text, f"{fabric!r} is neither ib nor ethernet")
+    in_float8 = given.get("products") == "float8"
+    if "products" in given and not (in_float8 and device.architecture in HAS_FLOAT8):
+        _refuse(text, f"products={given['products']} is not float8, or {device.name} has no units for it")
+    joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
+    if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
     cards, net = _rate(text, given["net"]) if "net" in given else (1, 1e9)
     inside = _rate(text, given["inside"])[1] if "inside" in given else 1e9 * device.link_gb_per_s
-    of_device = cards >= per_node  # then each has a card of its own
-    peak = device.peak_tflops(device.usual)
+    of_device = cards >= per_node or joined > per_node  # then each has a card of its own
+    peak, shares = device.peak_tflops(device.usual), SHARES[device.architecture]
     assert peak is not None, "its usual precision is one that it has"
     return ClusterFile(
         name=text.strip(),
-        nodes=nodes,
-        ranks_per_node=per_node,
+        nodes=nodes * per_node // joined,
+        ranks_per_node=joined,
         rates=ClusterConfig(
-            flops_per_s=PRODUCTS * peak * 1e12,
-            memory_bytes_per_s=COPIES * device.memory_gb_per_s * 1e9 / 2,  # each byte is read and written
+            flops_per_s=shares.products * peak * 1e12,
+            memory_bytes_per_s=shares.memory * device.memory_gb_per_s * 1e9 / 2,  # read and written
             link_latency_s=NETWORK_START_S,
-            link_bytes_per_s=NETWORK * net * (cards / per_node if of_device else cards),
+            link_bytes_per_s=FABRICS[fabric] * net * (cards / per_node if of_device else cards),
             link_rate_of="device" if of_device else "node",
             intra_latency_s=START_S[device.link],
             intra_bytes_per_s=LINKS[device.link] * inside,
@@ -76,12 +84,13 @@ def in_line(text: str) -> ClusterFile | None:
         memory_bytes=int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES),
         device=device.name,
         precision=device.usual,
+        kernels_of="device in float8" if in_float8 else "device",
         source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
-        f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s per direction. Assumed: "
-        f"{100 * PRODUCTS:.0f} % of the peak in products, {100 * COPIES:.0f} % of the memory's rate, "
-        f"{100 * LINKS[device.link]:.0f} % of the link inside a node, {100 * NETWORK:.0f} % of the network; "
-        f"{100 * KEPT_SHARE:.0f} % and {KEPT_BYTES / 1e9:g} GB of the memory are left to contexts and "
-        "communicators. Nothing is measured.",
+        f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
+        f"{device.architecture}: {shares.words}, {100 * LINKS[device.link]:.0f} % of links, "
+        f"{100 * FABRICS[fabric]:.0f} % of the network; "
+        + f"products in float8, which Penstock does not compute, {FLOAT8:g} times as fast; " * in_float8
+        + "nothing is measured",
     )
 
 
@@ -99,6 +108,14 @@ def _device(text: str, name: str) -> tuple[Device, int]:
         sold = " and ".join(f"{each}GB" for each in device.memory_gb)
         _refuse(text, f"{device.name} has {sold}, and not {memory_gb}GB")
     return device, memory_gb
+
+
+def _joined(text: str, value: str, nodes: int, per_node: int) -> int:
+    """Return how many devices the links inside nodes join."""
+    joined = int(value) if value.isdecimal() else 0
+    if joined < per_node or joined % per_node or nodes * per_node % joined:
+        _refuse(text, f"nvlink={value} is no whole number of its nodes of {per_node}, or does not divide all")
+    return joined
 
 
 def _rate(text: str, value: str) -> tuple[int, float]:
