@@ -52,7 +52,7 @@ def stage_cluster(file: ClusterFile, stages: int) -> ClusterFile:
         ranks = stage_ranks(file.ranks, stages)
         nodes, per_node = stage_nodes(ranks, file.ranks_per_node)
     except MeshError as error:
-        valid = [each for each in range(1, file.ranks + 1) if _divides(file, each)]
+        valid = [each for each in range(1, file.ranks + 1) if can_have(file, each)]
         near = min(valid, key=lambda each: (abs(each - stages), each))
         why = f"must give stages of as many ranks each, in whole nodes or equal parts of one: {error}"
         raise ConfigError(SIZE, stages, why, f"Nearest valid: {near}.") from None
@@ -61,7 +61,8 @@ def stage_cluster(file: ClusterFile, stages: int) -> ClusterFile:
     return replace(file, nodes=nodes, ranks_per_node=per_node, slowness=())
 
 
-def _divides(file: ClusterFile, stages: int) -> bool:
+def can_have(file: ClusterFile, stages: int) -> bool:
+    """Return whether the cluster's ranks divide into so many stages, in whole nodes or equal parts of one."""
     try:
         stage_nodes(stage_ranks(file.ranks, stages), file.ranks_per_node)
     except MeshError:
@@ -100,18 +101,11 @@ class Stages:
     _known: dict[object, float] = field(default_factory=dict)
 
     def split(self, parts: int) -> tuple[Part, ...]:
-        """Return the model in as many parts that take nearly the same time. Raises ConfigError for too many.
+        """Return the model in as many parts that take nearly the same time.
 
         Embedding and head are dealt out as if they were the first and the last layer.
         """
-        layers = self.problem.shape.num_layers
-        if parts > layers + 2:
-            why = (
-                f"makes {parts} parts, {VIRTUAL_SIZE} included, of one layer at least, and the model has "
-                f"{counted(layers, 'layer')}, an embedding and a head"
-            )
-            raise ConfigError(SIZE, parts, why, f"Use {layers + 2} or fewer.")
-        alone = [Part(range(layer, layer + 1)) for layer in range(layers)]
+        alone = [Part(range(layer, layer + 1)) for layer in range(self.problem.shape.num_layers)]
         items = [Part(range(0), begins=True), *alone, Part(range(0), ends=True)]
         return self._cut(evenly([self.both_s(each) for each in items], parts))
 
@@ -221,7 +215,7 @@ class Stages:
     def _ends(self) -> tuple[int, int]:
         """Bytes of the gradients of embedding and head, which the first and the last layer have besides."""
         work, sizes = self.problem.workload, self.problem.workload.all_reduce_bytes
-        whole = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.mp_size
+        whole = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
         begin = min(whole, sizes[0])
         return begin, min(whole, sizes[-1] - (begin if len(sizes) == 1 else 0))
 
@@ -346,7 +340,11 @@ def predict_pipeline(
 
 
 def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
-    """Predict an update of stages whose parts may be known from another pipeline."""
+    """Predict an update of stages, of which parts may be known from another pipeline.
+
+    Raises ConfigError for more parts than there are layers, embedding and head.
+    """
+    _check_parts(pipeline, stages.problem.shape.num_layers)
     parts = stages.cut(layers) if layers else stages.split(pipeline.parts)
     closing = {part: stages.closing_s(part) for part in parts}
     times = PipelineTimes(
@@ -380,6 +378,19 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     )
 
 
+def _check_parts(pipeline: Pipeline, layers: int) -> None:
+    """Raise ConfigError if there is nothing for some part to hold."""
+    stages, virtual, _ = pipeline.sizes
+    if pipeline.parts > (most := layers + 2):
+        of = f"{counted(layers, 'layer')}, an embedding and a head"
+        if stages > most:
+            raise ConfigError(
+                SIZE, stages, f"is more than the model has to deal out: {of}", f"Use {most} or fewer."
+            )
+        why = f"makes {pipeline.parts} parts of {stages} stages, more than the model has to deal out: {of}"
+        raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
+
+
 def _slot_s(stages: Stages, parts: Sequence[Part], slot: Slot, microbatches: int) -> float:
     """Return the seconds of a forward, a backward, or both at once."""
 
@@ -404,7 +415,7 @@ def _link_s(problem: Problem, node_size: int, sender: int, receiver: int) -> flo
     per_node = node_size or work.known_per_node or 1
     pairs = stage_pairs(work.world_size, sender, receiver)
     span = Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
-    shares = sharing.mp_size if sharing.tokens == "split" else 1
+    shares = sharing.tp_size if sharing.tokens == "split" else 1
     sent_bytes = work.hidden_bytes(work.tokens(0, 1, shares))
     return ClusterConfig.all_to_all(problem.cluster, span).seconds(2 * sent_bytes)  # half stays where it is
 
