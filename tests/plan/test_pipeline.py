@@ -57,7 +57,7 @@ def test_every_microbatch_passes_every_part_once_forward_and_once_back(
     stages: int, virtual: int, microbatches: int, overlaps: bool
 ) -> None:
     each = pipeline(stages, virtual, microbatches, overlaps=overlaps)
-    cells = Counter(cell for stage in range(stages) for slot in each.slots(stage) for cell in slot)
+    cells = Counter(cell for order in each.slots for slot in order for cell in slot)
     assert len(cells) == 2 * each.parts * microbatches
     assert set(cells.values()) == {1}
 
@@ -66,9 +66,9 @@ def test_every_microbatch_passes_every_part_once_forward_and_once_back(
 def test_a_stage_holds_as_many_microbatches_as_the_literature_counts(
     stages: int, virtual: int, microbatches: int
 ) -> None:
-    for stage in range(stages):
-        held = max(map(sum, pipeline(stages, virtual, microbatches).held(stage)))
-        together = max(map(sum, pipeline(stages, virtual, microbatches, overlaps=True).held(stage)))
+    both = (pipeline(stages, virtual, microbatches, overlaps=way).held for way in (False, True))
+    for stage, counts in enumerate(zip(*both, strict=True)):
+        held, together = (max(map(sum, each)) for each in counts)
         before = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
         assert held == min(before, virtual * microbatches)
         assert held <= together <= min(2 * (stages - stage) + (virtual - 1) * stages, virtual * microbatches)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
@@ -91,8 +92,12 @@ class Pipeline:
         """Return the parts of a stage, in the order of layers."""
         return range(stage, self.parts, self.pipeline_parallel_size)
 
-    def slots(self, stage: int) -> list[Slot]:
-        """Return what a stage works on, in its order."""
+    @cached_property
+    def slots(self) -> tuple[list[Slot], ...]:
+        """What every stage works on, in its order."""
+        return tuple(map(self._slots, range(self.pipeline_parallel_size)))
+
+    def _slots(self, stage: int) -> list[Slot]:
         stages, virtual, microbatches = self.sizes
         cells = virtual * microbatches
         if virtual > 1 or self.overlaps:
@@ -100,27 +105,30 @@ class Pipeline:
         else:
             before = stages - stage - 1
         before = min(before, cells)
-        forward = [self._cell(True, stage, number) for number in range(cells)]
-        backward = [self._cell(False, stage, number) for number in range(cells)]
+        forward, backward = (list(self._cells(way, stage)) for way in (True, False))
         slots: list[Slot] = [(cell,) for cell in forward[:before]]
         for pair in zip(forward[before:], backward, strict=False):
             slots += [pair] if self.overlaps else [pair[:1], pair[1:]]
         return slots + [(cell,) for cell in backward[cells - before :]]
 
-    def _cell(self, forward: bool, stage: int, number: int) -> Cell:
-        """Return the forward or backward that a stage works on as the `number`-th: a group of as many
-        microbatches as there are stages passes through one part of the stage, then through the next."""
-        stages, virtual, _ = self.sizes
-        group, place = divmod(number, stages * virtual)
-        turn, microbatch = divmod(place, stages)
-        part = self.parts_of(stage)[turn if forward else virtual - 1 - turn]
-        return Cell(forward, part, group * stages + microbatch)
-
-    def held(self, stage: int) -> Iterator[tuple[int, ...]]:
-        """Yield, whenever it grows, of how many microbatches a stage keeps activations, for each part."""
+    def _cells(self, forward: bool, stage: int) -> Iterator[Cell]:
+        """Yield all forwards or backwards of a stage: a group of as many microbatches as there are stages
+        passes through one part of the stage, then through the next."""
+        stages, _, microbatches = self.sizes
         parts = self.parts_of(stage)
-        kept = dict.fromkeys(parts, 0)
-        for slot in self.slots(stage):
+        for first in range(0, microbatches, stages):
+            for part in parts if forward else reversed(parts):
+                for microbatch in range(first, min(first + stages, microbatches)):
+                    yield Cell(forward, part, microbatch)
+
+    @cached_property
+    def held(self) -> tuple[frozenset[tuple[int, ...]], ...]:
+        """By stage, of how many microbatches it keeps activations for each of its parts, at any time."""
+        return tuple(frozenset(self._held(stage, order)) for stage, order in enumerate(self.slots))
+
+    def _held(self, stage: int, order: Sequence[Slot]) -> Iterator[tuple[int, ...]]:
+        kept = dict.fromkeys(self.parts_of(stage), 0)
+        for slot in order:
             for cell in slot:
                 kept[cell.part] += cell.forward
             yield tuple(kept.values())
@@ -174,12 +182,11 @@ class _Board:
         self.links: list[Sequence[int]] = []
         stages = range(pipeline.pipeline_parallel_size)
         self.orders: list[list[int]] = [[] for _ in stages]
-        slots = [pipeline.slots(stage) for stage in stages]
-        for stage, order in enumerate(slots):
+        for stage, order in enumerate(pipeline.slots):
             self.orders[stage] = [self._add(times.slot(slot)) for slot in order]
         made = {
             cell: place
-            for stage, order in enumerate(slots)
+            for stage, order in enumerate(pipeline.slots)
             for slot, place in zip(order, self.orders[stage], strict=True)
             for cell in slot
         }

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from penstock.decision import Decision
-from penstock.plan.memory import MemoryBudget
+from penstock.plan.memory import MemoryBudget, MemoryEstimate
 from penstock.plan.pipeline import Pipeline
 from penstock.plan.problem import Problem
 from penstock.plan.room import NothingFitsError
 from penstock.plan.space import settled, usual_chunk_bytes, valid
-from penstock.plan.stages import Part, PipelinePlan, Stages, placed
+from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory
 from penstock.plan.starts import first_choices
 from penstock.step.shape import Recompute
 from penstock.words import gib
@@ -23,6 +23,9 @@ VIRTUAL_SIZES = (1, 2, 4)
 
 TRIED = 2
 """How many ways to run the layers of a stage are simulated in every order of microbatches."""
+
+Memories = tuple[MemoryEstimate, ...]
+"""Memory by stage."""
 
 Choices = Callable[[Problem], Sequence[Decision]]
 """Returns choices for a step, the best first."""
@@ -79,20 +82,20 @@ class _Search:
     def __init__(self, problem: Problem, choices: Choices, memory: MemoryBudget | None) -> None:
         self._problem, self._choices, self._memory = problem, choices, memory
         self._stages: dict[Decision, Stages] = {}
+        self._samples: dict[Decision, Stages] = {}
         self._known: dict[Recompute, list[Decision]] = {}
-        self._least: PipelinePlan | None = None
+        self._least: Memories | None = None
 
     def best(self, pipeline: Pipeline) -> PipelinePlan | None:
         """Return the fastest plan with the least recomputation that fits; None if none does."""
         for again in self._problem.recompute:
             sample = replace(sample_of(self._problem, pipeline), recompute=(again,))
-            plain = self._placed(valid(sample, Decision(recompute=again)), pipeline)
-            if not self._may_fit(plain):
+            plain = self._memory_of(valid(sample, Decision(recompute=again)), pipeline)
+            if not self._fits(plain, buffers=False):  # other ways to run the layers have other buffers
                 continue
             ways = self._ways(sample, pipeline, again)
-            plans = [plan for way in ways[:TRIED] if self._fits(plan := self._placed(way, pipeline))]
-            rest = (self._placed(way, pipeline) for way in ways[TRIED:])
-            plans = plans or list(islice(filter(self._fits, rest), 1))
+            fitting = (way for way in ways if self._fits(self._memory_of(way, pipeline)))
+            plans = [placed(self._staged(way), pipeline) for way in islice(fitting, TRIED)]
             if plans:
                 return min(plans, key=lambda plan: plan.update_s)
         return None
@@ -107,39 +110,45 @@ class _Search:
         part = Part(range(sample.shape.num_layers))
 
         def seconds(way: Decision) -> float:
-            stages = Stages(sample, way)
+            stages = self._samples.setdefault(way, Stages(sample, way))
             return stages.together_s(part, part) if pipeline.overlaps else stages.both_s(part)
 
         return sorted(self._known[again], key=seconds)
 
-    def _placed(self, choice: Decision, pipeline: Pipeline) -> PipelinePlan:
+    def _staged(self, choice: Decision) -> Stages:
         whole = replace(choice, partition=None, all_reduce_chunk_bytes=usual_chunk_bytes(self._problem))
         whole = settled(self._problem, whole)
-        plan = placed(self._stages.setdefault(whole, Stages(self._problem, whole)), pipeline)
-        if self._least is None or plan.memory_bytes < self._least.memory_bytes:
-            self._least = plan
-        return plan
+        return self._stages.setdefault(whole, Stages(self._problem, whole))
 
-    def _fits(self, plan: PipelinePlan) -> bool:
-        return self._memory is None or plan.memory_bytes <= self._memory.bytes
+    def _memory_of(self, choice: Decision, pipeline: Pipeline) -> Memories:
+        stages = self._staged(choice)
+        found = stages_memory(stages, pipeline, stages.parts(pipeline))
+        if self._least is None or _largest(found) < _largest(self._least):
+            self._least = found
+        return found
 
-    def _may_fit(self, plain: PipelinePlan) -> bool:
-        """Return whether some other way to run the layers may fit, whose buffers are smaller."""
+    def _fits(self, stages: Memories, *, buffers: bool = True) -> bool:
         if self._memory is None:
             return True
-        return all(each.total_bytes - each.buffers_bytes <= self._memory.bytes for each in plain.memory)
+        most = self._memory.bytes
+        return all(each.total_bytes - (0 if buffers else each.buffers_bytes) <= most for each in stages)
 
     def too_big(self) -> NothingFitsError:
         """Return the error for a model of which no stage's memory suffices."""
         assert self._memory is not None and self._least is not None, "something did not fit"
-        least = self._least
-        name, size = next(iter(least.memory[least.largest].parts.items()))
+        size = _largest(self._least)
+        stage = next(i for i, each in enumerate(self._least) if each.total_bytes == size)
+        name, part = next(iter(self._least[stage].parts.items()))
         why = (
-            f"no plan in {least.pipeline.pipeline_parallel_size} stages fits: stage {least.largest} needs an "
-            f"estimated {gib(least.memory_bytes)} per rank at least, most of it for {name} ({gib(size)})"
+            f"no plan in {len(self._least)} stages fits: stage {stage} needs an estimated {gib(size)} a rank "
+            f"at least, most of it for {name} ({gib(part)})"
         )
         hint = "Use more stages, more recomputation, or a smaller batch per rank."
         return NothingFitsError("memory per rank", gib(self._memory.bytes), why, hint)
+
+
+def _largest(stages: Memories) -> int:
+    return max(each.total_bytes for each in stages)
 
 
 def sample_of(problem: Problem, pipeline: Pipeline) -> Problem:

@@ -100,6 +100,14 @@ class Stages:
     _parts: dict[object, _Prepared] = field(default_factory=dict)
     _known: dict[object, float] = field(default_factory=dict)
 
+    def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
+        """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
+
+        Raises ConfigError for more parts than there are layers, embedding and head.
+        """
+        _check_parts(pipeline, self.problem.shape.num_layers)
+        return self.cut(layers) if layers else self.split(pipeline.parts)
+
     def split(self, parts: int) -> tuple[Part, ...]:
         """Return the model in as many parts that take nearly the same time.
 
@@ -340,15 +348,11 @@ def predict_pipeline(
 
 
 def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
-    """Predict an update of stages, of which parts may be known from another pipeline.
-
-    Raises ConfigError for more parts than there are layers, embedding and head.
-    """
-    _check_parts(pipeline, stages.problem.shape.num_layers)
-    parts = stages.cut(layers) if layers else stages.split(pipeline.parts)
+    """Predict an update of stages, of which parts may be known from another pipeline."""
+    parts = stages.parts(pipeline, layers)
     closing = {part: stages.closing_s(part) for part in parts}
     times = PipelineTimes(
-        slot=lambda slot: _slot_s(stages, parts, slot, pipeline.microbatches),
+        slot=_SlotTimes(stages, parts, pipeline.microbatches),
         link=lambda sender, receiver: _link_s(stages.problem, pipeline.node_size, sender, receiver),
         closing=lambda stage: sum(closing[parts[each]] for each in pipeline.parts_of(stage)),
     )
@@ -363,7 +367,7 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     if pipeline.overlaps:
         own = [parts[i] for i in pipeline.parts_of(slowest)]
         together_s = sum(stages.together_s(part, part) for part in own)
-    held = [max(pipeline.held(stage), key=sum) for stage in each]
+    held = [max(counts, key=sum) for counts in pipeline.held]
     return PipelinePlan(
         pipeline=pipeline,
         problem=stages.problem,
@@ -373,7 +377,7 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
         forward_s=both[slowest][0],
         backward_s=both[slowest][1],
         together_s=together_s,
-        memory=tuple(_stage_memory(stages, pipeline, parts, stage) for stage in each),
+        memory=stages_memory(stages, pipeline, parts),
         held=tuple(map(sum, held)),
     )
 
@@ -391,17 +395,30 @@ def _check_parts(pipeline: Pipeline, layers: int) -> None:
         raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
 
 
-def _slot_s(stages: Stages, parts: Sequence[Part], slot: Slot, microbatches: int) -> float:
-    """Return the seconds of a forward, a backward, or both at once."""
+@dataclass(frozen=True)
+class _SlotTimes:
+    """Seconds of a forward, a backward, or both at once; those of parts that have been asked for are kept."""
 
-    def is_edge(cell: Cell) -> bool:
-        return cell.microbatch == (0 if cell.forward else microbatches - 1)
+    stages: Stages
+    parts: Sequence[Part]
+    microbatches: int
+    _known: dict[object, float] = field(default_factory=dict)
 
-    if len(slot) == 1:
-        (cell,) = slot
-        return stages.half_s(parts[cell.part], forward=cell.forward, edge=is_edge(cell))
-    ahead, back = slot
-    return stages.together_s(parts[ahead.part], parts[back.part], first=is_edge(ahead), last=is_edge(back))
+    def __call__(self, slot: Slot) -> float:
+        key = tuple([(cell.forward, cell.part, self._is_edge(cell)) for cell in slot])
+        if key not in self._known:
+            self._known[key] = self._seconds(slot)
+        return self._known[key]
+
+    def _seconds(self, slot: Slot) -> float:
+        parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
+        if len(slot) == 1:
+            return self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0])
+        return self.stages.together_s(*parts, first=edges[0], last=edges[1])
+
+    def _is_edge(self, cell: Cell) -> bool:
+        """Return whether it is the first forward of its part in an update, or the last backward."""
+        return cell.microbatch == (0 if cell.forward else self.microbatches - 1)
 
 
 def _link_s(problem: Problem, node_size: int, sender: int, receiver: int) -> float:
@@ -420,12 +437,18 @@ def _link_s(problem: Problem, node_size: int, sender: int, receiver: int) -> flo
     return ClusterConfig.all_to_all(problem.cluster, span).seconds(2 * sent_bytes)  # half stays where it is
 
 
+def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of every stage."""
+    each = range(pipeline.pipeline_parallel_size)
+    return tuple(_stage_memory(stages, pipeline, parts, stage) for stage in each)
+
+
 def _stage_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part], stage: int) -> MemoryEstimate:
     """Return the memory of a stage: of all its parts, with activations of what is under way at most."""
     each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
     kept = max(
         sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
-        for counts in set(pipeline.held(stage))
+        for counts in pipeline.held[stage]
     )
     return MemoryEstimate(
         weights_bytes=sum(of.weights_bytes for of in each),
