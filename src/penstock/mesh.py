@@ -134,6 +134,30 @@ def neighbour(rank: int, steps: int, ranks: int) -> int:
     return (rank + steps) % ranks
 
 
+def stage_ranks(ranks: int, stages: int) -> int:
+    """Return how many consecutive ranks a pipeline stage has. Raises MeshError if stages differ in it."""
+    if not 1 <= stages <= ranks or ranks % stages:
+        raise MeshError(f"{stages} stages do not divide {ranks} ranks")
+    return ranks // stages
+
+
+def stage_nodes(ranks: int, node_size: int) -> tuple[int, int]:
+    """Return the nodes of a stage of consecutive ranks, and its ranks in each of them.
+
+    Raises MeshError for a stage that neither fills whole nodes nor shares one with whole stages.
+    """
+    if ranks <= node_size and node_size % ranks == 0:
+        return 1, ranks
+    if ranks % node_size:
+        raise MeshError(f"{ranks} ranks neither fill nodes of {node_size} nor divide one")
+    return ranks // node_size, node_size
+
+
+def stage_pairs(ranks: int, sender: int, receiver: int) -> list[tuple[int, int]]:
+    """Return who sends to whom between two stages of `ranks` each: ranks of the same place in them."""
+    return [(sender * ranks + place, receiver * ranks + place) for place in range(ranks)]
+
+
 def group_sizes(ranks: int) -> list[int]:
     """Return the sizes of groups into which ranks can be divided, ascending."""
     return [size for size in range(1, ranks + 1) if ranks % size == 0]

@@ -130,7 +130,7 @@ def _issued(
 ) -> Iterator[tuple[Task, Interval[Any]]]:
     """Yield every task with its start and its end, where one thread hands out those of all lanes."""
     tasks, ends = graph.tasks, [clock.zero()] * len(graph.tasks)
-    order = slot_order(schedule.places(graph), graph.links, tasks)
+    order = slot_order(schedule.places(graph), graph.links, tasks, halves=issuing.halves)
     _check_ends(schedule, graph, len(order))
     heard = [not task.lane.is_issued or issuing.reads(task) for task in tasks]
     free, host = {lane: clock.zero() for lane in schedule.lanes}, clock.zero()

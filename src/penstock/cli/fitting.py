@@ -48,7 +48,7 @@ class Fitting:
             first = self.subject_of({})
         except ConfigError:
             return ""  # the layout was open, and the given one is impossible
-        layouts, batches = list(self._layouts(first)), list(_batches(first))
+        layouts, batches = list(other_layouts(first, of_study=self.of_study)), list(_batches(first))
         alone = [each for each in (*SAVING, *layouts, *batches) if self._fits(each)]
         if alone:
             return f"It would fit with {', or with '.join(map(self._told, alone[:SAID]))}."
@@ -65,20 +65,6 @@ class Fitting:
             return ""
         least = min(possible, key=lambda each: self._bytes(each) or 0)
         return f"Use more ranks: the least is with {self._told(least)}."
-
-    def _layouts(self, subject: Subject) -> Iterator[Changes]:
-        """Yield other layouts, with the same samples per step."""
-        work = subject.problem.workload
-        own = work.tp_size, work.ep_size, work.etp_size
-        for each in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
-            sizes = {"tp_size": each.tp_size, "ep_size": each.ep_size, "etp_size": each.etp_size}
-            if tuple(sizes.values()) == own or each.tokens != "split":
-                continue
-            samples = work.batch * each.tp_size
-            if self.of_study:
-                yield sizes
-            elif samples % work.tp_size == 0:
-                yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
 
     def _needed(self, changes: Changes) -> Changes:
         """Return the changes without those that are not needed."""
@@ -109,6 +95,21 @@ class Fitting:
             return None  # a size does not divide, or this step cannot have it
         problems = (subject.problem,) if subject.sharded is None else (subject.problem, subject.sharded)
         return min(least_memory(each).total_bytes for each in problems)
+
+
+def other_layouts(subject: Subject, *, of_study: bool) -> Iterator[Changes]:
+    """Yield other layouts, with the same samples per step; a study's model has them by itself."""
+    work = subject.problem.workload
+    own = work.tp_size, work.ep_size, work.etp_size
+    for each in layout_sizes(work.world_size, work.devices_per_node, work.num_experts):
+        sizes = {"tp_size": each.tp_size, "ep_size": each.ep_size, "etp_size": each.etp_size}
+        if tuple(sizes.values()) == own or each.tokens != "split":
+            continue
+        samples = work.batch * each.tp_size
+        if of_study:
+            yield sizes
+        elif samples % work.tp_size == 0:
+            yield sizes if each.tp_size == work.tp_size else {**sizes, "batch": samples // work.tp_size}
 
 
 def _batches(subject: Subject) -> Iterator[Changes]:

@@ -19,13 +19,15 @@ from penstock.cli.out import check_out, save_out
 from penstock.cli.paths import user_path
 from penstock.cli.plan_compare import compared, swept
 from penstock.cli.plan_search import find_best, searching
+from penstock.cli.plan_stages import planned_in_stages, stages_instead, wants_stages
 from penstock.cli.plan_subject import (
-    OF_CONFIGURATIONS,
     SIZES,
+    as_settings,
     budget_of,
+    changed_options,
     cluster_of,
     memory_of,
-    of_transformers,
+    of_study,
     option,
     subject_of,
 )
@@ -34,11 +36,14 @@ from penstock.cost import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE as IN_LINE
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain
+from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, PLACEMENTS, time_limit
 from penstock.plan.moving import Weighed, in_full, weigh
+from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
 from penstock.plan.plan_config import AUTO
 from penstock.plan.room import NothingFitsError
 from penstock.plan.subject import ELEMENT_BYTES
+from penstock.report.pipeline import PLANNED_ONLY
 from penstock.report.plan import PlanReport, saved_plan
 from penstock.words import terminal_width
 
@@ -57,6 +62,8 @@ SEARCHED = (
     "budget",
     "price",
     "global_batch",
+    "pipeline_parallel_size",
+    "virtual_pipeline_parallel_size",
     "recompute",
     "precision",
     *SIZES,
@@ -128,6 +135,18 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="samples of all ranks for an update: gradients of several passes add up (default: one pass)",
     )
+    plan.add_argument(
+        SIZE,
+        type=int,
+        metavar="N",
+        help=f"pipeline stages, for which --global-batch is needed; {PLANNED_ONLY} (default: none)",
+    )
+    plan.add_argument(
+        VIRTUAL_SIZE,
+        type=int,
+        metavar="N",
+        help="parts of every stage, which take turns (interleaved 1F1B; default: what is fastest)",
+    )
     _add_choices(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(run=plan_command)
@@ -193,12 +212,15 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     width = terminal_width()
     if options.show is not None:
         return _show(options, width)
+    in_stages = wants_stages(options)
     if options.against is not None or options.sweep is not None:
         if options.against is not None and options.sweep is not None:
             why = "compares two plans, and --sweep shows one for every value"
             raise ConfigError("--against", options.against, why, "Remove one of the two options.")
         return compared(options, width) if options.sweep is None else swept(options, width)
     cluster = cluster_of(options)
+    if in_stages:
+        return planned_in_stages(options, cluster, width)
     try:
         return _planned(options, cluster, width)
     except NothingFitsError as error:
@@ -209,26 +231,22 @@ def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:
     """Return which options would make a plan fit."""
     as_options = options.model is not None
 
+    given = argparse.Namespace(**{**vars(options), "layout": "given"})
+
     def changed(changes: Changes) -> Subject:
-        more = changes if as_options else {"overrides": [*options.overrides, *_as_settings(changes)]}
-        return subject_of(argparse.Namespace(**{**vars(options), **more, "layout": "given"}), file)
+        return subject_of(changed_options(given, changes), file)
 
     def words(changes: Changes) -> str:
         if not as_options:
-            return " ".join(_as_settings(changes))
+            return " ".join(as_settings(changes))
         return " ".join(
             option(key) + ("" if value is True else f" {value}") for key, value in changes.items()
         )
 
     memory = memory_of(options.memory_gib, file.memory_bytes)
     assert memory is not None, "something did not fit"
-    of_study = as_options and of_transformers(options.model) is None
     over = time_limit(time.process_time, 1.0, FITTING_S)
-    return Fitting(changed, memory, words, of_study, over).advice()
-
-
-def _as_settings(changes: Changes) -> list[str]:
-    return [f"{OF_CONFIGURATIONS[name]}={str(value).lower()}" for name, value in changes.items()]
+    return Fitting(changed, memory, words, of_study(options.model), over).advice()
 
 
 def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> int:
@@ -251,6 +269,7 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         if options.routing is not None:
             routed = replace(subject.problem, evidence=subject.problem.observed, movable=subject.movable)
             weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}")
+    instead = stages_instead(options, cluster, whole_s(subject.problem, found.best))
     moves = weighed is not None and weighed.moves
     best = weighed.best if weighed is not None and moves else found.best
     moving = () if weighed is None else (*weighed.lines, *((weighed.verdict,) if moves else ()))
@@ -269,8 +288,9 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         subject=subject,
         found=found,
         explanation=explanation,
-        updates=updates,
+        updates=(*updates, *(() if instead is None else (instead.line,))),
         weighed=weighed,
+        stages=None if instead is None else instead.to_dict(),
         price=options.price,
         seconds=seconds,
         saved=saved,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
@@ -60,6 +62,24 @@ USUAL = {"batch": 1, "seq_len": 4096, "recompute": "auto", "zero_stage": "auto"}
 
 def option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def changed_options(options: argparse.Namespace, changes: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the options with changes, which are settings where a configuration is planned."""
+    if options.model is not None:
+        return argparse.Namespace(**{**vars(options), **changes})
+    overrides = [*options.overrides, *as_settings(changes)]
+    return argparse.Namespace(**{**vars(options), "overrides": overrides})
+
+
+def as_settings(changes: Mapping[str, Any]) -> list[str]:
+    """Return changed options as settings of a configuration."""
+    return [f"{OF_CONFIGURATIONS[name]}={str(value).lower()}" for name, value in changes.items()]
+
+
+def of_study(model: str | None) -> bool:
+    """Return whether a model is one of a study."""
+    return model is not None and of_transformers(model) is None
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterFile:

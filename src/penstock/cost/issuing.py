@@ -17,11 +17,13 @@ class Issuing:
     """Seconds of the thread that hands out tasks: for each, and for each operation of one.
 
     reads_counts: whether it waits for the counts that ranks exchange, before it hands out what they size.
+    halves: whether it hands out all forward tasks before the first of the other half.
     """
 
     task_s: float
     kernel_s: float
     reads_counts: bool = True
+    halves: bool = True
 
     def reads(self, task: Task) -> bool:
         """Return whether the thread waits for a task's result: NCCL takes split sizes from the host, when it

@@ -88,19 +88,23 @@ def issue_order(
 
 
 def slot_order(
-    orders: Sequence[Sequence[int]], links: Sequence[Sequence[int]], tasks: Sequence[Task]
+    orders: Sequence[Sequence[int]],
+    links: Sequence[Sequence[int]],
+    tasks: Sequence[Task],
+    *,
+    halves: bool = True,
 ) -> list[int]:
     """Return all positions in the order in which tasks start where each takes one slot, as in a picture.
 
     One thread that hands out all tasks takes this order. Forward tasks come first: the other half of a step
-    is handed out when its loss is asked for gradients. A task stands after what it needs; one for which lanes
-    wait in a circle is left out. orders: see `path_ends`.
+    is handed out when its loss is asked for gradients. halves: whether it is so. A task stands after what it
+    needs; one for which lanes wait in a circle is left out. orders: see `path_ends`.
     """
     found: list[int] = []
     place, slots = {lane: number for number, lane in enumerate(Lane)}, [1.0] * len(tasks)
     lane_of, ends = [place[task.lane] for task in tasks], [inf] * len(tasks)
-    for forward in (True, False):
-        half = [[i for i in order if tasks[i].forward is forward] for order in orders]
+    for now in ((True,), (False,)) if halves else ((True, False),):
+        half = [[i for i in order if tasks[i].forward in now] for order in orders]
         ends = path_ends(half, links, slots, ends)
         begun = (i for order in half for i in order if ends[i] < inf)
         found += sorted(begun, key=lambda i: (ends[i], lane_of[i]))

@@ -55,7 +55,7 @@ def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
 
 def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Timeline:
     """Return when every task is expected to run: as long as `predict_s` says, but without scatter."""
-    cost, issuing = _cost(problem, choice, plan), problem.issuing
+    cost, issuing = task_cost(problem, choice, plan), problem.issuing
     timeline = simulate(plan.schedule, plan.graph, cost, problem.mesh, issuing)
     return timeline.stretched(predict_s(problem, choice, plan) / timeline.iteration_s)
 
@@ -65,7 +65,7 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
 
     Guests stay those that the problem's prices ask for.
     """
-    cost = _cost(problem, choice, plan)
+    cost = task_cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
     issuing = problem.issuing
     before_s, now_s = (iteration_s(plan.schedule, plan.graph, each, problem.mesh, issuing) for each in costs)
@@ -80,7 +80,7 @@ def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *GATHERS, Op.NORM), 0.0))
 
 
-def _cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
+def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
     """Return the cost of every task in the predicted timeline."""
     known = isinstance(problem.cluster, ProfiledCluster)
     return _between(problem, choice, plan) if known else problem.cost(choice, plan.shape)

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError, Table
-from penstock.cost import ClusterConfig, Issuing, RoutedCost, SlowRanks, StepCost, UnevenRanks, Workload
+from penstock.cost import (
+    ClusterConfig,
+    HeldBytes,
+    Issuing,
+    RoutedCost,
+    SlowRanks,
+    StepCost,
+    UnevenRanks,
+    Workload,
+)
 from penstock.cost.placed import (
     Evidence,
     Placed,
@@ -318,8 +327,17 @@ class Problem:
                 partial_by_form=tuple(
                     (form, tuple(sizes[layer] for layer in layers)) for form, sizes in work.partial_by_form
                 ),
+                held=None if work.held is None else self._held(work.held, layers),
             ),
         )
+
+    def _held(self, held: HeldBytes, layers: tuple[int, ...]) -> HeldBytes:
+        """Return what a rank holds of these layers; weights are taken to be spread as trained ones are."""
+        is_moe, others = self.shape.moe_layers, (self.gradients.replicated, self.gradients.partial)
+        experts = held.trained_experts * sum(is_moe[layer] for layer in layers) // max(1, sum(is_moe))
+        trained = held.trained_experts + sum(map(sum, others))
+        own = experts + sum(sizes[layer] for sizes in others for layer in layers)
+        return HeldBytes(weights=held.weights * own // max(1, trained), trained_experts=experts)
 
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.cost.devices import find_device
 from penstock.cost.model_flops import ModelFlops
+from penstock.mesh import holders
 from penstock.plan.candidate import Candidate, whole_s
 from penstock.plan.subject import Subject
 
@@ -35,10 +36,17 @@ class Throughput:
     @staticmethod
     def of(subject: Subject, candidate: Candidate, price: float | None = None) -> Throughput:
         """Return the throughput of a plan of this subject."""
+        work = subject.problem.workload
+        samples = subject.problem.passes * work.batch * holders(work.world_size, work.tp_size)
+        return Throughput.of_update(subject, samples, whole_s(subject.problem, candidate), 1, price)
+
+    @staticmethod
+    def of_update(
+        subject: Subject, samples: int, seconds: float, stages: int, price: float | None = None
+    ) -> Throughput:
+        """Return the throughput of updates of `samples` each. stages: on the ranks of each is the subject."""
         work, moe_layers = subject.problem.workload, subject.problem.shape.moe_layers
-        devices = work.world_size
-        tokens = subject.problem.passes * work.batch * work.seq_len * (devices // work.tp_size)
-        tokens_per_s = tokens / whole_s(subject.problem, candidate)
+        devices, tokens_per_s = stages * work.world_size, samples * work.seq_len / seconds
         known = find_device(subject.device)
         tflops = None if known is None else known.peak_tflops(subject.precision)
         return Throughput(

@@ -32,7 +32,7 @@ class PlanReport:
     device for an hour.
 
     updates: which optimiser was chosen, where that was open. weighed: the best plan with and without moving,
-    where a routing was given.
+    where a routing was given. stages: what pipeline stages would bring, as plain data; None = nothing.
     """
 
     subject: Subject
@@ -43,6 +43,7 @@ class PlanReport:
     price: float | None = None
     updates: tuple[str, ...] = ()
     weighed: Weighed | None = None
+    stages: dict[str, Any] | None = None
 
     @property
     def throughput(self) -> Throughput:
@@ -79,6 +80,7 @@ class PlanReport:
             "why": self.explanation.to_dict(),
             "updates": list(self.updates),
             "moving": None if self.weighed is None else _weighed(subject.problem, self.weighed),
+            "stages": self.stages,
             "precision": subject.precision,
             "why_precision": subject.why_precision,
             "notes": list(subject.notes),
@@ -136,12 +138,12 @@ def _ranks(sizes: PlanSizes) -> str:
     return ", ".join([counted(sizes.ranks, "rank"), *shared])
 
 
-def heading(subject: Subject, width: int) -> str:
-    """Return text on what the plan is for."""
+def heading(subject: Subject, width: int, ranks: str = "") -> str:
+    """Return text on what the plan is for. ranks: how they are used; none = as the subject says."""
     lines = [
         f"{subject.title} on {subject.cluster_name}",
         f"step     {subject.step}",
-        f"ranks    {subject.ranks}",
+        f"ranks    {ranks or subject.ranks}",
         f"dtype    {subject.precision}" + (f" ({subject.why_precision})" if subject.why_precision else ""),
     ]
     lines += [f"note     {note}" for note in subject.notes]
@@ -196,6 +198,12 @@ def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
     """Return whether a field may be left out and has its default in every plan."""
     values = {each.choice.value(field.name) for each in candidates}
     return field.may_be_left_out and values == {field.default}
+
+
+def table(rows: Sequence[Sequence[str]], *, left: int) -> str:
+    """Return rows as text, heads first; the first `left` columns have words, the others numbers."""
+    columns = [padded(each, left=place < left) for place, each in enumerate(zip(*rows, strict=True))]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def padded(cells: Sequence[str], *, left: bool) -> list[str]:

@@ -11,7 +11,7 @@ from penstock.decision.record import FIELDS
 from penstock.mesh import holders
 from penstock.plan import Explanation, FoundPlan, PlanFile, Subject
 from penstock.plan.throughput import Throughput
-from penstock.report.plan import padded
+from penstock.report.plan import table
 from penstock.words import change, folded, gib, lane_words, milliseconds, printable
 
 LEAST_S = 5e-4
@@ -208,5 +208,4 @@ class Sweep:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as lines, columns two spaces apart."""
-    columns = [padded(each, left=True) for each in zip(*rows, strict=True)]
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return table(rows, left=len(rows[0])).split("\n")

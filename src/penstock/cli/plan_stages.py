@@ -1,0 +1,290 @@
+"""`penstock plan` in pipeline stages: a plan for given ones, and what others would bring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from penstock.cli.fitting import other_layouts
+from penstock.cli.plan_search import Searching, searching
+from penstock.cli.plan_subject import (
+    OF_CONFIGURATIONS,
+    budget_of,
+    changed_options,
+    memory_of,
+    of_study,
+    option,
+    subject_of,
+)
+from penstock.config import UNSET, ConfigError
+from penstock.cost import ClusterFile
+from penstock.decision import Decision
+from penstock.plan import MODELS, MemoryBudget, Problem, Subject, published_problem
+from penstock.plan.effort import Effort, time_limit
+from penstock.plan.optimizers import NEAR, SHARDED
+from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
+from penstock.plan.pipeline_search import FoundPipeline, find_pipeline, pipelines
+from penstock.plan.room import NothingFitsError
+from penstock.plan.stages import PipelinePlan, can_have, stage_cluster
+from penstock.report.pipeline import PLANNED_ONLY, PipelineReport, stages_dict
+from penstock.words import change, gib, milliseconds
+
+WEIGHING_S: Final = 5.0
+"""Seconds of processor time to look for layouts in stages."""
+
+MOST_STAGES: Final = 64
+"""The most stages that are tried where their number is open."""
+
+ALONE: Final = ("out", "routing", "against", "sweep")
+"""Options that have no meaning in stages."""
+
+
+def wants_stages(options: argparse.Namespace) -> bool:
+    """Return whether stages are given. Raises ConfigError for options that do not belong together."""
+    stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
+    if stages is None:
+        if parts is not None:
+            why = "is the number of parts of every stage, and no stages are given"
+            raise ConfigError(VIRTUAL_SIZE, parts, why, f"Add {SIZE} 4, or remove it.")
+        return False
+    for name in ALONE:
+        if (value := getattr(options, name)) is not None:
+            why = f"is for plans that can be run, and one in stages is {PLANNED_ONLY}"
+            raise ConfigError(option(name), str(value), why, f"Remove it, or {SIZE}.")
+    if options.global_batch is None:
+        why = f"is needed with {SIZE}: its passes are the microbatches that go through the stages"
+        raise ConfigError("--global-batch", UNSET, why, "Such as 512.")
+    return True
+
+
+def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int) -> int:
+    """Search, print the plan, and return the exit code."""
+    file, options = _resized(file, options)
+    stages = options.pipeline_parallel_size
+    started = time.monotonic()
+    cluster = stage_cluster(file, stages)
+    if options.layout == "auto":
+        tried = _layouts(options, cluster)
+        over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
+        options = _fastest(((stages, each) for each in tried), file, over).options
+    subject = subject_of(options, cluster)
+    memory = memory_of(options.memory_gib, subject.memory_bytes)
+    with searching(None, budget_of(options, subject)) as search:
+        subject, found, updates = _searched(subject, options, file, memory, search)
+    report = PipelineReport(
+        subject=subject,
+        found=found,
+        node_size=file.ranks_per_node,
+        memory=memory,
+        seconds=time.monotonic() - started,
+        updates=updates,
+        price=options.price,
+    )
+    print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
+    return 128 + signal.SIGINT if search.stopped() else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesInstead:
+    """A layout in stages that would be faster than the plan without. options: that ask for it."""
+
+    plan: PipelinePlan
+    options: str
+    than_s: float
+
+    @property
+    def line(self) -> str:
+        """What it would bring as a line of text."""
+        faster = change(self.plan.update_s, self.than_s)
+        update = milliseconds(self.plan.update_s)
+        words = f"{self.options} would take {update} for an update ({faster}), by a quick plan"
+        return f"Stages   {words}; {PLANNED_ONLY}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {**stages_dict(self.plan), "options": self.options, "executable": False}
+
+
+def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
+    """Return what stages would bring; None where they are no faster, or no size of an update is given.
+
+    Without `--layout auto`, only a stage for each node is looked at, and experts spread inside it.
+    """
+    if options.global_batch is None:
+        return None
+    file, options = _resized(file, options)
+    over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
+    try:
+        laid = _fastest(_open(options, file), file, over)
+    except ConfigError:
+        return None  # no layout in stages is possible
+    plan = _find(laid.problem, laid.options, file, laid.memory).best
+    if plan.update_s * NEAR > than_s:
+        return None
+    return StagesInstead(plan=plan, options=_told(plan, options), than_s=than_s)
+
+
+def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFile, argparse.Namespace]:
+    """Return the cluster with the sizes that options replace, and options without them.
+
+    A study's model has the experts that it has on the whole cluster.
+    """
+    sizes = {name: getattr(options, name) for name in ("nodes", "ranks_per_node")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    file = replace(file, slowness=(), **given) if given else file
+    left = {**vars(options), "nodes": None, "ranks_per_node": None}
+    if options.model in MODELS and options.num_experts is None:
+        whole = published_problem(options.model, file)
+        left["num_experts"] = whole.problem.workload.num_experts
+    return file, argparse.Namespace(**left)
+
+
+def _searched(
+    subject: Subject,
+    options: argparse.Namespace,
+    file: ClusterFile,
+    memory: MemoryBudget | None,
+    search: Searching,
+) -> tuple[Subject, FoundPipeline, tuple[str, ...]]:
+    """Return the subject with the better optimiser, its plan, and a line on the choice."""
+    words, found, refused = list[str](), list[tuple[Problem, FoundPipeline]](), list[NothingFitsError]()
+    for problem in (subject.problem, *(() if subject.sharded is None else (subject.sharded,))):
+        of = "AdamW" if problem.shape.updating is None else SHARDED
+        try:
+            each = _find(problem, options, file, memory, _choices(search, "quick"))
+        except NothingFitsError as error:
+            refused.append(error)
+            words.append(f"{of} does not fit")
+            continue
+        found.append((problem, each))
+        update = milliseconds(each.best.update_s)
+        words.append(f"{update} with {of} ({gib(each.best.memory_bytes)} per rank)")
+    if not found:
+        raise refused[-1]
+    problem, quick = min(found, key=lambda each: each[1].best.update_s)
+    updates = (f"Update   predicted updates, by quick plans: {', '.join(words)}",) if len(words) > 1 else ()
+    full = _in_full(problem, quick, memory, _choices(search, "usual"))
+    return replace(subject, problem=problem), full, updates
+
+
+def _in_full(
+    problem: Problem,
+    quick: FoundPipeline,
+    memory: MemoryBudget | None,
+    choices: Callable[[Problem], list[Decision]],
+) -> FoundPipeline:
+    """Return the plans with those of a search in full for the best orders of microbatches."""
+    orders = [plan.pipeline for plan in (quick.best, *quick.others[:1])]
+    again = replace(problem, recompute=(quick.best.choice.recompute,))
+    plans = {plan.pipeline: plan for plan in (quick.best, *quick.others)}
+    try:
+        better = find_pipeline(again, orders, choices, memory)
+    except NothingFitsError:
+        return quick  # a quick plan just fits
+    for plan in (better.best, *better.others):
+        plans[plan.pipeline] = min(plan, plans[plan.pipeline], key=lambda each: each.update_s)
+    best, *others = sorted(plans.values(), key=lambda plan: plan.update_s)
+    return FoundPipeline(best=best, others=tuple(others))
+
+
+def _find(
+    problem: Problem,
+    options: argparse.Namespace,
+    file: ClusterFile,
+    memory: MemoryBudget | None,
+    choices: Callable[[Problem], Sequence[Decision]] = lambda problem: (),
+    *,
+    orders: int | None = None,
+) -> FoundPipeline:
+    """Return the best plan of a layout. orders: how many orders of microbatches are tried; None = all."""
+    stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
+    tried = pipelines(stages, parts, problem.shape.num_layers, problem, file.ranks_per_node)
+    return find_pipeline(problem, tried[:orders], choices, memory)
+
+
+def _choices(search: Searching, effort: Effort) -> Callable[[Problem], list[Decision]]:
+    def found(problem: Problem) -> list[Decision]:
+        plans = search.find(problem, effort=effort)
+        return [plan.choice for plan in (plans.best, *plans.others)]
+
+    return found
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Laid:
+    """A layout in stages, with a plan that needs no search. problem: its step on the ranks of one stage."""
+
+    options: argparse.Namespace
+    problem: Problem
+    memory: MemoryBudget | None
+    plan: PipelinePlan
+
+
+def _fastest(
+    tried: Iterator[tuple[int, argparse.Namespace]], file: ClusterFile, over: Callable[[], bool]
+) -> _Laid:
+    """Return the layout of the fastest plan. Raises the last layout's ConfigError if none is possible."""
+    best, refused = None, ConfigError(SIZE, UNSET, "there is no other number of stages")
+    for stages, laid in tried:
+        if best is not None and over():
+            break
+        options = argparse.Namespace(**{**vars(laid), "pipeline_parallel_size": stages})
+        try:
+            subject = subject_of(options, stage_cluster(file, stages))
+            memory = memory_of(options.memory_gib, subject.memory_bytes)
+            problem = subject.sharded or subject.problem
+            found = _find(problem, options, file, memory, orders=1)
+        except ConfigError as error:
+            refused = error
+            continue
+        if best is None or found.best.update_s < best.plan.update_s:
+            best = _Laid(options=options, problem=problem, memory=memory, plan=found.best)
+    if best is None:
+        raise refused
+    return best
+
+
+def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:
+    """Yield the numbers of stages worth trying with their layouts, first a stage for each node."""
+    inside = argparse.Namespace(**{**vars(options), "layout": "given", "ep_size": None})
+    if file.nodes > 1:
+        yield file.nodes, inside
+    if options.layout != "auto":
+        return
+    for stages in (each for each in range(2, MOST_STAGES + 1) if can_have(file, each)):
+        yield stages, inside
+    for stages in (file.nodes, 2 * file.nodes, 2):
+        if stages > 1 and can_have(file, stages):
+            yield from ((stages, each) for each in _layouts(inside, stage_cluster(file, stages)))
+
+
+def _layouts(options: argparse.Namespace, cluster: ClusterFile) -> Iterator[argparse.Namespace]:
+    """Yield options for the given layout and all others of a stage, which have the same samples."""
+    given = argparse.Namespace(**{**vars(options), "layout": "given"})
+    yield given
+    subject = subject_of(given, cluster)
+    for changes in other_layouts(subject, of_study=of_study(options.model)):
+        yield changed_options(given, changes)
+
+
+def _told(plan: PipelinePlan, options: argparse.Namespace) -> str:
+    """Return the options that ask for a layout in stages."""
+    work, pipeline = plan.problem.workload, plan.pipeline
+    sizes = {"ep_size": work.ep_size, "tp_size": work.tp_size, "etp_size": work.etp_size}
+    used = {name: size for name, size in sizes.items() if size > 1 or getattr(options, name) is not None}
+    words = [f"{SIZE} {pipeline.pipeline_parallel_size}"]
+    if options.model is None:
+        words += [f"{OF_CONFIGURATIONS[name]}={size}" for name, size in used.items()]
+    else:
+        words += [f"{option(name)} {size}" for name, size in used.items()]
+    if work.tp_size > 1:
+        words.append(f"--batch {work.batch}")
+    return " ".join(words)

@@ -1,0 +1,173 @@
+"""The fastest plan in pipeline stages: how a stage runs its layers, how many parts it has, and in which order
+microbatches pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from penstock.decision import Decision
+from penstock.plan.memory import MemoryBudget, MemoryEstimate
+from penstock.plan.pipeline import Pipeline
+from penstock.plan.problem import Problem
+from penstock.plan.room import NothingFitsError
+from penstock.plan.space import settled, usual_chunk_bytes, valid
+from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory
+from penstock.plan.starts import first_choices
+from penstock.step.shape import Recompute
+from penstock.words import gib
+
+VIRTUAL_SIZES = (1, 2, 4)
+"""Parts of a stage that are tried where their number is open."""
+
+TRIED = 2
+"""How many ways to run the layers of a stage are simulated in every order of microbatches."""
+
+Memories = tuple[MemoryEstimate, ...]
+"""Memory by stage."""
+
+Choices = Callable[[Problem], Sequence[Decision]]
+"""Returns choices for a step, the best first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPipeline:
+    """The fastest plan in stages, and the best of every other order of microbatches."""
+
+    best: PipelinePlan
+    others: tuple[PipelinePlan, ...]
+
+
+def pipelines(
+    stages: int, virtual: int | None, layers: int, problem: Problem, node_size: int
+) -> list[Pipeline]:
+    """Return the orders of microbatches that are possible with as many stages.
+
+    virtual: parts of a stage; None = open. problem: of which the passes of an update are microbatches. Raises
+    ConfigError for sizes that are given and impossible.
+    """
+    one = Pipeline(
+        pipeline_parallel_size=stages,
+        virtual_pipeline_parallel_size=virtual or 1,
+        microbatches=problem.passes,
+        node_size=node_size,
+    )
+    found = [one]
+    for more in VIRTUAL_SIZES[1:] if virtual is None and stages > 1 else ():
+        if stages * more <= layers and problem.passes % stages == 0:
+            found.append(replace(one, virtual_pipeline_parallel_size=more))
+    return found + [replace(each, overlaps=True) for each in found if stages > 1]
+
+
+def find_pipeline(
+    problem: Problem, tried: Sequence[Pipeline], choices: Choices, memory: MemoryBudget | None = None
+) -> FoundPipeline:
+    """Find the fastest plan that fits. Raises NothingFitsError if none does.
+
+    problem: the whole model on the ranks of one stage. tried: orders of microbatches.
+    """
+    problem = replace(problem, passes=1)
+    search = _Search(problem, choices, memory)
+    found = [plan for pipeline in tried if (plan := search.best(pipeline)) is not None]
+    if not found:
+        raise search.too_big()
+    best, *others = sorted(found, key=lambda plan: plan.update_s)
+    return FoundPipeline(best=best, others=tuple(others))
+
+
+class _Search:
+    """What the orders of microbatches share: the same stages, and searches for the same step."""
+
+    def __init__(self, problem: Problem, choices: Choices, memory: MemoryBudget | None) -> None:
+        self._problem, self._choices, self._memory = problem, choices, memory
+        self._stages: dict[Decision, Stages] = {}
+        self._samples: dict[Decision, Stages] = {}
+        self._known: dict[Recompute, list[Decision]] = {}
+        self._least: Memories | None = None
+
+    def best(self, pipeline: Pipeline) -> PipelinePlan | None:
+        """Return the fastest plan with the least recomputation that fits; None if none does."""
+        for again in self._problem.recompute:
+            sample = replace(sample_of(self._problem, pipeline), recompute=(again,))
+            plain = self._memory_of(valid(sample, Decision(recompute=again)), pipeline)
+            if not self._fits(plain, buffers=False):  # other ways to run the layers have other buffers
+                continue
+            ways = self._ways(sample, pipeline, again)
+            fitting = (way for way in ways if self._fits(self._memory_of(way, pipeline)))
+            plans = [placed(self._staged(way), pipeline) for way in islice(fitting, TRIED)]
+            if plans:
+                return min(plans, key=lambda plan: plan.update_s)
+        return None
+
+    def _ways(self, sample: Problem, pipeline: Pipeline, again: Recompute) -> list[Decision]:
+        """Return ways to run the layers of a stage, the most promising first.
+
+        Where forward and backward overlap, those that fit each other best need not be the best ones alone.
+        """
+        if again not in self._known:
+            self._known[again] = list(dict.fromkeys((*self._choices(sample), *first_choices(sample))))
+        part = Part(range(sample.shape.num_layers))
+
+        def seconds(way: Decision) -> float:
+            stages = self._samples.setdefault(way, Stages(sample, way))
+            return stages.together_s(part, part) if pipeline.overlaps else stages.both_s(part)
+
+        return sorted(self._known[again], key=seconds)
+
+    def _staged(self, choice: Decision) -> Stages:
+        whole = replace(choice, partition=None, all_reduce_chunk_bytes=usual_chunk_bytes(self._problem))
+        whole = settled(self._problem, whole)
+        return self._stages.setdefault(whole, Stages(self._problem, whole))
+
+    def _memory_of(self, choice: Decision, pipeline: Pipeline) -> Memories:
+        stages = self._staged(choice)
+        found = stages_memory(stages, pipeline, stages.parts(pipeline))
+        if self._least is None or _largest(found) < _largest(self._least):
+            self._least = found
+        return found
+
+    def _fits(self, stages: Memories, *, buffers: bool = True) -> bool:
+        if self._memory is None:
+            return True
+        most = self._memory.bytes
+        return all(each.total_bytes - (0 if buffers else each.buffers_bytes) <= most for each in stages)
+
+    def too_big(self) -> NothingFitsError:
+        """Return the error for a model of which no stage's memory suffices."""
+        assert self._memory is not None and self._least is not None, "something did not fit"
+        size = _largest(self._least)
+        stage = next(i for i, each in enumerate(self._least) if each.total_bytes == size)
+        name, part = next(iter(self._least[stage].parts.items()))
+        why = (
+            f"no plan in {len(self._least)} stages fits: stage {stage} needs an estimated {gib(size)} a rank "
+            f"at least, most of it for {name} ({gib(part)})"
+        )
+        hint = "Use more stages, more recomputation, or a smaller batch per rank."
+        return NothingFitsError("memory per rank", gib(self._memory.bytes), why, hint)
+
+
+def _largest(stages: Memories) -> int:
+    return max(each.total_bytes for each in stages)
+
+
+def sample_of(problem: Problem, pipeline: Pipeline) -> Problem:
+    """Return the step of a stage in the middle: no embedding, no head, and gradients that are only added."""
+    layers = problem.shape.num_layers
+    number = max(1, layers // pipeline.pipeline_parallel_size)
+    first = (layers - number) // 2
+    few = problem.only(tuple(range(first, first + number)))
+    zeros = (0,) * number
+    return replace(
+        few,
+        passes=1,
+        shape=replace(few.shape, updating=None),
+        workload=replace(
+            few.workload,
+            vocab_size=0,
+            all_reduce_bytes=zeros,
+            expert_all_reduce_bytes=zeros,
+            partial_all_reduce_bytes=zeros,
+            partial_by_form=(),
+        ),
+    )

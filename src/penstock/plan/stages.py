@@ -1,0 +1,460 @@
+"""Pipeline stages of a model: their layers, the time of a microbatch on them, and their memory.
+
+A stage is a model of fewer layers on fewer ranks, so its step is built, ordered and priced as any other. The
+halves of that step are simulated apart: a forward, a backward, and both of different microbatches together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.config import ConfigError
+from penstock.cost import ClusterConfig, ClusterFile, HeldBytes, Span
+from penstock.decision import Decision
+from penstock.graph import Graph, Task
+from penstock.mesh import MeshError, node_of, stage_nodes, stage_pairs, stage_ranks
+from penstock.plan.memory import FLOAT32_BYTES, MemoryEstimate, estimate_memory
+from penstock.plan.pipeline import (
+    SIZE,
+    VIRTUAL_SIZE,
+    Cell,
+    Pipeline,
+    PipelineRun,
+    PipelineTimes,
+    Slot,
+    run_pipeline,
+)
+from penstock.plan.predict import closing_s, predict_s, task_cost
+from penstock.plan.problem import Problem
+from penstock.schedule import Schedule, StepPlan, freeze
+from penstock.schedule.flowmoe import all_to_all_first
+from penstock.schedule.penstock import remaining_path
+from penstock.schedule.stage import Half, in_order
+from penstock.simulate import iteration_s
+from penstock.words import counted
+
+EVENNESS = 8
+"""The power of parts' times whose sum is least: nearly the longest time, and of equal ones the most even."""
+
+
+def stage_cluster(file: ClusterFile, stages: int) -> ClusterFile:
+    """Return the nodes on which one stage runs. Raises ConfigError if stages cannot be alike.
+
+    Slower ranks in the file are those of all stages, and are left out.
+    """
+    try:
+        ranks = stage_ranks(file.ranks, stages)
+        nodes, per_node = stage_nodes(ranks, file.ranks_per_node)
+    except MeshError as error:
+        valid = [each for each in range(1, file.ranks + 1) if can_have(file, each)]
+        near = min(valid, key=lambda each: (abs(each - stages), each))
+        why = f"must give stages of as many ranks each, in whole nodes or equal parts of one: {error}"
+        raise ConfigError(SIZE, stages, why, f"Nearest valid: {near}.") from None
+    if (nodes, per_node) == (file.nodes, file.ranks_per_node):
+        return file
+    return replace(file, nodes=nodes, ranks_per_node=per_node, slowness=())
+
+
+def can_have(file: ClusterFile, stages: int) -> bool:
+    """Return whether the cluster's ranks divide into so many stages, in whole nodes or equal parts of one."""
+    try:
+        stage_nodes(stage_ranks(file.ranks, stages), file.ranks_per_node)
+    except MeshError:
+        return False
+    return True
+
+
+class Part(NamedTuple):
+    """Consecutive layers of a model. begins, ends: whether it has the embedding, and head and loss; these may
+    be all that it has."""
+
+    layers: range
+    begins: bool = False
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A part's step: its order, the seconds of its tasks by name, and how many times longer it takes than
+    simulated, with scatter and what was measured of whole steps."""
+
+    problem: Problem
+    plan: StepPlan
+    seconds: dict[object, Any]
+    beside: dict[object, Any]
+    factor: float
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model in stages, all planned alike. problem: the whole model on the ranks of one stage."""
+
+    problem: Problem
+    choice: Decision
+    _parts: dict[object, _Prepared] = field(default_factory=dict)
+    _known: dict[object, float] = field(default_factory=dict)
+
+    def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
+        """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
+
+        Raises ConfigError for more parts than there are layers, embedding and head.
+        """
+        _check_parts(pipeline, self.problem.shape.num_layers)
+        return self.cut(layers) if layers else self.split(pipeline.parts)
+
+    def split(self, parts: int) -> tuple[Part, ...]:
+        """Return the model in as many parts that take nearly the same time.
+
+        Embedding and head are dealt out as if they were the first and the last layer.
+        """
+        alone = [Part(range(layer, layer + 1)) for layer in range(self.problem.shape.num_layers)]
+        items = [Part(range(0), begins=True), *alone, Part(range(0), ends=True)]
+        return self._cut(evenly([self.both_s(each) for each in items], parts))
+
+    def cut(self, layers: Sequence[int]) -> tuple[Part, ...]:
+        """Return parts with these numbers of layers."""
+        return self._cut([size + (i == 0) + (i == len(layers) - 1) for i, size in enumerate(layers)])
+
+    def _cut(self, items: Sequence[int]) -> tuple[Part, ...]:
+        """Return parts with these numbers of layers, embedding and head counted as such."""
+        last = self.problem.shape.num_layers + 1
+        return tuple(
+            Part(range(max(0, first - 1), min(last, stop) - 1), first == 0, stop > last)
+            for first, stop in pairwise([0, *accumulate(items)])
+        )
+
+    def both_s(self, part: Part) -> float:
+        """Return the seconds of a forward and a backward of one microbatch, one after the other."""
+        return self.half_s(part, forward=True) + self.half_s(part, forward=False)
+
+    def half_s(self, part: Part, *, forward: bool, edge: bool = False) -> float:
+        """Return the seconds of a forward or a backward. edge: of the first, or the last, of an update."""
+        key = self._kind(part), forward, edge
+        if key not in self._known:
+            prepared, half = self._prepared(part), self._half(part, forward, edge)
+            tasks = half.of(prepared.plan.graph)
+            order = in_order(prepared.plan.schedule, tasks)
+            self._known[key] = prepared.factor * self._run_s(tasks, order, prepared.seconds)
+        return self._known[key]
+
+    def together_s(self, ahead: Part, back: Part, *, first: bool = False, last: bool = False) -> float:
+        """Return the seconds of a forward and a backward of different microbatches on the same lanes.
+
+        first, last: whether the forward is the first, and the backward the last, of an update.
+        """
+        key = self._kind(ahead), self._kind(back), first, last
+        if key not in self._known:
+            apart_s = self.half_s(ahead, forward=True, edge=first) + self.half_s(
+                back, forward=False, edge=last
+            )
+            parts = self._prepared(ahead), self._prepared(back)
+            halves = self._half(ahead, True, first), self._half(back, False, last)
+            tasks = [
+                task for half, each in zip(halves, parts, strict=True) for task in half.of(each.plan.graph)
+            ]
+            seconds = {name: s for each in reversed(parts) for name, s in each.beside.items()}
+            seconds |= {task.name: parts[0].beside[task.name] for task in tasks if task.forward}
+            graph, name = Graph(tuple(tasks)), self.choice.schedule
+            left_s = remaining_path(graph, lambda task: seconds[task.name])
+            factor = max(each.factor for each in parts)
+            orders = (
+                freeze(name, graph, lambda task: seconds[task.name], rule)
+                for rule in (lambda task: (-left_s[task],), all_to_all_first)
+            )
+            both_s = min(factor * self._run_s(tasks, order, seconds) for order in orders)
+            self._known[key] = min(apart_s, both_s)
+        return self._known[key]
+
+    def closing_s(self, part: Part) -> float:
+        """Return the seconds of the update, once all gradients of all stages are there."""
+        prepared = self._prepared(part)
+        updating = prepared.problem.shape.updating
+        if updating is None:
+            return closing_s(prepared.problem)
+        if not updating.clips:
+            return 0.0  # every piece is updated when it is summed, in the last backward
+        whole = replace(self._half(part, False, True), updates=True)
+        tasks = whole.of(prepared.plan.graph)
+        all_s = self._run_s(tasks, in_order(prepared.plan.schedule, tasks), prepared.seconds)
+        return max(0.0, prepared.factor * all_s - self.half_s(part, forward=False, edge=True))
+
+    def memory(self, part: Part) -> MemoryEstimate:
+        """Return the memory of a part with the activations of one microbatch."""
+        problem, choice = self._problem(part), self._choice(part)
+        without = replace(problem, workload=replace(problem.workload, vocab_size=0))
+        of_begin, of_end = (
+            estimate_memory(problem if has else without, choice) for has in (part.begins, part.ends)
+        )
+        found = replace(of_end, copies_bytes=of_begin.copies_bytes)
+        if part.layers:
+            return found
+        logits = of_end.activations_bytes - estimate_memory(without, choice).activations_bytes
+        return replace(found, activations_bytes=logits, buffers_bytes=0)
+
+    def _problem(self, part: Part) -> Problem:
+        """Return the step of a part; one without layers has a dense one in their place, which never runs."""
+        found = self.problem.only(tuple(part.layers) or (0,))
+        work, last = found.workload, self.problem.shape.num_layers - 1
+        sizes = list(work.all_reduce_bytes)
+        if not part.layers:
+            sizes = [sum(size for size, has in zip(self._ends, part[1:], strict=True) if has)]
+            held = None if work.held is None else HeldBytes(weights=sizes[0], trained_experts=0)
+            work = replace(
+                work,
+                held=held,
+                expert_all_reduce_bytes=(0,),
+                partial_all_reduce_bytes=(0,),
+                partial_by_form=(),
+            )
+            found = replace(found, shape=replace(found.shape, moe_layers=(False,)))
+        elif 0 in part.layers and not part.begins:
+            sizes[0] -= self._ends[0]
+        if last in part.layers and not part.ends:
+            sizes[-1] -= self._ends[1]
+        return replace(found, workload=replace(work, all_reduce_bytes=tuple(sizes)))
+
+    @cached_property
+    def _ends(self) -> tuple[int, int]:
+        """Bytes of the gradients of embedding and head, which the first and the last layer have besides."""
+        work, sizes = self.problem.workload, self.problem.workload.all_reduce_bytes
+        whole = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
+        begin = min(whole, sizes[0])
+        return begin, min(whole, sizes[-1] - (begin if len(sizes) == 1 else 0))
+
+    def _choice(self, part: Part) -> Decision:
+        """Return how a part runs: without layers there is nothing to cut."""
+        own = self.choice
+        return own if part.layers else Decision(dispatch=own.dispatch, recompute=own.recompute)
+
+    def _half(self, part: Part, forward: bool, edge: bool) -> Half:
+        updating = self.problem.shape.updating
+        sums = edge or (updating is not None and updating.releases)
+        updates = edge and updating is not None and not updating.clips
+        return Half(
+            forward=forward,
+            begins=part.begins,
+            ends=part.ends,
+            blocks=bool(part.layers),
+            first=edge,
+            sums=sums,
+            updates=updates,
+        )
+
+    def _kind(self, part: Part) -> object:
+        """Return what parts have in common that take the same time."""
+        kinds = self._layer_kinds[part.layers.start : part.layers.stop]
+        return tuple(kinds), part.begins, part.ends
+
+    @cached_property
+    def _layer_kinds(self) -> list[int]:
+        known: dict[object, int] = {}
+        return [known.setdefault(kind, len(known)) for kind in self.problem.layer_kinds]
+
+    def _prepared(self, part: Part) -> _Prepared:
+        key = self._kind(part)
+        if key not in self._parts:
+            problem, choice = self._problem(part), self._choice(part)
+            plan = problem.plan(choice)
+            settled, beside = task_cost(problem, choice, plan), problem.cost(choice, plan.shape)
+            predicted_s = predict_s(problem, choice, plan)
+            simulated_s = iteration_s(plan.schedule, plan.graph, settled, problem.mesh, problem.issuing)
+            self._parts[key] = _Prepared(
+                problem=problem,
+                plan=plan,
+                seconds={task.name: settled(task) for task in plan.graph.tasks},
+                beside={task.name: beside(task) for task in plan.graph.tasks},
+                factor=predicted_s / simulated_s,
+            )
+        return self._parts[key]
+
+    def _run_s(self, tasks: Sequence[Task], order: Schedule, seconds: dict[object, Any]) -> float:
+        """Return when the last of the tasks ends; forward and backward tasks are handed out as they come."""
+        if not tasks:
+            return 0.0
+        issuing = self.problem.issuing
+        issuing = issuing and replace(issuing, halves=False)
+        graph = Graph(tuple(tasks))
+        return iteration_s(order, graph, lambda task: seconds[task.name], self.problem.mesh, issuing)
+
+
+def evenly(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Return the numbers of consecutive items in parts of nearly the same sum, one in each at least."""
+    items = len(seconds)
+    sums_I = np.array([0.0, *accumulate(seconds)]) / (sum(seconds) / parts)
+    from_to_II = np.triu(sums_I[None, :] - sums_I[:, None]) ** EVENNESS
+    from_to_II[np.tril_indices(items + 1)] = np.inf  # no part is empty
+    costs_I, cuts = from_to_II[0], list[Any]()
+    for _ in range(parts - 1):
+        both_II = costs_I[:, None] + from_to_II
+        cuts.append(both_II.argmin(axis=0))
+        costs_I = both_II.min(axis=0)
+    ends = [items]
+    for cut_I in reversed(cuts):
+        ends.append(int(cut_I[ends[-1]]))
+    return tuple(stop - first for first, stop in pairwise([0, *reversed(ends)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """A planned update of a model in stages.
+
+    layers: by part. forward_s, backward_s: of one microbatch on all parts of the slowest stage; together_s:
+    of both of different microbatches at once, where they overlap. memory: by stage. held: by stage, of how
+    many microbatches it keeps activations at most, in parts.
+    """
+
+    pipeline: Pipeline
+    problem: Problem
+    choice: Decision
+    layers: tuple[int, ...]
+    run: PipelineRun
+    forward_s: float
+    backward_s: float
+    together_s: float | None
+    memory: tuple[MemoryEstimate, ...]
+    held: tuple[int, ...]
+
+    @property
+    def update_s(self) -> float:
+        """Predicted seconds from the first forward of an update to the end of its last step."""
+        return self.run.seconds
+
+    @property
+    def largest(self) -> int:
+        """The stage that needs most memory."""
+        return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total_bytes)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory[self.largest].total_bytes
+
+
+def predict_pipeline(
+    problem: Problem, pipeline: Pipeline, choice: Decision, layers: Sequence[int] = ()
+) -> PipelinePlan:
+    """Predict an update in a given layout.
+
+    problem: the whole model on the ranks of one stage, see `stage_cluster`; its passes are the pipeline's
+    microbatches. choice: how every stage runs its layers. layers: by part; none = parts that take nearly the
+    same time.
+    """
+    return placed(Stages(replace(problem, passes=1), choice), pipeline, layers)
+
+
+def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> PipelinePlan:
+    """Predict an update of stages, of which parts may be known from another pipeline."""
+    parts = stages.parts(pipeline, layers)
+    closing = {part: stages.closing_s(part) for part in parts}
+    times = PipelineTimes(
+        slot=_SlotTimes(stages, parts, pipeline.microbatches),
+        link=lambda sender, receiver: _link_s(stages.problem, pipeline.node_size, sender, receiver),
+        closing=lambda stage: sum(closing[parts[each]] for each in pipeline.parts_of(stage)),
+    )
+    run = run_pipeline(pipeline, times)
+    each = range(pipeline.pipeline_parallel_size)
+    both = [
+        [sum(stages.half_s(parts[i], forward=way) for i in pipeline.parts_of(stage)) for way in (True, False)]
+        for stage in each
+    ]
+    slowest = max(each, key=lambda stage: sum(both[stage]))
+    together_s = None
+    if pipeline.overlaps:
+        own = [parts[i] for i in pipeline.parts_of(slowest)]
+        together_s = sum(stages.together_s(part, part) for part in own)
+    held = [max(counts, key=sum) for counts in pipeline.held]
+    return PipelinePlan(
+        pipeline=pipeline,
+        problem=stages.problem,
+        choice=stages.choice,
+        layers=tuple(len(part.layers) for part in parts),
+        run=run,
+        forward_s=both[slowest][0],
+        backward_s=both[slowest][1],
+        together_s=together_s,
+        memory=stages_memory(stages, pipeline, parts),
+        held=tuple(map(sum, held)),
+    )
+
+
+def _check_parts(pipeline: Pipeline, layers: int) -> None:
+    """Raise ConfigError if there is nothing for some part to hold."""
+    stages, virtual, _ = pipeline.sizes
+    if pipeline.parts > (most := layers + 2):
+        of = f"{counted(layers, 'layer')}, an embedding and a head"
+        if stages > most:
+            raise ConfigError(
+                SIZE, stages, f"is more than the model has to deal out: {of}", f"Use {most} or fewer."
+            )
+        why = f"makes {pipeline.parts} parts of {stages} stages, more than the model has to deal out: {of}"
+        raise ConfigError(VIRTUAL_SIZE, virtual, why, f"Use {most // stages} or fewer.")
+
+
+@dataclass(frozen=True)
+class _SlotTimes:
+    """Seconds of a forward, a backward, or both at once; those of parts that have been asked for are kept."""
+
+    stages: Stages
+    parts: Sequence[Part]
+    microbatches: int
+    _known: dict[object, float] = field(default_factory=dict)
+
+    def __call__(self, slot: Slot) -> float:
+        key = tuple([(cell.forward, cell.part, self._is_edge(cell)) for cell in slot])
+        if key not in self._known:
+            self._known[key] = self._seconds(slot)
+        return self._known[key]
+
+    def _seconds(self, slot: Slot) -> float:
+        parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
+        if len(slot) == 1:
+            return self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0])
+        return self.stages.together_s(*parts, first=edges[0], last=edges[1])
+
+    def _is_edge(self, cell: Cell) -> bool:
+        """Return whether it is the first forward of its part in an update, or the last backward."""
+        return cell.microbatch == (0 if cell.forward else self.microbatches - 1)
+
+
+def _link_s(problem: Problem, node_size: int, sender: int, receiver: int) -> float:
+    """Return the seconds of one microbatch's hidden states from every rank of a stage to its partner.
+
+    All ranks of a stage send at once, and share the card of their node if its rate is that of a node.
+    """
+    if sender == receiver:
+        return 0.0
+    work, sharing = problem.workload, problem.shape.sharing
+    per_node = node_size or work.known_per_node or 1
+    pairs = stage_pairs(work.world_size, sender, receiver)
+    span = Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
+    shares = sharing.tp_size if sharing.tokens == "split" else 1
+    sent_bytes = work.hidden_bytes(work.tokens(0, 1, shares))
+    return ClusterConfig.all_to_all(problem.cluster, span).seconds(2 * sent_bytes)  # half stays where it is
+
+
+def stages_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part]) -> tuple[MemoryEstimate, ...]:
+    """Return the memory of every stage."""
+    each = range(pipeline.pipeline_parallel_size)
+    return tuple(_stage_memory(stages, pipeline, parts, stage) for stage in each)
+
+
+def _stage_memory(stages: Stages, pipeline: Pipeline, parts: Sequence[Part], stage: int) -> MemoryEstimate:
+    """Return the memory of a stage: of all its parts, with activations of what is under way at most."""
+    each = [stages.memory(parts[i]) for i in pipeline.parts_of(stage)]
+    kept = max(
+        sum(count * of.activations_bytes for count, of in zip(counts, each, strict=True))
+        for counts in pipeline.held[stage]
+    )
+    return MemoryEstimate(
+        weights_bytes=sum(of.weights_bytes for of in each),
+        gradients_bytes=sum(of.gradients_bytes for of in each),
+        optimizer_bytes=sum(of.optimizer_bytes for of in each),
+        activations_bytes=kept,
+        buffers_bytes=max(of.buffers_bytes for of in each),
+        copies_bytes=sum(of.copies_bytes for of in each),
+    )

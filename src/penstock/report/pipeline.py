@@ -1,0 +1,178 @@
+"""What `penstock plan` prints of a plan in pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+from penstock.config import to_dict
+from penstock.mesh import holders
+from penstock.plan import MemoryBudget, Subject
+from penstock.plan.pipeline_search import FoundPipeline
+from penstock.plan.stages import PipelinePlan
+from penstock.plan.throughput import Throughput
+from penstock.report.plan import heading, table
+from penstock.words import change, counted, folded, gib, milliseconds
+
+PLANNED_ONLY: Final = "planned only: Penstock does not execute stages yet"
+
+
+MOST_LISTED: Final = 8
+"""The most parts whose layers are listed one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineReport:
+    """A finished search.
+
+    subject: the whole model on the ranks of one stage. node_size: ranks of a node. seconds: the duration of
+    the search. updates: which optimiser was chosen, where that was open. price: of a device for an hour.
+    """
+
+    subject: Subject
+    found: FoundPipeline
+    node_size: int
+    memory: MemoryBudget | None
+    seconds: float
+    updates: tuple[str, ...] = ()
+    price: float | None = None
+
+    @property
+    def throughput(self) -> Throughput:
+        """The throughput of the plan that was found."""
+        best = self.found.best
+        stages = best.pipeline.pipeline_parallel_size
+        return Throughput.of_update(self.subject, self._samples, best.update_s, stages, self.price)
+
+    @property
+    def _samples(self) -> int:
+        """Samples of an update."""
+        work = self.subject.problem.workload
+        return self.found.best.pipeline.microbatches * work.batch * holders(work.world_size, work.tp_size)
+
+    def to_text(self, width: int) -> str:
+        """Return the text for a terminal of `width` columns."""
+        plans = (self.found.best, *self.found.others)
+        parts = [
+            heading(self.subject, width, self._ranks()),
+            "\n".join(folded(line, width) for line in self._lines()),
+            table([_HEAD, *(_row(plan, plans[0]) for plan in plans)], left=5),
+            f"Search   {self.seconds:.1f} s: {counted(len(plans), 'order')} of microbatches compared",
+        ]
+        return "\n\n".join(parts) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for `--json`."""
+        return {
+            "model": self.subject.title,
+            "cluster": self.subject.cluster_name,
+            "stages": stages_dict(self.found.best),
+            "throughput": self.throughput.to_dict(),
+            "updates": list(self.updates),
+            "precision": self.subject.precision,
+            "why_precision": self.subject.why_precision,
+            "notes": [*self.subject.notes, PLANNED_ONLY],
+            "others": [stages_dict(plan) for plan in self.found.others],
+            "search_s": self.seconds,
+            "executable": False,
+        }
+
+    def _ranks(self) -> str:
+        stages, ranks = self.found.best.pipeline.pipeline_parallel_size, self.subject.problem.mesh.world_size
+        of = f"{stages} stages, each of {self.subject.ranks}"
+        return f"{stages * ranks} ranks, {self.node_size} per node; {of}"
+
+    def _lines(self) -> Iterator[str]:
+        best, tokens = self.found.best, self._samples * self.subject.problem.workload.seq_len
+        yield f"Plan     {stages_words(best)}"
+        of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
+        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {_microbatch_words(best)}"
+        yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
+        yield from self.throughput.lines()
+        yield f"Memory   {self._memory()}"
+        for other in self.found.others[:1]:
+            longer = change(other.update_s, best.update_s)
+            yield f"Next     {stages_words(other)}; {milliseconds(other.update_s)} ({longer})"
+        yield from self.updates
+        yield f"Note     {PLANNED_ONLY}"
+
+    def _memory(self) -> str:
+        best, stage = self.found.best, self.found.best.largest
+        of = "" if self.memory is None else f" of {gib(self.memory.bytes)}"
+        part, size = next(iter(best.memory[stage].parts.items()))
+        parts = best.pipeline.virtual_pipeline_parallel_size
+        under_way = counted(best.held[stage], "microbatch", "es")
+        under_way += f", each in one of {parts} parts," if parts > 1 else ""
+        return (
+            f"{gib(best.memory_bytes)}{of} per rank of stage {stage}, which needs most (estimated), with "
+            f"{under_way} under way; of which {gib(size)} {part}"
+        )
+
+
+def stages_words(plan: PipelinePlan) -> str:
+    """Return a plan in stages as text."""
+    stages, parts, _ = plan.pipeline.sizes
+    of = f" in {parts} parts each, the parts" if parts > 1 else ""
+    layers = _runs(plan.layers)
+    return f"{stages} stages{of} of {layers} layers, {plan.pipeline.words}; each runs {plan.choice.words}"
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """Return numbers of layers as text: 12, 13, 13; where there are many: 12, 31 x 13."""
+    if len(layers) <= MOST_LISTED:
+        return ", ".join(map(str, layers))
+    runs = ((number, len(list(run))) for number, run in groupby(layers))
+    return ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
+
+
+def _microbatch_words(plan: PipelinePlan) -> str:
+    apart = f"{milliseconds(plan.forward_s)} forward and {milliseconds(plan.backward_s)} backward"
+    words = f"{counted(plan.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
+    return words if plan.together_s is None else f"{words}, {milliseconds(plan.together_s)} at once"
+
+
+def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
+    """Return plain data of a plan in stages."""
+    pipeline, work = plan.pipeline, plan.problem.workload
+    return {
+        "pipeline_parallel_size": pipeline.pipeline_parallel_size,
+        "virtual_pipeline_parallel_size": pipeline.virtual_pipeline_parallel_size,
+        "microbatches": pipeline.microbatches,
+        "order": pipeline.words,
+        "overlaps": pipeline.overlaps,
+        "layers": list(plan.layers),
+        "ranks_per_stage": work.world_size,
+        "ep_size": work.ep_size,
+        "tp_size": work.tp_size,
+        "etp_size": work.etp_size,
+        "choice": to_dict(plan.choice),
+        "plan": stages_words(plan),
+        "update_s": plan.update_s,
+        "bubble": plan.run.bubble,
+        "forward_s": plan.forward_s,
+        "backward_s": plan.backward_s,
+        "together_s": plan.together_s,
+        "memory_bytes": plan.memory_bytes,
+        "memory_bytes_of_stages": [each.total_bytes for each in plan.memory],
+        "microbatches_under_way": list(plan.held),
+    }
+
+
+_HEAD = ("", "order", "parts", "schedule", "again", "update", "", "bubble", "memory")
+
+
+def _row(plan: PipelinePlan, best: PipelinePlan) -> tuple[str, ...]:
+    first = plan is best
+    return (
+        "→" if first else "",
+        plan.pipeline.words.replace("forward and backward ", ""),
+        str(plan.pipeline.virtual_pipeline_parallel_size),
+        plan.choice.schedule,
+        "-" if plan.choice.recompute == "none" else plan.choice.recompute,
+        milliseconds(plan.update_s),
+        "" if first else change(plan.update_s, best.update_s),
+        f"{100 * plan.run.bubble:.1f} %",
+        gib(plan.memory_bytes),
+    )

@@ -1,0 +1,78 @@
+"""What of a step runs on a pipeline stage: halves of its graph, and two of different microbatches as one.
+
+The halves of a step on a stage are apart: what a backward reads was made long before, so edges between them
+are cut. The names of a forward and a backward task differ, so one graph can hold both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from penstock.graph import Graph, Task
+from penstock.ops.optimizer import of_optimizer
+from penstock.ops.places import ONCE, place_of
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.system import is_all_reduce, lateness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """One half of a step on a part of the layers, for one microbatch.
+
+    begins, ends, blocks: whether the part has the embedding, head and loss, and any layers. first: forward
+    only, whether sharded parameters are gathered before. sums, updates: backward only, whether gradients are
+    summed over ranks, and parameters updated.
+    """
+
+    forward: bool
+    begins: bool
+    ends: bool
+    blocks: bool = True
+    first: bool = False
+    sums: bool = False
+    updates: bool = False
+
+    def of(self, graph: Graph) -> list[Task]:
+        """Return the tasks of this half, which read each other alone."""
+        return list(_alone(task for task in graph.tasks if self._has(task)))
+
+    def _has(self, task: Task) -> bool:
+        if task.forward is not self.forward or not self._is_here(task):
+            return False
+        if self.forward:
+            return self.first or not of_optimizer(task)
+        if is_all_reduce(task):
+            return self.sums
+        return self.updates or not lateness(task)
+
+    def _is_here(self, task: Task) -> bool:
+        place = place_of(task.op)
+        if place == "input":
+            return self.begins
+        if place == "output" or (task.forward and task.op in ONCE):
+            return self.ends
+        return self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
+
+
+def _alone(tasks: Iterable[Task]) -> Iterator[Task]:
+    """Yield the tasks without edges to others."""
+    kept = list(tasks)
+    known = {task.name for task in kept}
+    for task in kept:
+        inputs = {
+            role: found
+            for role, names in task.inputs.items()
+            if (found := tuple(name for name in names if name in known))
+        }
+        yield task.reading(inputs)
+
+
+def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:
+    """Return the order of a step for some of its tasks."""
+    own = {task.name: task for task in tasks}
+    lanes = {
+        lane: tuple(own[task.name] for task in order if task.name in own)
+        for lane, order in schedule.lanes.items()
+    }
+    return Schedule(schedule.name, {lane: order for lane, order in lanes.items() if order})
