@@ -7,7 +7,8 @@
 - `overlap`: the picture of the README.
 - `layer`: the MoE layer in one process, beside other implementations.
 - `drift`: training while the network or a rank gets slower.
-- `published`: the layers of two studies, by simulation; `published.refit` fits rates to what papers measured.
+- `published`: the layers of three studies, by simulation.
+- `calibration`: constants of the papers' clusters, and how far predictions are from what others measured.
 
 Ctrl-C ends each of them; what had been measured until then is printed.
 

@@ -21,6 +21,9 @@ BETWEEN_NODES = "network between nodes"
 MOST_NAMED = 4
 """Most names in a message."""
 
+MOST_DIGITS = 20
+"""Most digits of a number that is counted with; Python refuses to read thousands."""
+
 HELD = "\N{NO-BREAK SPACE}%"
 LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 
@@ -28,6 +31,11 @@ LAST_COLUMN = re.compile(r"(?:.*\S)? {2,}(?=\S)")
 def lane_words(lane: str, *, nodes: bool) -> str:
     """Return what a lane is called for people. nodes: whether there are several."""
     return BETWEEN_NODES if nodes and lane == "inter" else LANE_WORDS.get(lane, lane)
+
+
+def whole_number(text: str) -> int | None:
+    """Return the whole number from 0 that a text spells; None for another text, and for endless digits."""
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -455,6 +455,19 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     assert PlanFile.read(path).memory_bytes <= limit
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("every_s", [0.0, 1e9])
+def test_off_a_terminal_progress_is_a_line_now_and_then(
+    every_s: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.plan_search.LINE_EVERY_S", every_s)
+    assert main([*SMALL, "--json", "--seq-len", "320", "--budget", "0.001"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert json.loads(shown.out) and all(line.startswith("planning: ") for line in lines)
+    assert "\x1b" not in shown.err and bool(lines) is (every_s == 0)
+
+
 def test_a_search_that_is_stopped_prints_what_it_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

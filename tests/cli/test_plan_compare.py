@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import main
+from penstock.plan.models import model_name, open_models
 
 STEP = ["plan", "--model", "flowmoe/gpt2-tiny", "--layers", "1", "--batch", "2", "--budget", "0.0001"]
 STUDY = [*STEP, "--cluster", "flowmoe-cluster-2"]
@@ -61,6 +62,8 @@ def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[s
         (["--sweep", "seq_len=0"], "seq_len"),
         (["--against", "ep_size=x"], "whole number"),
         (["--against", "recompute=much"], "none, experts, blocks"),
+        (["--sweep", f"seq_len={'1' * 5000}"], "whole number"),
+        (["--against", "cluster="], "--against cluster"),
         (["--against", "missing.json"], "there is no such file"),
         (["--against", "missing.yaml"], "a configuration has settings"),
         (["--against", f"{'x' * 5000}.json"], "there is no such file"),
@@ -83,6 +86,46 @@ def test_a_file_that_is_no_plan_is_refused_by_its_name(
     (tmp_path / "plan.json").write_bytes(content)
     assert main([*STUDY, "--against", str(tmp_path / "plan.json")]) == 2
     assert "plan.json: is not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--sweep", "ep_size=1,2,7"], ["--against", "ep_size=7"]])
+def test_what_is_wrong_is_said_before_the_first_plan(
+    more: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*given: object) -> None:
+        raise AssertionError(given)
+
+    monkeypatch.setattr("penstock.cli.plan_compare.find_best", searched)
+    assert refused([*STUDY, *more], capsys).startswith("penstock: --ep-size = 7: ")
+
+
+@pytest.mark.slow
+def test_json_with_settings_is_a_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, cluster = tmp_path / "run.json", ["--cluster", "1x2xA100", "--budget", "0.0001"]
+    path.write_text(json.dumps({"model": {"seq_len": 32}, "moe": {"num_experts": 4}}))
+    both = found(["plan", str(path), *cluster, "--against", str(path)], capsys)
+    assert both["differing"] == {} and both["a"]["step_s"] == both["b"]["step_s"]
+    assert refused(["plan", "--model", str(path), *cluster], capsys).startswith("penstock: --model = ")
+    path.write_text(json.dumps({"hidden_size": 64}))
+    assert "model_type" in refused(["plan", str(path), *cluster], capsys)
+
+
+def test_names_are_found_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [{STEP[2]: "FlowMoE/GPT2-Tiny"}.get(word, word) for word in STEP]
+    shown = found([*words, "--cluster", "FLOWMOE-Cluster-2"], capsys)
+    assert words != STEP and (shown["model"], shown["cluster"]) == ("flowmoe/gpt2-tiny", "flowmoe-cluster-2")
+    assert model_name("Qwen3-30B-A3B") in open_models()
+
+
+@pytest.mark.slow
+def test_where_the_study_has_an_expert_per_node_their_number_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--model", "fsmoe/mixtral-7b-layers", "--layers", "1", "--cluster", "fsmoe-testbed-b"]
+    words += ["--budget", "0.0001", "--nodes", "4"]
+    (said,) = (note for note in found(words, capsys)["notes"] if "--num-experts" in note)
+    assert said.startswith("4 experts")
+    assert not any("--num-experts" in note for note in found([*words, "--num-experts", "8"], capsys)["notes"])
 
 
 def test_a_wrong_rate_names_the_part_of_the_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,25 @@ def test_a_described_cluster_says_whose_rate_it_is(
         find_cluster(str(path))
 
 
+def test_a_described_cluster_says_in_which_precision_it_computes(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    table = {"name": "mine", "nodes": 1, "ranks_per_node": 2, "rates": {"flops_per_s": 1e13}}
+    path.write_text(json.dumps(table))
+    with pytest.raises(ConfigError) as caught:
+        find_cluster(str(path))
+    assert caught.value.key == f"{path}.precision"
+    for precision in ("float32", "bfloat16", None):
+        path.write_text(json.dumps({**table, "precision": precision}))
+        assert find_cluster(str(path)).precision == precision
+
+
+@pytest.mark.parametrize("name", ["", " ", "missing", f"{'9' * 5000}x8xH100", f"2x8xH100,net={'9' * 5000}"])
+def test_what_names_no_cluster_is_refused_by_its_key(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_cluster(name, "--cluster")
+    assert caught.value.key == "--cluster"
+
+
 def test_four_nodes_of_four_with_one_card_each() -> None:
     """64 MiB. All-to-all of 16 devices that share 12.5 GB/s by fours: 4 x 12/16 x 67.1 MB = 201.3 MB in
     16.11 ms. All-reduce: 2 x 3/4 x 67.1 MB in 8.05 ms, and not 2 x 15/16 x 67.1 MB at a quarter of the card's

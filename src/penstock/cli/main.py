@@ -20,10 +20,12 @@ from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
 from penstock.cli.run import commands, exit_code, parse, replace_unencodable
+from penstock.config import shorten
 from penstock.decision.moving import ExpertMoves, SampleMoves
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS, Recompute
 from penstock.stops import STOPPED, STOPS
+from penstock.words import whole_number
 
 MOST_PIECES = 64
 
@@ -303,9 +305,10 @@ def _add_gpu_doctor(doctor: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_PIECES:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be from 1 to {MOST_PIECES}")
-    return int(text)
+    number = whole_number(text)
+    if number is None or not 1 <= number <= MOST_PIECES:
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r}: must be from 1 to {MOST_PIECES}")
+    return number
 
 
 def _train(options: argparse.Namespace, given: Sequence[str]) -> int:

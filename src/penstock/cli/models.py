@@ -12,8 +12,9 @@ from pathlib import Path
 from penstock.cli.codes import BAD_USAGE, FAILED
 from penstock.cli.paths import user_path
 from penstock.cli.progress import progress_line
-from penstock.config import UNSET, ConfigError, open_regular
+from penstock.config import UNSET, ConfigError, open_regular, shorten
 from penstock.extras import install, needs
+from penstock.words import whole_number
 
 LEAST_TEMPERATURE = 1e-4
 """Logits are divided by it: far below, they overflow, and already here one token has all the probability."""
@@ -159,15 +160,17 @@ def _explained(command: Callable[[], int]) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; use 1 or more")
-    return int(text)
+    number = whole_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is no number of tokens; use 1 or more")
+    return number
 
 
 def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed; use 0 or more, below 2 ** 63")
-    return int(text)
+    number = whole_number(text)
+    if number is None or number >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{shorten(text)!r} is no seed; use 0 or more, below 2 ** 63")
+    return number
 
 
 def _temperature(text: str) -> float:

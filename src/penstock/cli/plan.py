@@ -38,6 +38,7 @@ from penstock.decision import Decision
 from penstock.plan import MemoryBudget, PlanFile, Problem, Subject, explain
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, PLACEMENTS, time_limit
+from penstock.plan.models import model_name
 from penstock.plan.moving import Weighed, in_full, weigh
 from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
 from penstock.plan.plan_config import AUTO
@@ -99,6 +100,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     plan.add_argument(
         "--model",
+        type=model_name,
         metavar="NAME|FILE",
         help="a model by its name, or the config.json of one of transformers or its folder",
     )

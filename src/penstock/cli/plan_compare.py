@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +21,13 @@ from penstock.cli.plan_subject import (
 )
 from penstock.config import ConfigError, asked, expanded, is_folder, read_json
 from penstock.config.files import found_or_shipped
-from penstock.cost.clusters.line import in_line
+from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.plan import PlanFile
 from penstock.plan.explain import reasons
+from penstock.plan.models import model_name
 from penstock.plan.room import NothingFitsError
 from penstock.report.plans_compared import Side, Sweep, TwoPlans
+from penstock.words import whole_number
 
 OF_LINES: Final = ("net", "inside")
 """Parts of a cluster in a line that a sweep may change."""
@@ -44,8 +47,8 @@ ALONE: Final = ("out", "show", "routing", "price")
 def compared(options: argparse.Namespace, width: int) -> int:
     """Print two plans beside each other; return the exit code."""
     _check_alone("--against", options)
-    one = _own(options)
-    print_found(TwoPlans(one=one, other=_other(options, options.against)), options, width)
+    one, other = _own(options), _other(options, options.against)
+    print_found(TwoPlans(one=one(), other=other()), options, width)
     return 0
 
 
@@ -57,15 +60,30 @@ def swept(options: argparse.Namespace, width: int) -> int:
     if not equals or not values:
         why = "is no setting with values"
         raise ConfigError("--sweep", options.sweep, why, "Write it like net=25,100,400 or ep_size=8,16,32.")
-    sides: list[tuple[str, Side | str]] = []
-    for value in values:
-        changed = _with(options, "--sweep", name, value)
-        try:
-            sides.append((value, _searched(changed)))
-        except NothingFitsError as error:
-            sides.append((value, f"nothing fits: {error.why}"))
-    print_found(Sweep(name=name, sides=sides), options, width)
+    sought = [(value, _fitting(_with(options, "--sweep", name, value))) for value in values]
+    print_found(Sweep(name=name, sides=[(value, found()) for value, found in sought]), options, width)
     return 0
+
+
+def _fitting(options: argparse.Namespace) -> Callable[[], Side | str]:
+    """Return a search as `_searched`; where nothing fits, it returns the reason."""
+    try:
+        search = _searched(options)
+    except NothingFitsError as error:  # no layout does
+        why = error.why
+        return lambda: _unfit(why)
+
+    def found() -> Side | str:
+        try:
+            return search()
+        except NothingFitsError as error:
+            return _unfit(error.why)
+
+    return found
+
+
+def _unfit(why: str) -> str:
+    return f"nothing fits: {why}"
 
 
 def print_found(found: TwoPlans | Sweep, options: argparse.Namespace, width: int) -> None:
@@ -81,35 +99,47 @@ def _check_alone(key: str, options: argparse.Namespace) -> None:
             raise ConfigError(option(name), str(value), why, "Remove one of the two options.")
 
 
-def _own(options: argparse.Namespace) -> Side:
-    """Return the plan that the command's own options ask for, or that a file has."""
+def _own(options: argparse.Namespace) -> Callable[[], Side]:
+    """Return what finds the plan that the command's own options ask for, or that a file has."""
     if options.config is not None and (file := _saved(options.config)) is not None:
-        return Side.of_file(file)
+        return partial(Side.of_file, file)
     return _searched(options)
 
 
-def _searched(options: argparse.Namespace) -> Side:
-    """Return the plan that a search with these options finds."""
+def _searched(options: argparse.Namespace) -> Callable[[], Side]:
+    """Return the search with these options; what is wrong with them is said before any search begins."""
     subject = subject_of(options, cluster_of(options))
-    memory = memory_of(options.memory_gib, subject.memory_bytes)
-    with searching(memory, budget_of(options, subject)) as search:
-        subject, found, _ = find_best(subject, search.find, search.quick)
-    return Side.of(subject, found, reasons(subject.problem, found, memory))
+    memory, budget = memory_of(options.memory_gib, subject.memory_bytes), budget_of(options, subject)
+
+    def found() -> Side:
+        with searching(memory, budget) as search:
+            best, plan, _ = find_best(subject, search.find, search.quick)
+        return Side.of(best, plan, reasons(best.problem, plan, memory))
+
+    return found
 
 
-def _other(options: argparse.Namespace, what: str) -> Side:
-    """Return the other plan: of a file, of changed options, or of another model or configuration."""
+def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
+    """Return what finds the other plan: of a file, changed options, or another model or configuration."""
     path = expanded(what, "--against")
     if (file := _saved(path)) is not None:
-        return Side.of_file(file)
+        return partial(Side.of_file, file)
     if "=" in what and not asked(path.exists):
         return _searched(_changed(options, what))
     alone: dict[str, Any] = {"config": None, "model": None, "overrides": []}
-    if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml"):
+    if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml") or _has_settings(path):
         return _searched(_replaced(options, {**alone, "config": path}))
     if path.suffix == ".json" and not is_folder(path) and not asked(path.is_file):
         raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
-    return _searched(_replaced(options, {**alone, "model": what}))
+    return _searched(_replaced(options, {**alone, "model": model_name(what)}))
+
+
+def _has_settings(path: Path) -> bool:
+    if path.suffix != ".json" or not asked(path.is_file):
+        return False
+    from penstock.autopilot.run_subject import has_settings  # loads torch
+
+    return has_settings(path)
 
 
 def _saved(path: Path) -> PlanFile | None:
@@ -127,7 +157,9 @@ def _saved(path: Path) -> PlanFile | None:
 def _changed(options: argparse.Namespace, what: str) -> argparse.Namespace:
     """Return the options with changes such as `ep_size=8,tp_size=2`, or with another `cluster=`."""
     if what.startswith("cluster="):
-        return _replaced(options, {"cluster": what.removeprefix("cluster=")})
+        if not (cluster := what.removeprefix("cluster=").strip()):
+            raise ConfigError("--against cluster", "", "is empty", f"Such as cluster={EXAMPLE}.")
+        return _replaced(options, {"cluster": cluster})
     for each in what.split(","):
         name, _, value = (part.strip() for part in each.partition("="))
         options = _with(options, "--against", name, value)
@@ -143,15 +175,17 @@ def _with(options: argparse.Namespace, key: str, name: str, value: str) -> argpa
         setting = name if "." in name else OF_CONFIGURATIONS[own]
         return _replaced(options, {"overrides": [*options.overrides, f"{setting}={value}"]})
     if own in SIZES:
-        if not value.isdecimal() or int(value) < 1:
+        if not (number := whole_number(value)):
             raise ConfigError(f"{key} {name}", value, "must be a whole number from 1 up", "Such as 8.")
-        return _replaced(options, {own: int(value)})
+        return _replaced(options, {own: number})
     if own in WORDS:
         if value not in WORDS[own]:
             raise ConfigError(
                 f"{key} {name}", value, "is none of its values", f"Use {', '.join(WORDS[own])}."
             )
         return _replaced(options, {own: value})
+    if own == "model":
+        return _replaced(options, {"config": None, "overrides": [], "model": model_name(value)})
     known = ", ".join((*OF_LINES, *SIZES, *WORDS))
     hint = f"Use one of {known}, or a setting section.key."
     raise ConfigError(key, name, "is nothing that a plan can change", hint)

@@ -221,8 +221,11 @@ def _configured(
 
     title: of a model of transformers, for which options stand in place of settings.
     """
-    from penstock.autotune.choose.subject import run_subject
+    from penstock.autotune.choose.subject import has_settings, run_subject
 
+    if title is not None and not is_folder(config) and has_settings(config):
+        why = "has settings of a run, and is no model's config.json"
+        raise ConfigError("--model", title, why, f"Write penstock plan {title}, without --model.")
     settings = [] if title is None else _settings(options)
     memory = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]

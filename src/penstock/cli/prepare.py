@@ -15,7 +15,7 @@ from rich.progress import Progress as RichProgress
 
 from penstock.cli.codes import FAILED
 from penstock.cli.paths import user_path
-from penstock.config import ConfigError
+from penstock.config import ConfigError, shorten
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT
 from penstock.data.listing import files_of
@@ -25,7 +25,7 @@ from penstock.data.text import TextError
 from penstock.data.tokenizer import open_tokenizer
 from penstock.data.tokens import first_damage
 from penstock.stops import STOPS
-from penstock.words import counted, mib
+from penstock.words import counted, mib, whole_number
 
 GOES_ON = "stopped; run the same command again, and it goes on"
 
@@ -175,8 +175,9 @@ def _tell(record: Record, folder: Path, *, json_wanted: bool) -> None:
 
 
 def _tokens(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 1 << 40:
+    number = whole_number(text)
+    if number is None or not 1 <= number <= 1 << 40:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens; use 1 or more, such as {SHARD_TOKENS}"
+            f"{shorten(text)!r} is no number of tokens; use 1 or more, such as {SHARD_TOKENS}"
         )
-    return int(text)
+    return number

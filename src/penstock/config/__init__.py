@@ -6,7 +6,7 @@ programs wrote, `error.py` makes the errors that they see.
 """
 
 from penstock.config.bounds import Items, Within
-from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, shorten
+from penstock.config.error import UNSET, ConfigError, IndivisibleError, check_name, in_any_case, shorten
 from penstock.config.files import (
     asked,
     check_no_link,
@@ -39,6 +39,7 @@ __all__ = [
     "check_value",
     "expanded",
     "from_dict",
+    "in_any_case",
     "is_folder",
     "is_missing",
     "load",

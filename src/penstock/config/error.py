@@ -59,6 +59,11 @@ def check_name(key: str, value: str, known: Iterable[object], what: str = "") ->
         raise ConfigError(key, value, f"no such {what or key.rpartition('.')[2]}", hint)
 
 
+def in_any_case(name: str, known: Iterable[str]) -> str:
+    """Return the known name that differs from `name` in nothing but case; `name` itself if there is none."""
+    return next((each for each in known if each.lower() == name.lower()), name)
+
+
 def dotted(prefix: str, name: str) -> str:
     """Return `prefix.name`; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -11,6 +11,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -137,13 +138,23 @@ def parse_json(text: str | bytes) -> Any:
     No key may occur twice in one object. NaN and numbers that floating point cannot hold are left to the
     bounds of the setting that they are for, whose message names the key.
     """
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError(DEEP) from None
+    return _parsed(partial(json.loads, object_pairs_hook=_object), text)
 
 
 DEEP = "it is nested too deeply"
+LONG = "it has a number of thousands of digits"
+
+
+def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
+    """Return what a parser makes of a text. Raises ValueError, with a clause about the text."""
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError(DEEP) from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):  # advice for programmers
+            raise ValueError(LONG) from None
+        raise
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,10 +207,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots; break it")
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise ValueError(DEEP) from None
+    found: dict[str, Any] = _parsed(tomllib.loads, text)
+    return found
 
 
 def parse_yaml(text: str) -> Any:
@@ -220,7 +229,7 @@ def parse_yaml(text: str) -> Any:
             levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if levels > MOST_LEVELS:  # reading on would take time by the square of the levels
                 raise ValueError(DEEP)
-        found = reader.load(text)
+        found = _parsed(reader.load, text)
     except YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
     return {} if found is None else _check_plain(found)

@@ -358,6 +358,10 @@ class ClusterFile:
         file = from_dict(ClusterFile, table, str(path))
         if file.nodes > 1 and file.measured is None and "link_rate_of" not in table.get("rates", {}):
             raise ConfigError(f"{path}.rates.link_rate_of", UNSET, WHOSE_RATE, WHAT_TO_WRITE)
+        if file.measured is None and "flops_per_s" in table.get("rates", {}) and "precision" not in table:
+            why = "is missing, so nobody can tell in which precision flops_per_s is reached"
+            hint = 'Write "float32" or "bfloat16"; null if devices compute as fast in either.'
+            raise ConfigError(f"{path}.precision", UNSET, why, hint)
         return replace(file, version=VERSION)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> ClusterFile:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.config import in_any_case
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
@@ -126,3 +128,8 @@ OPEN = Path(__file__).parent / "open_models"
 def open_models() -> dict[str, Path]:
     """Return the configurations of open models that come with Penstock, by name."""
     return {path.stem: path for path in sorted(OPEN.glob("*.json"))}
+
+
+def model_name(text: str) -> str:
+    """Return the name of a model that comes with Penstock if `text` is one in any case, else `text`."""
+    return in_any_case(text, (*open_models(), *MODELS))

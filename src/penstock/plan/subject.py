@@ -174,6 +174,10 @@ def published_problem(name: str, file: ClusterFile, overrides: Overrides | None 
             notes.append(
                 "slower ranks in the file are ignored, because this cluster has another number of ranks"
             )
+    if model.experts_per_node and not changes.num_experts:
+        notes.append(
+            f"{counted(nodes, 'expert')}: the study has one on every node; --num-experts sets another number"
+        )
     precision, why = precision_of(file, changes.precision, own=file.precision)
     there = file.computing_in(precision)
     notes += rate_notes(file, precision)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.autotune.choose import layouts
 from penstock.autotune.problem import open_runs, run_problem
-from penstock.config import ConfigError, is_folder, load
+from penstock.config import ConfigError, is_folder, load, read_json
 from penstock.cost import ClusterFile
 from penstock.cost.devices import Computing
 from penstock.mesh import group_sizes, holders
@@ -32,6 +32,9 @@ WHILE_RUNNING: Final = {
 
 RATES: Final = "cluster."
 
+SECTIONS: Final = frozenset(each.name for each in fields(RunConfig))
+"""Names of a run's sections."""
+
 
 def run_subject(
     path: Path,
@@ -43,15 +46,15 @@ def run_subject(
 ) -> Subject:
     """Return the step of a configuration on this cluster's ranks.
 
-    path: a TOML file; or the config.json of a model of transformers, or its folder, with defaults for the
-    rest.
+    path: a file of settings; or the config.json of a model of transformers, or its folder, with defaults for
+    the rest.
     Section [schedule] of a file is for runs that do not search. What `overrides` set of it holds in every
     plan. layout: instead of plan.layout. Raises ConfigError for overrides that would have no effect.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)
     # Whatever a run of this file would do, this is a search: so what is open, is.
-    of_model = is_folder(path) or path.suffix == ".json"
+    of_model = is_folder(path) or (path.suffix == ".json" and not has_settings(path))
     given, model = (None, [f"model.config={path}"]) if of_model else (path, [])
     config = load(RunConfig, given, [*model, *overrides, f"plan.mode={AUTO}"])
     check_overrides(config, keys, file)
@@ -70,6 +73,12 @@ def run_subject(
     found = layouts.run_layouts(config, file, memory, decided)
     best = layouts.with_layout(config, found.best.sizes)
     return subject(best, *found.lines).beside(lambda: subject(of_user))
+
+
+def has_settings(path: Path) -> bool:
+    """Return whether a JSON file has sections of a run's settings, and is no model's config.json."""
+    table = read_json(path, "Give a file of settings, or the config.json of a model.")
+    return isinstance(table, dict) and "model_type" not in table and not SECTIONS.isdisjoint(table)
 
 
 def _subject(

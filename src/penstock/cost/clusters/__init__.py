@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 from pathlib import Path
 
-from penstock.config import UNSET, ConfigError, expanded, is_missing
+from penstock.config import UNSET, ConfigError, expanded, in_any_case, is_missing
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.clusters.line import EXAMPLE, in_line
 
@@ -30,14 +30,16 @@ def names() -> tuple[str, ...]:
 def find_cluster(name_or_path: str, key: str = "") -> ClusterFile:
     """Return a shipped cluster by its name, one that a line describes, or the file at a path.
 
-    key: the setting that names it, for errors; "" = the name itself is shown. Raises ConfigError for an
-    unknown name, naming one that is near, and for a file that cannot be used.
+    Case does not matter. key: the setting that names it, for errors; "" = the name itself is shown. Raises
+    ConfigError for an unknown name, naming one that is near, and for a file that cannot be used.
     """
     subject: tuple[str, object] = (key, name_or_path) if key else (name_or_path or "cluster", UNSET)
-    if name_or_path in names():
-        return ClusterFile.read(FOLDER / f"{name_or_path}.json")
+    if (name := in_any_case(name_or_path, names())) in names():
+        return ClusterFile.read(FOLDER / f"{name}.json")
     if (described := in_line(name_or_path)) is not None:
         return described
+    if not name_or_path.strip():
+        raise ConfigError(*subject, "names no cluster", WRITTEN_BY)
     path = expanded(name_or_path, "cluster")
     if path.suffix == ".json" and is_missing(path):
         raise ConfigError(*subject, "there is no such file", WRITTEN_BY)

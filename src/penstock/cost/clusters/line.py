@@ -10,11 +10,14 @@ from penstock.cost.cluster import ClusterConfig
 from penstock.cost.cluster_file import ClusterFile
 from penstock.cost.devices import DEVICES, Device, find_device
 from penstock.cost.efficiency import FLOAT8, HAS_FLOAT8, SHARES
+from penstock.words import whole_number
 
 EXAMPLE: Final = "4x8xA100-80GB,net=100gbit"
 FORM: Final = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][^,]*)((?:,[^,]*)*)", re.IGNORECASE)
-MEMORY: Final = re.compile(r"[\s_-](\d+)\s*(?:gb|gib)$", re.IGNORECASE)
-RATE: Final = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*(gbit|gbps|gb/s|gb)(?:/s)?", re.IGNORECASE)
+MEMORY: Final = re.compile(r"[\s_-](\d{1,9})\s*(?:gb|gib)$", re.IGNORECASE)
+RATE: Final = re.compile(
+    r"(?:(\d{1,9})x)?(\d{1,9}(?:\.\d{1,9})?)\s*(gbit|gbps|gb/s|gb)(?:/s)?", re.IGNORECASE
+)
 BITS: Final = {"gbit": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "gb": 1e9}
 
 LINKS: Final = {"NVLink": 0.7, "Infinity Fabric": 0.6, "PCIe": 0.7, "PCIe through the host": 0.4}
@@ -44,7 +47,9 @@ def in_line(text: str) -> ClusterFile | None:
     found = FORM.fullmatch(text.strip())
     if found is None:
         return None
-    nodes, per_node = int(found[1] or 1), int(found[2])
+    nodes, per_node = whole_number(found[1] or "1"), whole_number(found[2])
+    if nodes is None or per_node is None:
+        _refuse(text, "nobody has so many devices")
     device, memory_gb = _device(text, found[3])
     given: dict[str, str] = {}
     for part in filter(None, found[4].split(",")):

@@ -1,0 +1,110 @@
+"""The page `docs/calibration.md`: how far predictions are from what others measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from benchmarks.calibration.fit import WORDS, fitted, misses
+from benchmarks.calibration.hardware import HARDWARE
+from benchmarks.calibration.held_out import Result
+from benchmarks.calibration.tasks import rows
+from penstock.cost.clusters import find_cluster
+from penstock.lab.bench.table import markdown_table
+
+HEAD: Final = """# Calibration
+
+How far predictions are from what others measured. `python -m benchmarks.calibration` prints this page; with
+`--write` it fits the constants of the papers' clusters again and writes their files and this page. What was
+measured lies in `benchmarks/data`."""
+
+CONSTANTS: Final = """## Constants of the papers' clusters
+
+Two studies print what single tasks took. Serial runs do not tell bandwidth from start-up, so the likeliest
+constants are sought by these rows and by what is believed of the class of network and library: least
+squares in logarithms, where a row may be off by 10 % (a task of one layer) or 20 % (all tasks of an
+iteration), and a constant by the factor of its belief (`benchmarks/calibration/hardware.py`). Start-ups
+that a study prints are taken as they are. NetMoE, Pro-Prophet and Parm print no time of a task: nothing can
+be fitted there. Where a fitted cluster has the same devices and links, it lends the shares of peak rates
+that it reaches; all else is assumed by class. After a value stands the factor within which it is known (one
+standard deviation; none = taken from the study)."""
+
+TASKS: Final = """## Tasks of the papers
+
+The sum of these tasks one behind the other, by the file's constants, beside what the study timed. Plain
+expert parallelism of FlowMoE's study is taken to sum the gradients of a block in five messages, tensor by
+tensor. Rows with a reason are not fitted."""
+
+HELD_OUT: Final = """## Results of the papers that are held out
+
+Nothing is fitted to speed-ups. Of grids 40 layers are simulated, drawn with a fixed seed. The noise of an
+iteration's rows and the belief on the overhead of a task were set with FlowMoE's predicted speed-ups in
+sight."""
+
+NAMES: Final = (
+    "flops_per_s",
+    "task_overhead_s",
+    *(f"{link}_{what}" for link in ("link", "intra") for what in ("latency_s", "bytes_per_s")),
+)
+UNITS: Final = {
+    "flops_per_s": (1e-12, "TFLOP/s"),
+    "latency_s": (1e6, "us"),
+    "overhead_s": (1e6, "us"),
+    "bytes_per_s": (1e-9, "GB/s"),
+}
+
+
+def page(results: Sequence[Result], more: Sequence[str] = ()) -> str:
+    """Return the page. results: held out. more: further parts."""
+    parts = [HEAD, CONSTANTS, _table(_constants()), TASKS, _table(_tasks())]
+    parts += [HELD_OUT, _table(_results(results)), *more]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(cells: Iterator[Sequence[str]]) -> str:
+    return "\n".join(markdown_table(list(cells)))
+
+
+def _constants() -> Iterator[Sequence[str]]:
+    yield ("cluster", *(f"{WORDS[name]}, {_unit(name)[1]}" for name in NAMES), "rows, error")
+    for name in HARDWARE:
+        file, factors = find_cluster(name), fitted(name).factors
+        values = [getattr(file.rates, each) * _unit(each)[0] for each in NAMES]
+        known = [f" x{factors[each]:.2f}" if each in factors else "" for each in NAMES]
+        errors = misses(file)
+        cells = (f"{value:.3g}{factor}" for value, factor in zip(values, known, strict=True))
+        yield (name, *cells, errors.words if errors.errors else "nothing fitted")
+
+
+def _unit(name: str) -> tuple[float, str]:
+    return next(unit for end, unit in UNITS.items() if name.endswith(end))
+
+
+def _tasks() -> Iterator[Sequence[str]]:
+    yield ("cluster", "model", "task", "measured ms", "priced ms", "error", "")
+    for row in rows():
+        priced_ms = row.predicted_ms(find_cluster(row.cluster))
+        error = f"{100 * (priced_ms / row.measured_ms - 1):+.0f} %"
+        yield (
+            row.cluster,
+            row.model,
+            row.what,
+            f"{row.measured_ms:g}",
+            f"{priced_ms:.1f}",
+            error,
+            row.left_out,
+        )
+
+
+def _results(results: Sequence[Result]) -> Iterator[Sequence[str]]:
+    yield ("paper", "setting", "system", "over", "metric", "published", "predicted")
+    for each in results:
+        yield (
+            each.paper,
+            each.setting,
+            each.system,
+            each.baseline,
+            each.metric,
+            each.published,
+            each.predicted,
+        )
