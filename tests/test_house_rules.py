@@ -50,7 +50,7 @@ DECIDES_BY_NAME: Mapping[str, str] = {
     "plan/bound.py": "embedding and head stand outside of the bound's chain of layers",
     "plan/slack.py": "gaps of the lane on which guests travel, between experts",
     "autotune/profile/links.py": "which transport measures a leg",
-    "autotune/retune.py": "times of reductions depend on the pieces that are tried",
+    "autotune/refine.py": "times of reductions depend on the pieces that are tried",
     "lab/virtual/handlers.py": "virtual devices have handlers of their own",
 }
 
