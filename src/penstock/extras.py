@@ -7,6 +7,7 @@ from typing import Final
 
 EXTRAS: Final = {
     "bayes_opt": ("bayesian-optimization", "tuning"),
+    "datasets": ("datasets", "hub"),
     "matplotlib": ("matplotlib", "plots"),
     "plotly": ("plotly", "report"),
     "pyarrow": ("pyarrow", "parquet"),

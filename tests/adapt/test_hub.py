@@ -2,77 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 import penstock
 from penstock.families import hub
 from tests.support.adapted import small
+from tests.support.hub import hub_of
 from tests.support.patience import HANG_S
 
-NAME, COMMIT = "someone/a-model", "0" * 40
+NAME = "someone/a-model"
 PROGRAM = f"""
 import penstock
 model = penstock.load_pretrained({NAME!r}, plan="flowmoe")
 print("has", model.model.layers[0].mlp.experts.down_proj.shape[0], float(model.lm_head.weight.sum().detach()))
 """
-
-
-@contextmanager
-def hub_of(folder: Path) -> Iterator[str]:
-    """A hub that has one model, and the address of it."""
-    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(sends=False)
-
-        def do_GET(self) -> None:
-            self.answer(sends=True)
-
-        def answer(self, sends: bool) -> None:
-            path, code = self.path.partition("?")[0], 200
-            name = path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
-            if path.startswith(f"/api/models/{NAME}/revision/"):
-                siblings = [{"rfilename": each} for each in files]
-                data = json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode()
-            elif path.startswith(f"/api/models/{NAME}/tree/"):
-                listed = [
-                    {"type": "file", "path": each, "size": file.stat().st_size, "oid": each}
-                    for each, file in files.items()
-                ]
-                data = json.dumps(listed).encode()
-            elif name in files:
-                data = files[name].read_bytes()
-            else:
-                code, data = 404, b"{}"
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
-            if code == 404:
-                self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-            if sends:
-                self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def printed(home: Path, ranks: int, **environ: str) -> list[str]:
@@ -94,7 +42,7 @@ def test_a_model_is_read_by_its_name_on_the_hub(tmp_path: Path) -> None:
     (folder / "original/model.safetensors").write_text("not to be read")
     home.mkdir()
     head = str(float(whole.lm_head.weight.sum().detach()))
-    with hub_of(folder) as address:
+    with hub_of(folder, NAME) as address:
         found = printed(home, 2, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
     assert found == ["has", "4", head] * 2
     assert not list(home.rglob("original"))

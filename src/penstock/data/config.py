@@ -26,8 +26,8 @@ class DataConfig:
     """Where the text comes from and how much of it a step uses."""
 
     path: Name | None = None
-    """File or folder of text, JSON lines, Parquet or prepared tokens ([more](data.md)); none = your Python's
-    standard library."""
+    """File or folder of text, JSON lines, Parquet or prepared tokens, or `hf://datasets/OWNER/NAME`
+    ([more](data.md)); none = your Python's standard library."""
     mixture: Table = dataclass_field(default_factory=Table)
     """Table of paths and weights, instead of `path`: samples of each in that proportion."""
     tokenizer: Name | None = None

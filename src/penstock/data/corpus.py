@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
+from penstock.data.hub import is_on_hub
 from penstock.data.listing import files_below, files_of, is_folder, place_of
 from penstock.data.prepare import Preparation
 from penstock.data.record import WHOLE, is_prepared, whole_record
@@ -189,7 +190,8 @@ def _to_prepare(config: DataConfig, path: str | None) -> ToPrepare | None:
     else:
         if _is_prepared(path):
             return None
-        files, place = files_of(path, config.suffixes), str(place_of(path))
+        files = files_of(path, config.suffixes)
+        place = path if is_on_hub(path) else str(place_of(path))
     if config.tokenizer is None and not any(map(is_table, files)):
         return None
     work = Preparation(

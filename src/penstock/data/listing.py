@@ -9,6 +9,7 @@ from typing import Final, NoReturn
 
 from penstock.config import ConfigError, expanded
 from penstock.data.files import HINT
+from penstock.data.hub import is_on_hub, parquet_of
 
 NO_TEXT: Final = (".gz", ".bz2", ".xz", ".zst", ".zip", ".npy", ".npz", ".arrow")
 """Extensions of files that are not text and are refused."""
@@ -29,8 +30,9 @@ def files_of(path: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def place_of(path: str) -> Path:
-    """Return the place of a text with its home folder expanded; raise ConfigError about `path`."""
-    return expanded(path, "path", HINT)
+    """Return the place of a text, its home folder expanded or loaded from the hub; raise ConfigError about
+    `path`."""
+    return parquet_of(path) if is_on_hub(path) else expanded(path, "path", HINT)
 
 
 def is_folder(path: str, place: Path) -> bool:
