@@ -44,7 +44,7 @@ class Shares:
     def words(self) -> str:
         """The shares as text."""
         products, scores, backward, memory = (round(100 * share) for share in astuple(self))
-        return f"{products} % in products, {scores} and {backward} % in attention, {memory} % of memory"
+        return f"products {products} %, attention {scores} and {backward}, memory {memory}"
 
 
 SHARES: Final[dict[Architecture, Shares]] = {
