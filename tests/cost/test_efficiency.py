@@ -34,7 +34,7 @@ def share(rows: float, inner: float, columns: float, groups: int = 1) -> float:
 
 def test_large_products_reach_most_and_experts_with_few_rows_little() -> None:
     large, *experts = share(16384, 8192, 8192), *(share(rows, 2048, 1536, 16) for rows in (2048, 256, 16))
-    assert 0.65 < large <= SHARES["Hopper"].products
+    assert 0.6 < large <= SHARES["Hopper"].products
     assert large > experts[0] > experts[1] > experts[2]
     assert experts[2] < 0.1
 

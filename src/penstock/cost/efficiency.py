@@ -7,7 +7,7 @@ as long as its bytes in memory. No task is shorter than its kernels' starts.
 
 Sources of the shares, all of single kernels: cuBLAS in bfloat16 on A100 230 TFLOP/s (74 % of the data sheet;
 grouped products with 616 rows for each of 40 experts 65 %, with 1232 rows 70 %, gradients of weights 52 and
-60 %), on H100 650 to 720 (66 to 73 %), on B200 1450 in short runs and 1100 once it is warm (49 %, gradients
+60 %), on H100 620 to 720 (63 to 73 %), on B200 1450 in short runs and 1100 once it is warm (49 %, gradients
 of weights 45 %, experts the same), as SimuMax has measured and published them by shape, and the makers' own
 benchmarks; hipBLASLt on MI300X 550 to 700, on MI355X 1400 to 1600. GeForce and workstation cards come near a
 peak that is halved for sums in float32. Attention with a causal mask, 4096 tokens and heads of 128, forward
@@ -44,19 +44,19 @@ class Shares:
     def words(self) -> str:
         """The shares as text."""
         products, scores, backward, memory = (round(100 * share) for share in astuple(self))
-        return f"{products} % in products, {scores} and {backward} % in attention, {memory} % of memory"
+        return f"products {products} %, attention {scores} and {backward}, memory {memory}"
 
 
 SHARES: Final[dict[Architecture, Shares]] = {
     "Pascal": Shares(0.85, 0.30, 0.25, 0.75),
     "Volta": Shares(0.85, 0.30, 0.25, 0.80),
     "Turing": Shares(0.85, 0.30, 0.25, 0.80),
-    "Ampere": Shares(0.78, 0.50, 0.42, 0.80),
+    "Ampere": Shares(0.77, 0.50, 0.42, 0.80),
     "Ada": Shares(0.78, 0.55, 0.45, 0.80),
-    "Hopper": Shares(0.74, 0.55, 0.43, 0.80),
-    "Blackwell": Shares(0.52, 0.43, 0.33, 0.70),
-    "Grace Blackwell": Shares(0.60, 0.43, 0.33, 0.70),
-    "CDNA 3": Shares(0.48, 0.30, 0.22, 0.70),
+    "Hopper": Shares(0.68, 0.55, 0.43, 0.80),
+    "Blackwell": Shares(0.50, 0.43, 0.33, 0.70),
+    "Grace Blackwell": Shares(0.58, 0.43, 0.33, 0.70),
+    "CDNA 3": Shares(0.46, 0.30, 0.22, 0.70),
     "CDNA 4": Shares(0.55, 0.34, 0.25, 0.70),
 }
 """By architecture."""
@@ -73,7 +73,7 @@ GROUPED: Final = 0.95
 TILES: Final = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75))
 """Rows and columns of tiles that libraries choose from, and their speeds over that of the largest."""
 
-DEPTH: Final = 256
+DEPTH: Final = 128
 """Columns of a product's inner dimension in the time of which a tile begins and ends."""
 
 NARROW: Final = 0.5

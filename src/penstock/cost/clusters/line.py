@@ -90,12 +90,12 @@ def in_line(text: str) -> ClusterFile | None:
         device=device.name,
         precision=device.usual,
         kernels_of="device in float8" if in_float8 else "device",
-        source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB at "
+        source=f"data sheet of {device.name}: {peak:g} TFLOP/s in {device.usual}, {memory_gb} GB, "
         f"{device.memory_gb_per_s:g} GB/s, {device.link} {inside / 1e9:g} GB/s; default efficiency of "
-        f"{device.architecture}: {shares.words}, {100 * LINKS[device.link]:.0f} % of links, "
-        f"{100 * FABRICS[fabric]:.0f} % of the network; "
-        + f"products in float8, which Penstock does not compute, {FLOAT8:g} times as fast; " * in_float8
-        + "nothing is measured",
+        f"{device.architecture}: {shares.words}, links {100 * LINKS[device.link]:.0f}, "
+        f"network {100 * FABRICS[fabric]:.0f} %; nothing measured"
+        + f"; products in float8, as Penstock does not compute them: {FLOAT8:g} times as fast"
+        * in_float8,
     )
 
 
