@@ -47,8 +47,8 @@ ALONE: Final = ("out", "routing", "against", "sweep")
 def wants_stages(options: argparse.Namespace) -> bool:
     """Return whether stages are given. Raises ConfigError for options that do not belong together."""
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
-    if stages is None:
-        if parts is not None:
+    if stages in (None, 1):
+        if parts not in (None, 1):
             why = "is the number of parts of every stage, and no stages are given"
             raise ConfigError(VIRTUAL_SIZE, parts, why, f"Add {SIZE} 4, or remove it.")
         return False
@@ -104,6 +104,12 @@ class StagesInstead:
         update = milliseconds(self.plan.update_s)
         words = f"{self.options} would take {update} for an update ({faster}), by a quick plan"
         return f"Stages   {words}; {PLANNED_ONLY}"
+
+    @property
+    def hint(self) -> str:
+        """What would fit, as a sentence."""
+        size = gib(self.plan.memory_bytes)
+        return f"In stages it would fit with {self.options} ({size} per rank), {PLANNED_ONLY}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
