@@ -226,7 +226,9 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     try:
         return _planned(options, cluster, width)
     except NothingFitsError as error:
-        raise ConfigError(error.key, error.value, error.why, _what_fits(options, cluster)) from error
+        instead = stages_instead(options, cluster, math.inf)
+        hint = _what_fits(options, cluster) + ("" if instead is None else f" {instead.hint}")
+        raise ConfigError(error.key, error.value, error.why, hint) from error
 
 
 def _what_fits(options: argparse.Namespace, file: ClusterFile) -> str:

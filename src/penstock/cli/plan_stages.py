@@ -14,6 +14,7 @@ from penstock.cli.fitting import other_layouts
 from penstock.cli.plan_search import Searching, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
+    SIZES,
     budget_of,
     changed_options,
     memory_of,
@@ -37,6 +38,9 @@ from penstock.words import change, gib, milliseconds
 WEIGHING_S: Final = 5.0
 """Seconds of processor time to look for layouts in stages."""
 
+FINALISTS: Final = 3
+"""The number of layouts that are compared by all orders of microbatches."""
+
 MOST_STAGES: Final = 64
 """The most stages that are tried where their number is open."""
 
@@ -47,8 +51,8 @@ ALONE: Final = ("out", "routing", "against", "sweep")
 def wants_stages(options: argparse.Namespace) -> bool:
     """Return whether stages are given. Raises ConfigError for options that do not belong together."""
     stages, parts = options.pipeline_parallel_size, options.virtual_pipeline_parallel_size
-    if stages is None:
-        if parts is not None:
+    if stages in (None, 1):
+        if parts not in (None, 1):
             why = "is the number of parts of every stage, and no stages are given"
             raise ConfigError(VIRTUAL_SIZE, parts, why, f"Add {SIZE} 4, or remove it.")
         return False
@@ -69,13 +73,14 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
     started = time.monotonic()
     cluster = stage_cluster(file, stages)
     if options.layout == "auto":
-        tried = _layouts(options, cluster)
-        over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
-        options = _fastest(((stages, each) for each in tried), file, over).options
+        options = _laid_out(options, file).options
     subject = subject_of(options, cluster)
     memory = memory_of(options.memory_gib, subject.memory_bytes)
     with searching(None, budget_of(options, subject)) as search:
-        subject, found, updates = _searched(subject, options, file, memory, search)
+        try:
+            subject, found, updates = _searched(subject, options, file, memory, search)
+        except NothingFitsError as error:
+            raise ConfigError(error.key, error.value, error.why, _what_fits(options, file, error)) from None
     report = PipelineReport(
         subject=subject,
         found=found,
@@ -87,6 +92,23 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
     )
     print(json.dumps(report.to_dict()) if options.json else report.to_text(width), end="")
     return 128 + signal.SIGINT if search.stopped() else 0
+
+
+def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
+    """Return the fastest layout of the given stages. Raises ConfigError if none fits."""
+    stages = options.pipeline_parallel_size
+    tried = _layouts(options, stage_cluster(file, stages))
+    over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
+    return _fastest(((stages, each) for each in tried), file, over)
+
+
+def _what_fits(options: argparse.Namespace, file: ClusterFile, error: NothingFitsError) -> str:
+    """Return which layout of the given stages would fit."""
+    try:
+        laid = _laid_out(options, file)
+    except ConfigError:
+        return error.hint
+    return f"It would fit with {_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +127,12 @@ class StagesInstead:
         words = f"{self.options} would take {update} for an update ({faster}), by a quick plan"
         return f"Stages   {words}; {PLANNED_ONLY}"
 
+    @property
+    def hint(self) -> str:
+        """What would fit, as a sentence."""
+        size = gib(self.plan.memory_bytes)
+        return f"In stages it would fit with {self.options} ({size} per rank), {PLANNED_ONLY}."
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {**stages_dict(self.plan), "options": self.options, "executable": False}
@@ -113,20 +141,25 @@ class StagesInstead:
 def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
     """Return what stages would bring; None where they are no faster, or no size of an update is given.
 
-    Without `--layout auto`, only a stage for each node is looked at, and experts spread inside it.
+    Without `--layout auto`, only a stage for each node is looked at, with experts spread inside it, and with
+    shared attention if that does not fit.
     """
     if options.global_batch is None:
         return None
     file, options = _resized(file, options)
     over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
     try:
-        laid = _fastest(_open(options, file), file, over)
+        try:
+            laid = _fastest(_open(options, file), file, over)
+        except NothingFitsError:
+            laid = _laid_out(
+                argparse.Namespace(**{**vars(options), "pipeline_parallel_size": file.nodes}), file
+            )
     except ConfigError:
         return None  # no layout in stages is possible
-    plan = _find(laid.problem, laid.options, file, laid.memory).best
-    if plan.update_s * NEAR > than_s:
+    if laid.plan.update_s * NEAR > than_s:
         return None
-    return StagesInstead(plan=plan, options=_told(plan, options), than_s=than_s)
+    return StagesInstead(plan=laid.plan, options=_told(laid.plan, options), than_s=than_s)
 
 
 def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFile, argparse.Namespace]:
@@ -231,25 +264,33 @@ class _Laid:
 def _fastest(
     tried: Iterator[tuple[int, argparse.Namespace]], file: ClusterFile, over: Callable[[], bool]
 ) -> _Laid:
-    """Return the layout of the fastest plan. Raises the last layout's ConfigError if none is possible."""
-    best, refused = None, ConfigError(SIZE, UNSET, "there is no other number of stages")
+    """Return the layout of the fastest plan. Raises the last layout's ConfigError if none is possible.
+
+    Layouts are compared by the plainest order of microbatches, and the best few by all.
+    """
+    found, seen, refused = list[_Laid](), set[object](), ConfigError(SIZE, UNSET, "no stages are possible")
     for stages, laid in tried:
-        if best is not None and over():
-            break
         options = argparse.Namespace(**{**vars(laid), "pipeline_parallel_size": stages})
+        sizes = (stages, *(getattr(options, name) for name in SIZES), *options.overrides)
+        if sizes in seen:
+            continue
+        if seen and over():
+            break
+        seen.add(sizes)
         try:
             subject = subject_of(options, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
-            found = _find(problem, options, file, memory, orders=1)
+            plan = _find(problem, options, file, memory, orders=1).best
         except ConfigError as error:
             refused = error
             continue
-        if best is None or found.best.update_s < best.plan.update_s:
-            best = _Laid(options=options, problem=problem, memory=memory, plan=found.best)
-    if best is None:
+        found.append(_Laid(options=options, problem=problem, memory=memory, plan=plan))
+    if not found:
         raise refused
-    return best
+    best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
+    again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
+    return min(again, key=lambda each: each.plan.update_s)
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:
@@ -267,12 +308,13 @@ def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int,
 
 
 def _layouts(options: argparse.Namespace, cluster: ClusterFile) -> Iterator[argparse.Namespace]:
-    """Yield options for the given layout and all others of a stage, which have the same samples."""
+    """Yield options for the given layout and all others of a stage, with the same samples per microbatch."""
     given = argparse.Namespace(**{**vars(options), "layout": "given"})
     yield given
     subject = subject_of(given, cluster)
     for changes in other_layouts(subject, of_study=of_study(options.model)):
-        yield changed_options(given, changes)
+        sizes = {name: size for name, size in changes.items() if name != "batch"}
+        yield changed_options(given, sizes)
 
 
 def _told(plan: PipelinePlan, options: argparse.Namespace) -> str:
@@ -285,6 +327,4 @@ def _told(plan: PipelinePlan, options: argparse.Namespace) -> str:
         words += [f"{OF_CONFIGURATIONS[name]}={size}" for name, size in used.items()]
     else:
         words += [f"{option(name)} {size}" for name, size in used.items()]
-    if work.tp_size > 1:
-        words.append(f"--batch {work.batch}")
     return " ".join(words)

@@ -105,14 +105,17 @@ class _Search:
 
         Where forward and backward overlap, those that fit each other best need not be the best ones alone.
         """
-        if again not in self._known:
-            self._known[again] = list(dict.fromkeys((*self._choices(sample), *first_choices(sample))))
         part = Part(range(sample.shape.num_layers))
 
         def seconds(way: Decision) -> float:
             stages = self._samples.setdefault(way, Stages(sample, way))
             return stages.together_s(part, part) if pipeline.overlaps else stages.both_s(part)
 
+        if again not in self._known:
+            first = sorted(first_choices(sample), key=seconds)
+            others = (first[0].deciding("dispatch", name) for name in sample.dispatches)
+            ways = (*self._choices(sample), *first, *(valid(sample, way) for way in others))
+            self._known[again] = list(dict.fromkeys(ways))
         return sorted(self._known[again], key=seconds)
 
     def _staged(self, choice: Decision) -> Stages:

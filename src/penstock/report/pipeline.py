@@ -116,7 +116,8 @@ def stages_words(plan: PipelinePlan) -> str:
     stages, parts, _ = plan.pipeline.sizes
     of = f" in {parts} parts each, the parts" if parts > 1 else ""
     layers = _runs(plan.layers)
-    return f"{stages} stages{of} of {layers} layers, {plan.pipeline.words}; each runs {plan.choice.words}"
+    words = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
+    return f"{words}; each runs {plan.choice.words}"
 
 
 def _runs(layers: tuple[int, ...]) -> str:

@@ -1,0 +1,83 @@
+"""`penstock plan` in pipeline stages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+
+BASE = [
+    *("plan", "--model", "flowmoe/gpt2-tiny", "--cluster", "4x2xA100-80GB,net=10gbit"),
+    *("--layers", "4", "--batch", "1", "--budget", "0.05"),
+]
+STAGES, PARTS, UPDATE = "--pipeline-parallel-size", "--virtual-pipeline-parallel-size", "--global-batch"
+
+
+def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main([*BASE, *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [STAGES, "4", UPDATE, "32"]
+    found = planned([*words, PARTS, "1"], capsys)
+    stages = found["stages"]
+    assert not found["executable"]
+    assert (stages["pipeline_parallel_size"], stages["microbatches"]) == (4, 16)
+    assert sum(stages["layers"]) == 4 and len(stages["memory_bytes_of_stages"]) == 4
+    assert stages["memory_bytes"] == max(stages["memory_bytes_of_stages"])
+    assert 0 < stages["bubble"] < 1
+    tokens = 32 * 256 / stages["update_s"]
+    assert found["throughput"]["tokens_per_s"] == pytest.approx(tokens)
+    assert main([*BASE, *words]) == 0
+    text = capsys.readouterr().out
+    for line in ("Plan ", "Time ", "Bubble ", "Speed ", "Memory ", "Next ", "Note "):
+        assert f"\n{line}" in text
+    assert "does not execute stages" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ([STAGES, "4"], UPDATE),
+        ([STAGES, "3", UPDATE, "32"], STAGES),
+        ([STAGES, "8", UPDATE, "32"], STAGES),
+        ([STAGES, "0", UPDATE, "32"], STAGES),
+        ([PARTS, "2", UPDATE, "32"], PARTS),
+        ([STAGES, "4", PARTS, "2", UPDATE, "4"], PARTS),
+        ([STAGES, "4", PARTS, "2", UPDATE, "32"], PARTS),
+        ([STAGES, "4", UPDATE, "3"], UPDATE),
+        ([STAGES, "2", UPDATE, "32", "--ep-size", "8"], "--ep-size"),
+        ([STAGES, "2", UPDATE, "32", "--out", "plan.json"], "--out"),
+        ([STAGES, "2", UPDATE, "32", "--sweep", "batch=1,2"], "--sweep"),
+    ],
+)
+def test_what_no_stages_can_have_is_refused_by_name(
+    words: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*BASE, "--layers", "5", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith((f"penstock: {key} = ", f"penstock: {key}: "))
+
+
+@pytest.mark.slow
+def test_a_plan_without_stages_says_what_they_would_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned([UPDATE, "256"], capsys)
+    hint = found["stages"]
+    assert hint["pipeline_parallel_size"] == 4
+    assert hint["update_s"] < found["predicted_s"]
+    then = planned([*hint["options"].split(), UPDATE, "256"], capsys)["stages"]
+    assert then["update_s"] <= hint["update_s"] * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_layouts_are_weighed_in_stages_too(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [UPDATE, "64", STAGES, "2", "--nodes", "2", "--layers", "2"]
+    given, best = (planned([*words, *more], capsys)["stages"] for more in ([], ["--layout", "auto"]))
+    assert best["update_s"] <= given["update_s"] * 1.05
