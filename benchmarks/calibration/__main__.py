@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.calibration.fit import fitted
+from benchmarks.calibration.gpu import Step, steps
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import SAMPLE, Result, held_out
 from benchmarks.calibration.page import page
@@ -23,13 +24,14 @@ class Calibration:
     """What was compared."""
 
     results: list[Result]
+    steps: list[Step]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
-        return page(self.results)
+        return page(self.results, self.steps)
 
 
 def calibrated(options: argparse.Namespace) -> Calibration:
@@ -37,14 +39,14 @@ def calibrated(options: argparse.Namespace) -> Calibration:
     if options.write:
         for name in HARDWARE:
             fitted(name).file.save(FOLDER / f"{name}.json")
-    found = Calibration(results=held_out(options.sample))
+    found = Calibration(results=held_out(options.sample), steps=steps())
     if options.write:
         write_whole(PAGE, found.to_text())
     return found
 
 
 if __name__ == "__main__":  # not in processes that share the work
-    parser = parser_of("calibration", "Compares predictions with what others measured: half a minute.")
+    parser = parser_of("calibration", "Compares predictions with what others measured: a minute.")
     parser.add_argument(
         "--write",
         action="store_true",

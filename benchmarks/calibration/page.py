@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from benchmarks.calibration.fit import WORDS, fitted, misses
+from benchmarks.calibration.gpu import Step
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
 from benchmarks.calibration.tasks import rows
@@ -54,10 +55,17 @@ UNITS: Final = {
 }
 
 
-def page(results: Sequence[Result], more: Sequence[str] = ()) -> str:
-    """Return the page. results: held out. more: further parts."""
+GPU: Final = """## Steps on GPUs
+
+What users of other frameworks measured of whole steps, updates included, and the plan that `penstock plan`
+finds for the row's layout, on devices of which nothing but the data sheet is known. Nothing is fitted to
+these rows. A framework need not overlap what the plan overlaps."""
+
+
+def page(results: Sequence[Result], steps: Sequence[Step]) -> str:
+    """Return the page. results: held out. steps: on GPUs."""
     parts = [HEAD, CONSTANTS, _table(_constants()), TASKS, _table(_tasks())]
-    parts += [HELD_OUT, _table(_results(results)), *more]
+    parts += [HELD_OUT, _table(_results(results)), GPU, _table(_steps(steps))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -107,4 +115,33 @@ def _results(results: Sequence[Result]) -> Iterator[Sequence[str]]:
             each.metric,
             each.published,
             each.predicted,
+        )
+
+
+def _steps(steps: Sequence[Step]) -> Iterator[Sequence[str]]:
+    yield (
+        "source",
+        "model",
+        "layout",
+        "step s",
+        "predicted s",
+        "error",
+        "tokens/s/GPU",
+        "predicted",
+        "plan",
+        "",
+    )
+    for each in steps:
+        seconds, rate = each.predicted_s, each.predicted_rate
+        yield (
+            each.group,
+            each.model,
+            each.layout,
+            f"{each.measured_s:.4g}",
+            "-" if seconds is None else f"{seconds:.4g}",
+            "-" if seconds is None else f"{100 * (seconds / each.measured_s - 1):+.0f} %",
+            "-" if each.measured_rate is None else f"{each.measured_rate:,.0f}",
+            "-" if rate is None else f"{rate:,.0f}",
+            each.plan,
+            each.note,
         )

@@ -105,7 +105,7 @@ class Row:
         cut = problem.cut(Decision(schedule="sequential"))
         cost, kind = problem.cost(Decision(), cut), KINDS[self.what]
         tasks = [task for task in build_graph(cut).tasks if kind(task)]
-        sums = [task for task in tasks if task.op == Op.ALL_REDUCE] if self.messages > 1 else []
+        sums = filter(KINDS["all-reduce"], tasks) if self.messages > 1 else ()
         cluster, work = ProfiledCluster.build(file), problem.workload
         more_s = sum((self.messages - 1) * cluster.all_reduce(work.span(task.axes)).alpha_s for task in sums)
         return 1e3 * (more_s + sum(float(np.max(cost(task))) for task in tasks))

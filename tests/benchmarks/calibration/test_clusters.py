@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.calibration.__main__ import PAGE
 from benchmarks.calibration.fit import fitted, misses
+from benchmarks.calibration.gpu import measured_step
 from benchmarks.calibration.hardware import HARDWARE
 from benchmarks.calibration.held_out import Result
 from benchmarks.calibration.page import page
@@ -78,7 +79,28 @@ def test_the_page_is_what_the_command_writes() -> None:
         Result(**{name: row[name] for name in names}, published=row["value"], predicted="")
         for row in table("published_results.csv")
     ]
-    parts = page(results).split("## Results of the papers")
+    parts = page(results, []).split("## Results of the papers")
     assert written.startswith(parts[0])
     for each in results:
         assert each.setting in written and each.published in written
+    for row in table("gpu_calibration.csv"):
+        assert f"{float(row['step_s']):.4g}" in written
+
+
+@pytest.mark.slow
+def test_a_step_on_gpus_is_predicted_in_its_layout() -> None:
+    row = {"group": "nemo-automodel", "model": "", "gpus": "8", "system": "H100", "seq": "4096", "gbs": "32"}
+    row |= {
+        "mbs": "4",
+        "tp": "1",
+        "pp": "2",
+        "vp": "",
+        "ep": "4",
+        "recompute": "",
+        "step_s": "1",
+        "tok_s_gpu": "",
+    }
+    found = measured_step(row)
+    assert found.predicted_s and found.predicted_rate and found.plan
+    assert found.predicted_s * found.predicted_rate * 8 == pytest.approx(32 * 4096)
+    assert measured_step({**row, "group": "ms-swift"}).predicted_s is None
