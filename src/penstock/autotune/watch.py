@@ -270,15 +270,13 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
     plan, searched = verdict.order.plan, verdict.searched
     if verdict.choice != now.choice:
         now = replace(now, problem=problem, number=now.plans + 1, plans=now.plans + 1)
-    others = verdict.others
     return replace(
         now,
         choice=verdict.choice,
         plan=plan,
         lines=verdict.why,
         searched=searched,
-        others=others,
-        trial=None,
+        learnt=replace(now.learnt, others=verdict.others, won=None),
     )
 
 

@@ -168,7 +168,8 @@ class Weighing:
             return noted.seeing(evidence)
         number, plan = planned.plans + 1, verdict.order.plan
         # Other plans were priced by even routing, so their times cannot be compared.
-        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number, others=())
+        learnt = replace(noted.learnt, others=())
+        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number, learnt=learnt)
         return another.seeing(evidence)
 
 
@@ -178,7 +179,7 @@ def _weighed(planned: Planned, adopts: bool) -> _Verdict:
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
     if memory is not None:  # what runs fits, whatever is estimated
         memory = MemoryBudget(bytes=max(memory.bytes, _needed_bytes(problem, planned.choice)))
-    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.lost)
+    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
         return _Verdict(lines=found.lines)
@@ -196,7 +197,7 @@ def _stays(planned: Planned, found: Weighed) -> bool:
     if not found.moves or _moves(choice) == _moves(found.still.choice):
         return False
     now = evaluate(planned.problem, replace(choice, priority=found.best.choice.priority))
-    now = corrected(now, miss(planned.lost, choice, found.still.choice))
+    now = corrected(now, miss(planned.learnt.lost, choice, found.still.choice))
     pays = not found.fits or now.predicted_s < WORTH * found.still.predicted_s
     return pays and found.best.predicted_s >= WORTH * now.predicted_s
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from penstock.autotune.planned import Order, Planned, Rival, decided, decided_slowly
+from penstock.autotune.planned import Learnt, Order, Planned, Rival, decided, decided_slowly
 from penstock.autotune.problem import (
     assumed_problem,
     check_shared,
@@ -141,7 +141,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         lines=lines,
         rivals=tuple(rivals),
         searched=searched,
-        others=others,
+        learnt=Learnt(others=others),
     )
 
 
@@ -200,13 +200,12 @@ def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
         problem = run_problem(config, layout, file)
     for line in overruled(config.placement, paper.choice, path):
         logger.warning(line)
-    plan = paper.step_plan(problem, str(path))
+    planned = Planned.of(paper, path, problem, file)
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
     where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
     logger.info(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
-    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
-    return planned.knowing(paper)
+    return planned
 
 
 def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
@@ -350,9 +349,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
         if machinery.control.any(other is not None, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
-    plan = paper.step_plan(problem, str(path / PLAN_FILE))
-    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
-    return planned.knowing(paper)
+    return Planned.of(paper, path / PLAN_FILE, problem, file)
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:
