@@ -200,17 +200,17 @@ def test_a_plan_with_a_gradient_partition(
 
 
 @pytest.mark.parametrize(
-    ("setting", "what"),
+    ("settings", "what"),
     [
-        ("plan.mode=replay", "plan.file=nowhere.json", "nowhere.json"),
+        ("plan.mode=replay plan.file=nowhere.json", "nowhere.json"),
         ("plan.cluster=fsmoe-testbed-c", "fsmoe-testbed-b"),
         ("plan.cluster=nowhere/cluster.json", "nowhere/cluster.json"),
     ],
 )
-def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, setting: str, what: str) -> None:
+def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, settings: str, what: str) -> None:
     """Found by rank 0 alone, refused on all."""
     folder = folder_of(tmp_path, "run", RANKS)
-    for told in run(ranks, folder, "plan.mode=auto", setting):
+    for told in run(ranks, folder, "plan.mode=auto", *settings.split()):
         assert told.refused is not None and what in told.refused[1]
     assert not (folder / "run").exists()
 

@@ -16,7 +16,6 @@ from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
-from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
@@ -171,6 +170,12 @@ class Planned:
         problem = replace(self.problem, cluster=ProfiledCluster.build(file))
         return replace(self, file=file, problem=problem, learnt=learnt)
 
+    def another(self, order: Order) -> Planned:
+        """Return the plan that another choice makes, with the next number; the same choice keeps its own."""
+        number = self.plans + 1
+        now = self if order.choice == self.choice else replace(self, number=number, plans=number)
+        return replace(now, choice=order.choice, plan=order.plan)
+
     def noting(self, *lines: str) -> Planned:
         """Return the plan with more lines of explanation; lines that it has already are not repeated."""
         return replace(self, lines=tuple(dict.fromkeys((*self.lines, *lines))))
@@ -197,14 +202,15 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A step plan as it is sent between ranks: small, since the graph is built where it arrives."""
+    """A plan as it is sent between ranks: small, since the graph of its step is built where it arrives."""
 
+    choice: Decision
     shape: StepShape
     text: str
 
     @staticmethod
-    def of(plan: StepPlan) -> Order:
-        return Order(shape=plan.shape, text=plan.schedule.text())
+    def of(choice: Decision, plan: StepPlan) -> Order:
+        return Order(choice=choice, shape=plan.shape, text=plan.schedule.text())
 
     @property
     def plan(self) -> StepPlan:
@@ -214,20 +220,15 @@ class Order:
 
 def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
     """Return the run with the choice written into sections [schedule], [placement] and [moe]."""
+    rounded = None if choice.comm_dtype == "none" else choice.comm_dtype
     return replace(
         config,
         schedule=config.schedule.saying(choice),
         placement=config.placement.saying(choice),
-        moe=_chosen_moe(config.moe, choice),
-        plan=replace(
-            config.plan, comm_dtype="given", recompute=choice.recompute
-        ),  # the model is built for it
+        # The model is built for these.
+        moe=replace(config.moe, dispatch=choice.dispatch, comm_dtype=rounded or config.moe.comm_dtype),
+        plan=replace(config.plan, comm_dtype="given", recompute=choice.recompute),
     )
-
-
-def _chosen_moe(moe: MoEConfig, choice: Decision) -> MoEConfig:
-    chosen = None if choice.comm_dtype == "none" else choice.comm_dtype
-    return replace(moe, dispatch=choice.dispatch, comm_dtype=chosen or moe.comm_dtype)
 
 
 # ---- decisions of rank 0 for all ranks: two ranks with different  ------------------------------------------
@@ -280,19 +281,15 @@ def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, time
             found.put(error)
 
     Thread(target=think, name="penstock-decision", daemon=True).start()
-    while (answer := _soon(found, min(timeout_s / BEATS, LONGEST_BEAT_S))) is None:
-        control.gather(None, purpose)
+    answer = None
+    while answer is None:
+        try:
+            answer = found.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
+        except Empty:
+            control.gather(None, purpose)
     if isinstance(answer, BaseException):
         raise answer
     return _taken(control.gather(answer, purpose)[0])
-
-
-def _soon(found: SimpleQueue[T], seconds: float) -> T | None:
-    """Return what comes within some seconds, or None."""
-    try:
-        return found.get(timeout=seconds)
-    except Empty:
-        return None
 
 
 def _answer(decide: Callable[[], T]) -> _Answer[T]:

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
 
-_Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched, tuple[OtherPlan, ...]]
+_Found = tuple[int, list[tuple[Order, float]], tuple[str, ...], Searched, tuple[OtherPlan, ...]]
 """Number of the problem, promising plans, explanation, how much was searched, and the other plans found."""
 
 UNUSED = (
@@ -124,14 +124,14 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         number, found, lines = _fastest(problems, file, config.plan.budget)
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
         problem = problems[number]
-        orders = [(each.choice, Order.of(each.plan), whole_s(problem, each)) for each in promising]
+        orders = [(Order.of(each.choice, each.plan), whole_s(problem, each)) for each in promising]
         return number, orders, lines, found.searched, OtherPlan.among(problem, found.others)
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
     number, promising, lines, searched, others = decided_slowly(*decided_by)
     logger.info("\n".join(numbered(shown(lines), 1)))
     best, *rivals = [
-        Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
+        Rival(choice=order.choice, plan=order.plan, predicted_s=seconds) for order, seconds in promising
     ]
     return Planned(
         problem=problems[number],
