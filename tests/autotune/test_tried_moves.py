@@ -158,9 +158,9 @@ def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(
 ) -> None:
     """To the very plan that it had, in the order that was timed; its file knows what was tried."""
     _, told, paper = went_back
-    said = " ".join(told[0].said.split())
-    tried = re.search(TRIED + r"going back to \2", said)
-    assert tried and tried.end() > said.rfind("re-ordered"), said
+    log = " ".join(told[0].logged.split())
+    tried = re.search(TRIED + r"going back to \2", log)
+    assert tried and tried.end() > log.rfind("re-ordered"), log
     assert paper.choice.experts == "none" and paper.explains_choice
     assert any(line.endswith(f"going back to {tried[2]}") for line in paper.why)
     assert any("experts move" in other.words and other.measured_s == SLOW * STEP_S for other in paper.others)
@@ -193,8 +193,8 @@ def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tm
     """Guests, none, and guests again, after which the run goes on as it was saved."""
     folder = folder_of(tmp_path, "run", RANKS)
     told, paper = run_that_moves(ranks, folder, slow=False)
-    said = " ".join(told[0].said.split())
-    assert (tried := re.search(TRIED + r"keeping \1", said)), said
+    log = " ".join(told[0].logged.split())
+    assert (tried := re.search(TRIED + r"keeping \1", log)), log
     assert paper.choice.guests > 0 and paper.explains_choice and paper.lost == ()
     assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
     assert paper.trial_s == STEP_S
