@@ -71,11 +71,12 @@ def test_a_plan_is_chosen_and_explained_in_five_lines(planned: tuple[Path, list[
     assert len(paper.why) == 6 and paper.why[5].endswith(" per step predicted")
     assert paper.why[5].startswith(f"plan 1 re-ordered using measured task durations: {seconds}")
     words = " ".join(leader.said.split())
+    log = " ".join(leader.logged.split())
     assert f"Plan 1 {paper.choice.words}" in words
-    told = [" ".join(line.split()) in words for line in paper.why[1:]]
-    assert told == [True, True, False, False, True], "what is next and what if are in the file"
+    assert re.search(r"Plan 1 .* Time .* per step predicted; .* Limit ", words), "in short"
+    assert all(" ".join(line.split()) in log for line in paper.why), "the rest is in the file and the log"
     assert leader.summary is not None and leader.summary.schedule == paper.choice.schedule
-    assert leader.plans == other.plans and paper.why[5] in words
+    assert leader.plans == other.plans
     assert other.said == ""
     assert "section [schedule] (name flowmoe) is ignored" in words
 
@@ -103,7 +104,7 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
     assert told[0].plans == told[1].plans
     first, second = (set(told[0].plans[turn : turn + TRIAL_STEPS]) for turn in (0, TRIAL_STEPS))
     assert len(first) == len(second) == 1 and first != second
-    assert set(told[0].plans) == first | second or "re-ordered" in told[0].said
+    assert set(told[0].plans) == first | second or "re-ordered" in told[0].logged
     words = " ".join(told[0].said.split())
     assert words.count(f"tried for {TRIAL_STEPS} steps each: ") == 1
     paper = PlanFile.read(folder / "run" / "plan.json")
@@ -200,17 +201,17 @@ def test_a_plan_with_a_gradient_partition(
 
 
 @pytest.mark.parametrize(
-    ("setting", "what"),
+    ("settings", "what"),
     [
-        ("plan.mode=replay", "plan.file=nowhere.json", "nowhere.json"),
+        ("plan.mode=replay plan.file=nowhere.json", "nowhere.json"),
         ("plan.cluster=fsmoe-testbed-c", "fsmoe-testbed-b"),
         ("plan.cluster=nowhere/cluster.json", "nowhere/cluster.json"),
     ],
 )
-def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, setting: str, what: str) -> None:
+def test_files_that_are_not_there(ranks: Pools, tmp_path: Path, settings: str, what: str) -> None:
     """Found by rank 0 alone, refused on all."""
     folder = folder_of(tmp_path, "run", RANKS)
-    for told in run(ranks, folder, "plan.mode=auto", setting):
+    for told in run(ranks, folder, "plan.mode=auto", *settings.split()):
         assert told.refused is not None and what in told.refused[1]
     assert not (folder / "run").exists()
 
@@ -245,7 +246,7 @@ def test_a_cluster_file_of_another_machine_warns(ranks: Pools, tmp_path: Path) -
         ({"drift_steps": 3}, "drift_steps"),
         ({"drift_threshold": 0.0}, "drift_threshold"),
         ({"profile_s": 0.0}, "profile_s"),
-        ({"source": ""}, "source"),
+        ({"file": ""}, "file"),
     ],
 )
 def test_values_that_make_no_sense(setting: dict[str, float], key: str) -> None:
@@ -378,6 +379,7 @@ def test_a_run_that_goes_on_tunes_again_though_it_has_not_measured_its_order(
     run(ranks, folder, *settings, "train.steps=12")
     slows_down = partial(slow_rank, after=18)
     told = run(ranks, folder, *settings, "train.steps=30", "train.resume=true", before=slows_down)
-    assert ", continued from " in told[0].said and "re-ordered" not in told[0].said.split("has changed")[0]
+    before, changed, _ = told[0].logged.partition("has changed")
+    assert ", continued from " in before and changed and "re-ordered" not in before
     assert told[0].said.count("the fastest of 2 sizes tried (random)") == 1
     assert told[0].plans == told[1].plans

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.autotune.planned import Planned
-from penstock.autotune.trial import Run, _lesson
+from penstock.autotune.trial import TRIAL_STEPS, Turn, _lesson
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import MoveModel, TaskModel
 from penstock.decision import Decision, Movable
@@ -49,8 +49,8 @@ def lesson(
 ) -> tuple[tuple[MoveModel, ...], LostTrial]:
     records = ran(slower, times)
     runs = (
-        Run(planned=slower, seconds=seconds, records=records),
-        Run(planned=faster, seconds=1.0, records=()),
+        Turn(planned=slower, times_s=[seconds] * TRIAL_STEPS),
+        Turn(planned=faster, times_s=[1.0] * TRIAL_STEPS),
     )
     return _lesson(*runs, records)
 

@@ -40,7 +40,8 @@ def problems(file: ClusterFile) -> list[Problem]:
 def chosen(file: ClusterFile) -> tuple[int, list[str]]:
     said: list[str] = []
     with telling(said.append):
-        number, found, lines = _fastest(problems(file), file, 0.02)
+        number, solved = _fastest(problems(file), file, 0.02)
+    lines, found = solved.lines, solved.found
     assert "with a sharded AdamW (" in lines[-1]
     wanted = "forward and backward" if number == 0 else "the step, updates included"
     assert f"predicted for {wanted}" in lines[1]

@@ -20,7 +20,7 @@ from penstock.autotune.profile import (
     profile_schedules,
     rates_with_links,
 )
-from penstock.autotune.profile.links import _Exchanges, _groups, make_pair
+from penstock.autotune.profile.links import _groups, exchanges, make_pair
 from penstock.autotune.profile.sample import GRACE_S, Budget, Limits, median_interval
 from penstock.autotune.profile.tasks import _apart, cuts, sample_of
 from penstock.config import load
@@ -347,9 +347,9 @@ def traffic(rank: int, elements: int) -> dict[str, int]:
     config = tiny()
     layout = replace(Layout.build(config.parallel, 4, rank, 4), node_size=2)
     machinery = build_machinery(layout, torch.device("cpu"), config.parallel, "float32")
-    assert (Lane.INTER, Group.EXPERT) in list(_groups(layout))
+    assert (Lane.INTER, Group.EXPERT) in _groups(layout)
     transport = machinery.transports.inter
-    makes = _Exchanges(transport, Group.EXPERT, rank, torch.device("cpu")).table()
+    makes = exchanges(transport, Group.EXPERT, rank, torch.device("cpu"))
     found = {}
     for name, make in makes.items():
         before = transport.traffic.total()

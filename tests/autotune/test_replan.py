@@ -35,6 +35,6 @@ def test_a_search_that_moves_nothing_does_not_end_what_moves(tmp_path: Path) -> 
         assert best.predicted_s < WORTH * moving.predicted_s
         now = Planned(problem=evenly, choice=choice, plan=moving.plan, number=3, plans=3).seeing(hot)
         verdict = _decide(config, now, FILE, SLOW)
-    assert verdict.choice == choice
+    assert verdict.order.choice == choice
     assert "keeping plan 3 in a new order (predicted " in verdict.line
     assert best.choice.words in [each.words for each in verdict.others]

@@ -56,7 +56,7 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     assert ran == [choice.schedule for choice in CHOICES for _ in range(TRIAL_STEPS)]
     kept = trials.turn
     assert (kept.choice, kept.plan.schedule.name, kept.rivals) == (CHOICES[1], "flowmoe", ())
-    assert kept.misses == pytest.approx(
+    assert kept.learnt.misses == pytest.approx(
         {"penstock": 0.5 / predicted_s(), "flowmoe": 1.5, "sequential": 0.4 / 0.3}
     )
     assert (kept.number, kept.plans) == (2, 3)
@@ -74,7 +74,9 @@ def test_trials_end_by_the_time_of_their_steps_with_the_plans_that_were_tried() 
     trials, ran = run(hour)
     assert ran == ["penstock"] * (DROPPED_STEPS + 1)
     kept = trials.turn
-    assert kept.choice == CHOICES[0] and set(kept.misses) == {"penstock"} and kept.trial is not None
+    assert (
+        kept.choice == CHOICES[0] and set(kept.learnt.misses) == {"penstock"} and kept.learnt.won is not None
+    )
     assert "2 plans not tried" in trials.lines[-1]
     slow = {"penstock": 0.5, "flowmoe": 0.9 * TRIALS_S / DROPPED_STEPS, "sequential": 0.1}
     trials, ran = run(slow)

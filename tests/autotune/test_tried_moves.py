@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.planned import Planned
+from penstock.autotune.planned import Learnt, Planned
 from penstock.autotune.trial import TRIAL_STEPS, TRIALS_S, TriedMoves, worth_trying
 from penstock.config import load
 from penstock.cost import ClusterFile
@@ -37,8 +37,8 @@ def plan_of(choice: Decision, number: int) -> Planned:
 
 def tried(new_s: float, old_s: float) -> tuple[TriedMoves, list[str]]:
     """Both turns, with first steps that do not count; the schedules by step."""
-    before = replace(plan_of(OLD, 2), others=(OtherPlan(words="another", predicted_s=9.0),))
-    now = replace(plan_of(NEW, 4), lines=("moving pays",), others=before.others)
+    before = replace(plan_of(OLD, 2), learnt=Learnt(others=(OtherPlan(words="another", predicted_s=9.0),)))
+    now = replace(plan_of(NEW, 4), lines=("moving pays",), learnt=before.learnt)
     trial, ran = TriedMoves(before, now), list[str]()
     while not trial.done:
         schedule = now.choice.schedule
@@ -70,7 +70,10 @@ def test_else_the_one_before_comes_back_and_knows_of_it() -> None:
     kept = trial.turn
     assert (kept.choice, kept.number, kept.plans, kept.trial_s) == (OLD, 2, 4, 0.4)
     assert kept.lines == ("moving pays",), "why it was tried is not forgotten"
-    assert [(other.words, other.measured_s) for other in kept.others] == [(NEW.words, 0.5), ("another", None)]
+    assert [(other.words, other.measured_s) for other in kept.learnt.others] == [
+        (NEW.words, 0.5),
+        ("another", None),
+    ]
     assert trial.lines[0].endswith("500.0 ms by plan 4, 400.0 ms by plan 2: going back to plan 2")
 
 
@@ -89,16 +92,17 @@ def test_what_lost_is_remembered(
     earlier = LostTrial.of(MOVING, OLD, predicted=0.9, measured=1.1)
     another = LostTrial.of(replace(OLD, samples="netmoe"), OLD, predicted=0.9, measured=1.2)
     plans = [
-        replace(plan_of(each, number), lost=(earlier, another)) for number, each in enumerate((new, before))
+        replace(plan_of(each, number), learnt=Learnt(lost=(earlier, another)))
+        for number, each in enumerate((new, before))
     ]
     trial = TriedMoves(plans[1], plans[0])
     for step in range(2 * TRIAL_STEPS):
         trial.note(new_s if step < TRIAL_STEPS else 0.4, [])
     kept = trial.learned(trial.turn, Control(0, 1))
-    assert kept.lost[0] == another and len(kept.lost) == (1 if told is None else 2)
+    assert kept.learnt.lost[0] == another and len(kept.learnt.lost) == (1 if told is None else 2)
     if told is not None:
-        assert kept.lost[1].moves == moves_of(told)
-        assert kept.lost[1].measured == pytest.approx(max(new_s / 0.4, 0.4 / new_s))
+        assert kept.learnt.lost[1].moves == moves_of(told)
+        assert kept.learnt.lost[1].measured == pytest.approx(max(new_s / 0.4, 0.4 / new_s))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +158,9 @@ def test_a_run_in_which_moving_takes_longer_than_predicted_goes_back(
 ) -> None:
     """To the very plan that it had, in the order that was timed; its file knows what was tried."""
     _, told, paper = went_back
-    said = " ".join(told[0].said.split())
-    tried = re.search(TRIED + r"going back to \2", said)
-    assert tried and tried.end() > said.rfind("re-ordered"), said
+    log = " ".join(told[0].logged.split())
+    tried = re.search(TRIED + r"going back to \2", log)
+    assert tried and tried.end() > log.rfind("re-ordered"), log
     assert paper.choice.experts == "none" and paper.explains_choice
     assert any(line.endswith(f"going back to {tried[2]}") for line in paper.why)
     assert any("experts move" in other.words and other.measured_s == SLOW * STEP_S for other in paper.others)
@@ -189,8 +193,8 @@ def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tm
     """Guests, none, and guests again, after which the run goes on as it was saved."""
     folder = folder_of(tmp_path, "run", RANKS)
     told, paper = run_that_moves(ranks, folder, slow=False)
-    said = " ".join(told[0].said.split())
-    assert (tried := re.search(TRIED + r"keeping \1", said)), said
+    log = " ".join(told[0].logged.split())
+    assert (tried := re.search(TRIED + r"keeping \1", log)), log
     assert paper.choice.guests > 0 and paper.explains_choice and paper.lost == ()
     assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
     assert paper.trial_s == STEP_S

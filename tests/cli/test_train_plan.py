@@ -38,7 +38,7 @@ def test_the_saved_settings_say_what_was_chosen_instead(planned: tuple[Path, dic
     _, found, _ = planned
     head, _, settings = found["config"].partition("\n\n")
     assert head.startswith("# Chosen by this run") and f"# moe.dispatch auto -> {found['dispatch']}" in head
-    assert 'dispatch = "auto"' in settings and 'source = "auto"' in settings
+    assert 'dispatch = "auto"' in settings and 'mode = "auto"' in settings
 
 
 def test_it_says_what_was_chosen_and_why(planned: tuple[Path, dict[str, Any], str]) -> None:
@@ -51,7 +51,7 @@ def test_it_says_what_was_chosen_and_why(planned: tuple[Path, dict[str, Any], st
     assert [line.split()[0] for line in why[: len(LABELS)]] == [label.split()[0] for label in LABELS[:4]] + [
         "What"
     ]
-    assert "measuring the cluster" in said
+    assert "measuring the cluster" in said and "\nCluster  network " in said
 
 
 def test_the_cluster_was_measured_here(planned: tuple[Path, dict[str, Any], str]) -> None:

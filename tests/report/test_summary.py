@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.report import RunSummary
+from penstock.trace.stragglers import Straggler
 
 SUMMARY = RunSummary(
     schedule="flowmoe",
@@ -36,38 +37,43 @@ SUMMARY = RunSummary(
     rows_crossing_nodes=0.496,
     loads_in_common=0.934,
     loads="runs/first/loads.png",
+    plan="runs/first/plan.json",
 )
 
 TEXT = """\
-trained     3.4 million parameters, 8 experts per MoE layer (2 on each process), for 1,200 steps on
-            4 processes, schedule flowmoe
-data        a library of Python source, 12.4 MB
+trained     3.4 million parameters, 8 experts per MoE layer, for 1,200 steps on 4 processes, flowmoe
 loss        5.601 nats per byte at the start, 1.981 at the end
-held out    2.104 (± 0.042) on text the model has not seen. Predicting bytes by their frequency
-            alone gives 3.241; the model reaches 2.104, so it has learned from context.
-speed       51,234 tokens/s; a step takes 78.2 ms (median). 40,000 tokens/s with reading, evaluation
-            and saving. Model FLOPs: 31 % of 0.08 TFLOP/s per rank (fastest product measured)
-network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed.
-            Overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
-balance     the busiest process computes 1.28 times the mean number of expert rows; 50 % of rows go
-            to another node; expert loads overlap 93 % with those of the step before
+held out    2.104 (± 0.042) on unseen text; byte frequencies give 3.241: it has learned from context
+speed       51,234 tokens/s; a step takes 78.2 ms; model FLOPs: 31 % of the peak
+network     31.2 ms of communication per step: 84 % hidden under computation, 5.1 ms exposed
+balance     the busiest process computes 1.28 times the mean number of expert rows
 checkpoint  runs/first/checkpoints/step-1200
+report      penstock report runs/first (a page: timelines, what bound the step, loads)
+again       plan.mode=replay plan.file=runs/first/plan.json runs this plan
+files       in that folder: metrics.jsonl, trace.json, tensorboard, loads.png
+"""
+
+DETAILS = """\
+data        a library of Python source, 12.4 MB
+experts     2 on each process
+speed       40,000 tokens/s with reading, evaluation and saving
+peak        0.08 TFLOP/s per rank (fastest product measured)
+network     overlap efficiency 0.91 (1.00 = no order of the same tasks could be faster)
+balance     50 % of rows go to another node
+balance     expert loads overlap 93 % with those of the step before
 metrics     runs/first/metrics.jsonl (one line of JSON per step)
-report      penstock report runs/first (writes a page: timelines, what bound the step, loads)
 loads       runs/first/loads.png (picture: how often each expert was chosen)
 curves      tensorboard --logdir runs/first/tensorboard
-trace       runs/first/trace.json
-            Open https://ui.perfetto.dev and drop the file there. In the rows compute and inter:
-            where both are busy at the same time, communication is hidden.
+trace       runs/first/trace.json (open https://ui.perfetto.dev and drop the file there)
 """
 
 
 @pytest.mark.parametrize(
     ("tp_size", "etp_size", "words"),
     [
-        (2, 4, "on 4 processes (2 share attention, 4 share each expert), schedule flowmoe"),
-        (2, 1, "on 4 processes (2 share attention), schedule flowmoe"),
-        (1, 2, "on 4 processes (2 share each expert), schedule flowmoe"),
+        (2, 4, "on 4 processes (2 share attention, 4 share each expert), flowmoe"),
+        (2, 1, "on 4 processes (2 share attention), flowmoe"),
+        (1, 2, "on 4 processes (2 share each expert), flowmoe"),
     ],
 )
 def test_processes_that_share_parameters(tp_size: int, etp_size: int, words: str) -> None:
@@ -78,14 +84,22 @@ def test_processes_that_share_parameters(tp_size: int, etp_size: int, words: str
 
 
 def test_text_of_a_good_run() -> None:
-    assert SUMMARY.to_text() == TEXT
+    """Ten lines; a log has the rest."""
+    assert SUMMARY.to_text() == TEXT and SUMMARY.details() == DETAILS
+
+
+def test_what_went_wrong_takes_the_place_of_what_says_least() -> None:
+    slow = (Straggler(rank=1, factor=1.5),)
+    text = replace(SUMMARY, interrupted=True, skipped_steps=2, stragglers=slow).to_text()
+    labels = [line.split("  ")[0] for line in text.splitlines()]
+    assert len(labels) == 10 and {"stopped", "skipped", "slow ranks", "checkpoint", "report"} <= set(labels)
 
 
 @pytest.mark.parametrize("eval_loss", [3.241, 3.5])
 def test_a_model_no_better_than_byte_frequencies_is_called_that(eval_loss: float) -> None:
     text = " ".join(replace(SUMMARY, eval_loss=eval_loss).to_text().split())
-    assert f"{eval_loss:.3f} (± 0.042) on text the model has not seen" in text
-    assert "so the model is not better than byte frequencies yet" in text
+    assert f"{eval_loss:.3f} (± 0.042) on unseen text" in text
+    assert "and the model is no better yet" in text
     assert "learned" not in text
 
 
@@ -98,12 +112,12 @@ def test_a_model_no_better_than_byte_frequencies_is_called_that(eval_loss: float
 )
 def test_what_may_be_noise_is_not_called_learning(change: dict[str, float | None], words: str) -> None:
     text = " ".join(replace(SUMMARY, **change).to_text().split())  # type: ignore[arg-type]  # either field
-    assert words in text and "so it has learned" not in text
+    assert words in text and ": it has learned" not in text
 
 
 def test_tokens_are_called_tokens() -> None:
     text = " ".join(replace(SUMMARY, unit="token").to_text().split())
-    assert "5.601 nats per token" in text and "Predicting tokens by their frequency" in text
+    assert "5.601 nats per token" in text and "token frequencies" in text
 
 
 @pytest.mark.parametrize("eval_loss", [float("nan"), float("inf")])
@@ -130,14 +144,15 @@ def test_a_single_process_has_nothing_to_hide() -> None:
 
 
 def test_only_files_that_exist_are_named() -> None:
-    text = replace(SUMMARY, checkpoint=None, trace=None, tensorboard=None).to_text()
+    summary = replace(SUMMARY, checkpoint=None, trace=None, tensorboard=None)
+    text = summary.to_text() + summary.details()
     assert "runs/first/metrics.jsonl" in text
-    assert not any(word in text for word in ("checkpoint", "perfetto", "tensorboard"))
+    assert not any(word in text for word in ("checkpoint", "perfetto", "tensorboard", "trace"))
 
 
 def test_a_long_path_stays_in_one_piece() -> None:
-    path = "/" + "a-long folder-".replace(" ", "_") * 12 + "/trace.json"
-    assert path in replace(SUMMARY, trace=path).to_text()
+    path = "/" + "a-long folder-".replace(" ", "_") * 12 + "/step-00000001"
+    assert path in replace(SUMMARY, checkpoint=path).to_text()
 
 
 def test_dict_is_plain_data() -> None:
@@ -149,7 +164,7 @@ def test_dict_is_plain_data() -> None:
         "metrics": "runs/first/metrics.jsonl",
         "trace": "runs/first/trace.json",
         "tensorboard": "runs/first/tensorboard",
-        "plan": None,
+        "plan": "runs/first/plan.json",
         "cluster": None,
         "loads": "runs/first/loads.png",
     }

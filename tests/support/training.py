@@ -17,6 +17,7 @@ from penstock.report import RunSummary
 from penstock.topology import ProcessInfo
 from penstock.trace import TaskRecord
 from penstock.train.config import RunConfig
+from penstock.train.logs import telling
 from penstock.train.trainer import Trainer
 from tests.support.runs import write_config
 
@@ -28,11 +29,12 @@ Watcher = Callable[[Trainer, int], None]
 class Told:
     """What a rank has to say about its run. plans: digest of the schedule by step, from step 1 on.
 
-    refused: key and text of the ConfigError that ended it.
+    logged: what its log would have, screen included. refused: key and text of the ConfigError that ended it.
     """
 
     summary: RunSummary | None = None
     said: str = ""
+    logged: str = ""
     plans: list[str] = field(default_factory=list)
     refused: tuple[str, str] | None = None
 
@@ -56,7 +58,7 @@ def train_on(
 
     on_step: told of every step. before: told of the trainer before it runs.
     """
-    told, stderr = Told(), io.StringIO()
+    told, stderr, log = Told(), io.StringIO(), list[str]()
     config = load(RunConfig, folder / "tiny.toml", [f"parallel.processes={world_size}", *overrides])
     info = ProcessInfo(rank=rank, world_size=world_size, local_rank=rank, launcher="penstock")
 
@@ -66,7 +68,7 @@ def train_on(
         if on_step is not None:
             on_step(trainer, step)
 
-    with redirect_stderr(stderr):
+    with redirect_stderr(stderr), telling(log.append):
         try:
             trainer = Trainer(config, info, torch.device("cpu"), Autotuner, quiet=False, on_step=note)
             if before is not None:
@@ -74,7 +76,7 @@ def train_on(
             told.summary = trainer.run()
         except ConfigError as error:
             told.refused = error.key, str(error)
-    told.said = stderr.getvalue()
+    told.said, told.logged = stderr.getvalue(), "\n".join(log)
     return told
 
 

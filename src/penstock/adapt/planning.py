@@ -134,14 +134,12 @@ class SearchedPlan:
         file = self._cluster(stack, batch, length)
         problem = self.problem(stack, file, batch, length, recompute)
 
-        def decide() -> tuple[Order, str, tuple[str, ...]]:
+        def decide() -> tuple[Order, tuple[str, ...]]:
             found, lines = find(problem, file, 1.0, REMEDY)
-            return Order.of(found.best.plan), found.best.choice.dispatch, lines
+            return Order.of(found.best.choice, found.best.plan), lines
 
-        order, dispatch, lines = decided_slowly(
-            machinery.control, decide, "choosing a plan", self.parallel.timeout_s
-        )
-        stack.send_by(dispatch)
+        order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
+        stack.send_by(order.choice.dispatch)
         if layout.rank == 0:
             logger.info("\n".join(lines))
         return order.plan

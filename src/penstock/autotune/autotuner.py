@@ -211,7 +211,7 @@ class Autotuner:
         cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
         planned = replace(self.planned, plan=self._stack.plan)
         line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"
-        logger.info(line)
+        logger.debug(line)
         self._kinds = cost.seconds
         self._go_by(planned.noting(line), settle=False)
         self._try_moves()

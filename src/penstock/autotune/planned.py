@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -16,12 +16,11 @@ from penstock.cost.devices import Computing
 from penstock.cost.model_flops import ModelFlops
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
-from penstock.moe import MoEConfig
 from penstock.plan import Candidate, PlanFile, Problem, estimate_memory, predict_s
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched
 from penstock.plan.lost import LostTrial
-from penstock.plan.plan_file import OtherPlan
+from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
 from penstock.plan.predict import bound, closing_s, interval_s, predicted_timeline
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import Schedule, StepPlan
@@ -44,14 +43,42 @@ class Rival:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What a run remembers of other plans, and of trials.
+
+    misses: measured over predicted seconds per step, by schedule that was tried. others: the next best plans,
+    those that were tried first. won: how the plan did that was tried and kept. lost: trials of moving that
+    were lost, whatever the plan in use.
+    """
+
+    misses: Mapping[str, float] = field(default_factory=dict)
+    others: tuple[OtherPlan, ...] = ()
+    won: OtherPlan | None = None
+    lost: tuple[LostTrial, ...] = ()
+
+    @staticmethod
+    def of(paper: PlanFile) -> Learnt:
+        """Return what the file of a plan says."""
+        won = None
+        if paper.trial_s:
+            words = paper.choice.words
+            won = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=paper.trial_s)
+        return Learnt(others=paper.others, won=won, lost=paper.lost)
+
+    def of_trial(self, won: OtherPlan, left: Iterable[OtherPlan]) -> Learnt:
+        """Return the record after a trial which a plan has won."""
+        tried = {each.words: each for each in left}
+        rest = (each for each in self.others if each.words not in (*tried, won.words))
+        return replace(self, won=won, others=(*tried.values(), *rest)[:MOST_OTHERS])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """A plan in use and the problem that it solves; the same on all ranks.
 
     file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
-    that may turn out to be faster, the most promising first. misses: measured over predicted seconds per
-    step, by schedule that was tried. number: by which messages refer to the plan; plans: count of numbers
-    given. others: the next best plans, those that were tried first; trial: of a plan that was tried and kept.
-    lost: trials of moving that were lost, whatever the plan in use.
+    that may turn out to be faster, the most promising first. number: by which messages refer to the plan;
+    plans: count of numbers given.
     """
 
     problem: Problem
@@ -60,13 +87,18 @@ class Planned:
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
     rivals: tuple[Rival, ...] = ()
-    misses: Mapping[str, float] = field(default_factory=dict)
     searched: Searched | None = None
     number: int = 1
     plans: int = 1
-    others: tuple[OtherPlan, ...] = ()
-    trial: OtherPlan | None = None
-    lost: tuple[LostTrial, ...] = ()
+    learnt: Learnt = Learnt()
+
+    @staticmethod
+    def of(paper: PlanFile, path: Path, problem: Problem, file: ClusterFile | None) -> Planned:
+        """Return the plan in the file at `path`, for this problem."""
+        plan, learnt = paper.step_plan(problem, str(path)), Learnt.of(paper)
+        return Planned(
+            problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why, learnt=learnt
+        )
 
     @property
     def name(self) -> str:
@@ -76,14 +108,14 @@ class Planned:
     @property
     def trial_s(self) -> float | None:
         """Seconds that a step took when this choice was tried; None if it was not tried."""
-        same = self.trial is not None and self.trial.words == self.choice.words
-        return self.trial.measured_s if same and self.trial is not None else None
+        won = self.learnt.won
+        return won.measured_s if won is not None and won.words == self.choice.words else None
 
     def expected_s(self, candidate: Candidate) -> float:
         """Return the predicted seconds times the miss of the schedule, or the mean miss if never tried."""
-        misses = self.misses.values()
-        usual = sum(misses) / len(misses) if misses else 1.0
-        return whole_s(self.problem, candidate) * self.misses.get(candidate.choice.schedule, usual)
+        misses = self.learnt.misses
+        usual = sum(misses.values()) / len(misses) if misses else 1.0
+        return whole_s(self.problem, candidate) * misses.get(candidate.choice.schedule, usual)
 
     @property
     def predicted_s(self) -> float:
@@ -129,19 +161,20 @@ class Planned:
         problem = replace(self.problem, evidence=evidence if moves else None, observed=observed)
         return replace(self, problem=problem)
 
-    def knowing(self, paper: PlanFile) -> Planned:
-        """Return the plan with what a file says about it and about other plans."""
-        words, seconds = paper.choice.words, paper.trial_s
-        trial = OtherPlan(words=words, predicted_s=paper.predicted_s, measured_s=seconds) if seconds else None
-        return replace(self, others=paper.others, trial=trial, lost=paper.lost)
-
     def learning(self, moves: tuple[MoveModel, ...], lost: tuple[LostTrial, ...]) -> Planned:
         """Return the plan with what trials tell: how long transfers of moves take, and which trials lost."""
+        learnt = replace(self.learnt, lost=lost)
         if self.file is None or not moves:
-            return replace(self, lost=lost)
+            return replace(self, learnt=learnt)
         file = replace(self.file, moves=moves)
         problem = replace(self.problem, cluster=ProfiledCluster.build(file))
-        return replace(self, file=file, problem=problem, lost=lost)
+        return replace(self, file=file, problem=problem, learnt=learnt)
+
+    def another(self, order: Order) -> Planned:
+        """Return the plan that another choice makes, with the next number; the same choice keeps its own."""
+        number = self.plans + 1
+        now = self if order.choice == self.choice else replace(self, number=number, plans=number)
+        return replace(now, choice=order.choice, plan=order.plan)
 
     def noting(self, *lines: str) -> Planned:
         """Return the plan with more lines of explanation; lines that it has already are not repeated."""
@@ -162,20 +195,22 @@ class Planned:
         paper = PlanFile.of(
             self.problem, candidate, model=model, cluster=cluster, why=self.lines, search=self.searched
         )
-        paper = replace(paper, others=self.others, trial_s=self.trial_s, lost=self.lost)
+        learnt = self.learnt
+        paper = replace(paper, others=learnt.others, trial_s=self.trial_s, lost=learnt.lost)
         paper.telling_use().save(folder / PLAN_FILE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A step plan as it is sent between ranks: small, since the graph is built where it arrives."""
+    """A plan as it is sent between ranks: small, since the graph of its step is built where it arrives."""
 
+    choice: Decision
     shape: StepShape
     text: str
 
     @staticmethod
-    def of(plan: StepPlan) -> Order:
-        return Order(shape=plan.shape, text=plan.schedule.text())
+    def of(choice: Decision, plan: StepPlan) -> Order:
+        return Order(choice=choice, shape=plan.shape, text=plan.schedule.text())
 
     @property
     def plan(self) -> StepPlan:
@@ -185,20 +220,15 @@ class Order:
 
 def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
     """Return the run with the choice written into sections [schedule], [placement] and [moe]."""
+    rounded = None if choice.comm_dtype == "none" else choice.comm_dtype
     return replace(
         config,
         schedule=config.schedule.saying(choice),
         placement=config.placement.saying(choice),
-        moe=_chosen_moe(config.moe, choice),
-        plan=replace(
-            config.plan, comm_dtype="given", recompute=choice.recompute
-        ),  # the model is built for it
+        # The model is built for these.
+        moe=replace(config.moe, dispatch=choice.dispatch, comm_dtype=rounded or config.moe.comm_dtype),
+        plan=replace(config.plan, comm_dtype="given", recompute=choice.recompute),
     )
-
-
-def _chosen_moe(moe: MoEConfig, choice: Decision) -> MoEConfig:
-    chosen = None if choice.comm_dtype == "none" else choice.comm_dtype
-    return replace(moe, dispatch=choice.dispatch, comm_dtype=chosen or moe.comm_dtype)
 
 
 # ---- decisions of rank 0 for all ranks: two ranks with different  ------------------------------------------
@@ -251,19 +281,15 @@ def decided_slowly(control: Control, decide: Callable[[], T], purpose: str, time
             found.put(error)
 
     Thread(target=think, name="penstock-decision", daemon=True).start()
-    while (answer := _soon(found, min(timeout_s / BEATS, LONGEST_BEAT_S))) is None:
-        control.gather(None, purpose)
+    answer = None
+    while answer is None:
+        try:
+            answer = found.get(timeout=min(timeout_s / BEATS, LONGEST_BEAT_S))
+        except Empty:
+            control.gather(None, purpose)
     if isinstance(answer, BaseException):
         raise answer
     return _taken(control.gather(answer, purpose)[0])
-
-
-def _soon(found: SimpleQueue[T], seconds: float) -> T | None:
-    """Return what comes within some seconds, or None."""
-    try:
-        return found.get(timeout=seconds)
-    except Empty:
-        return None
 
 
 def _answer(decide: Callable[[], T]) -> _Answer[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from statistics import median
 
@@ -50,12 +50,11 @@ STARTS = 9
 """Number of sizes that are simulated before the first one is run."""
 
 
-def sized(problem: Problem, choice: Decision, size_bytes: int, kinds: dict[Kind, float]) -> StepPlan:
-    """Plan the same choice with chunks of this size, ordered by the measured times of all other tasks.
+def sized(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> StepPlan:
+    """Plan the choice, ordered by the measured times of all tasks but those that its size of chunks changes.
 
     kinds: measured seconds; those of reductions hold for another size and do not count.
     """
-    choice = replace(choice, all_reduce_chunk_bytes=size_bytes)
     return plan_step(choice, problem.uncut(choice), problem.gradients, _costs(problem, choice, kinds))
 
 
@@ -63,7 +62,7 @@ def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: 
     """Return the size with the shortest simulated step, with which a search had better begin."""
 
     def simulated_s(size_bytes: int) -> float:
-        plan = sized(problem, choice, size_bytes, kinds)
+        plan = sized(problem, replace(choice, all_reduce_chunk_bytes=size_bytes), kinds)
         cost = _costs(problem, choice, kinds)(plan.shape)
         return iteration_s(plan.schedule, plan.graph, cost, problem.mesh, problem.issuing)
 
@@ -74,15 +73,6 @@ def best_simulated(problem: Problem, choice: Decision, sizes: SizeRange, kinds: 
 def _costs(problem: Problem, choice: Decision, kinds: dict[Kind, float]) -> Callable[[StepShape], Cost]:
     others = {kind: seconds for kind, seconds in kinds.items() if kind[1] not in KINDS}
     return lambda cut: MeasuredCost(others, problem.cost(choice, cut))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """What rank 0 decides where a sample ends. best: None as long as more samples follow."""
-
-    size_bytes: int
-    order: Order
-    best: Sample | None = None
 
 
 class Tuning:
@@ -132,10 +122,9 @@ class Tuning:
             seconds = median(self._times[DROPPED_STEPS:])
             self._samples.append(Sample(size_bytes=self._size_bytes, seconds=seconds))
             self._times.clear()
-        turn = decided(self._control, self._decide, PURPOSE)
-        self._size_bytes, self.best = turn.size_bytes, turn.best
-        choice = replace(self._planned.choice, all_reduce_chunk_bytes=turn.size_bytes)
-        return replace(self._planned, choice=choice, plan=turn.order.plan)
+        order, self.best = decided(self._control, self._decide, PURPOSE)
+        self._size_bytes = order.choice.all_reduce_chunk_bytes
+        return replace(self._planned, choice=order.choice, plan=order.plan)
 
     @property
     def line(self) -> str:
@@ -153,13 +142,13 @@ class Tuning:
         left = self._config.samples - len(self._samples)
         return f"; {counted(left, 'size')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
 
-    def _decide(self) -> Turn:
-        """Choose the next size and its plan, on rank 0 only."""
+    def _decide(self) -> tuple[Order, Sample | None]:
+        """Choose the next plan, on rank 0 only; with the best sample once no more follow."""
         assert self._tuner is not None, "rank 0 has the tuner"
         if self._samples:
             self._tuner.tell(self._samples[-1].size_bytes, self._samples[-1].seconds)
         enough = len(self._samples) == self._config.samples or (bool(self._samples) and self._late)
         best = self._tuner.best if enough else None
         size_bytes = self._tuner.ask() if best is None else best.size_bytes
-        plan = sized(self._problem, self._planned.choice, size_bytes, self._kinds)
-        return Turn(size_bytes=size_bytes, order=Order.of(plan), best=best)
+        choice = replace(self._planned.choice, all_reduce_chunk_bytes=size_bytes)
+        return Order.of(choice, sized(self._problem, choice, self._kinds)), best

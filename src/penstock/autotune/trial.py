@@ -1,25 +1,25 @@
 """Runs the most promising plans for some steps each: the best prediction is still a prediction.
 
 Where ranks share cores, for example, or task durations vary a lot, a plan of fewer pieces may be faster than
-predicted. These steps train like any others. Every rank receives the same times, so all ranks choose the same
-plan after the same step without communicating.
+predicted, and the cost of guests during computation is hard to predict at all. These steps train like any
+others. Every rank receives the same times, so all ranks choose the same plan after the same step without
+communicating.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Final
 
-from penstock.autotune.planned import Planned, Rival, decided
+from penstock.autotune.planned import Planned, decided
 from penstock.cost import MeasuredCost
 from penstock.cost.cluster_file import MoveModel
-from penstock.cost.placed import Evidence
 from penstock.graph import Task
 from penstock.plan.lost import LostTrial
 from penstock.plan.plan_config import DROPPED_STEPS
-from penstock.plan.plan_file import MOST_OTHERS, OtherPlan
+from penstock.plan.plan_file import OtherPlan
 from penstock.plan.predict import closing_s, interval_s, predicted_timeline, prolonged_s
 from penstock.topology import Control
 from penstock.trace import TaskRecord
@@ -35,137 +35,9 @@ MOST_SHARE = 0.1
 """The largest share of a run's steps that trials may take."""
 
 
-def turn_ends(times_s: Sequence[float], *, late: bool) -> bool:
-    """Tell whether a turn has enough steps; where the time is over, one step that counts is enough."""
-    return len(times_s) >= (DROPPED_STEPS + 1 if late else TRIAL_STEPS)
-
-
 def worth_while(planned: Planned, steps: int) -> bool:
     """Tell whether there are plans to compare, in a run that is long enough to gain from the fastest."""
-    tried = 1 + len(planned.rivals)
-    return tried > 1 and tried * TRIAL_STEPS <= MOST_SHARE * steps
-
-
-class Trials:
-    """Runs some plans in turns of `TRIAL_STEPS`; the first of them is in use already.
-
-    After `TRIALS_S` the turn that is running ends as soon as it can, and is the last. That time is the sum of
-    what all ranks know of steps, so all ranks end after the same one.
-    """
-
-    settles: Final = True
-    """Whether the plan that is kept is still to be ordered by measured durations."""
-
-    def __init__(self, planned: Planned) -> None:
-        self._planned = planned
-        self._entries = (
-            Rival(choice=planned.choice, plan=planned.plan, predicted_s=planned.predicted_s),
-            *planned.rivals,
-        )
-        self._times: list[float] = []
-        self._medians: list[float] = []
-        self._spent_s = 0.0
-
-    @property
-    def done(self) -> bool:
-        return len(self._medians) == len(self._entries) or (bool(self._medians) and self._late)
-
-    @property
-    def _late(self) -> bool:
-        return self._spent_s > TRIALS_S
-
-    def note(self, slowest_s: float, records: Records) -> bool:
-        """Record the seconds of a step on the slowest rank; return whether the next plan's turn has come."""
-        del records  # whole steps decide
-        self._times.append(slowest_s)
-        self._spent_s += slowest_s
-        if not turn_ends(self._times, late=self._late):
-            return False
-        self._medians.append(median(self._times[DROPPED_STEPS:]))
-        self._times.clear()
-        return True
-
-    def learned(self, planned: Planned, control: Control) -> Planned:
-        """Return the plan that is kept: it has the misses of all already."""
-        del control
-        return planned
-
-    @property
-    def turn(self) -> Planned:
-        """Plan to run from the next step on; after all trials the fastest plan, with the misses of all."""
-        place = self._best if self.done else len(self._medians)
-        entry, number = self._entries[place], self._planned.number + place
-        turn = replace(self._planned, choice=entry.choice, plan=entry.plan, rivals=())
-        turn = replace(turn, number=number, plans=self._planned.plans + len(self._entries) - 1)
-        if not self.done:
-            return turn
-        tried = {each.words: each for each in self._tried}
-        trial = tried.pop(entry.choice.words)
-        rest = (each for each in self._planned.others if each.words not in (*tried, trial.words))
-        return replace(turn, misses=self._misses(), trial=trial, others=(*tried.values(), *rest))
-
-    @property
-    def _tried(self) -> list[OtherPlan]:
-        """All plans that were tried, with the seconds that their steps took."""
-        return [
-            OtherPlan(words=entry.choice.words, predicted_s=entry.predicted_s, measured_s=seconds)
-            for entry, seconds in zip(self._entries, self._medians, strict=False)
-        ]
-
-    def _misses(self) -> dict[str, float]:
-        """Return measured over predicted seconds per step, by schedule."""
-        return {
-            entry.choice.schedule: seconds / entry.predicted_s
-            for entry, seconds in zip(self._entries, self._medians, strict=False)
-        }
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Table of the plans with predicted and measured times, and which plan is kept."""
-        first, problem = self._planned.number, self._planned.problem
-        predicted = [
-            within(entry.predicted_s, interval_s(problem, entry.predicted_s)) for entry in self._entries
-        ]
-        width = max(9, *map(len, predicted))
-        tried = zip(self._entries, predicted, self._medians, strict=False)
-        rows = (
-            f"  {number:>4}  {text:>{width}}  {milliseconds(seconds):>9}  {entry.choice.words}"
-            for number, (entry, text, seconds) in enumerate(tried, first)
-        )
-        most = "at most " if self._late else ""
-        return (
-            f"trials of {most}{TRIAL_STEPS} steps each, time per whole step (update included):",
-            f"  plan  {'predicted':>{width}}  {'measured':>9}",
-            *rows,
-            f"keeping plan {first + self._best}{self._untried}",
-        )
-
-    @property
-    def said(self) -> str:
-        """The same in a sentence, for the screen."""
-        first = self._planned.number
-        times = ", ".join(
-            f"{milliseconds(seconds)} by plan {number}" for number, seconds in enumerate(self._medians, first)
-        )
-        most = "at most " if self._late else ""
-        kept = f"plan {first + self._best}"
-        if self._best:  # the first one was said when it was chosen
-            kept += f": {self._entries[self._best].choice.words}"
-        return (
-            f"tried for {most}{TRIAL_STEPS} steps each: a step takes {times}: keeping {kept}{self._untried}"
-        )
-
-    @property
-    def _untried(self) -> str:
-        left = len(self._entries) - len(self._medians)
-        return f"; {counted(left, 'plan')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
-
-    @property
-    def _best(self) -> int:
-        return min(range(len(self._medians)), key=lambda number: self._medians[number])
-
-
-# ---- runs a plan that moves and the one before it in turns: steps ------------------------------------------
+    return bool(planned.rivals) and (1 + len(planned.rivals)) * TRIAL_STEPS <= MOST_SHARE * steps
 
 
 def worth_trying(config: RunConfig) -> bool:
@@ -173,144 +45,229 @@ def worth_trying(config: RunConfig) -> bool:
     return config.plan.trials > 1 and MOST_SHARE * config.train.steps >= 2 * TRIAL_STEPS
 
 
-class TriedMoves:
-    """Runs two plans in turns of `TRIAL_STEPS`: `new`, which is in use already, then `before`.
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A plan in a trial. times_s: of its steps on the slowest rank; records: of its steps on this rank."""
 
-    Both are ordered by measured durations, where schedules are. A turn that takes longer than its half of
-    `TRIALS_S` ends as soon as one step counts.
+    planned: Planned
+    times_s: list[float] = field(default_factory=list)
+    records: list[Records] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, the first ones left out."""
+        return median(self.times_s[DROPPED_STEPS:])
+
+    def tried(self, predicted_s: float) -> OtherPlan:
+        """Return what is remembered of the plan."""
+        words = self.planned.choice.words
+        return OtherPlan(words=words, predicted_s=predicted_s, measured_s=self.seconds)
+
+
+class Trial(ABC):
+    """Runs plans in turns of `TRIAL_STEPS`; the first of them is in use already.
+
+    A turn that takes longer than its share of `TRIALS_S` ends as soon as one step counts.
     """
 
-    settles: Final = False
+    settles = False
+    """Whether the plan that is kept is still to be ordered by measured durations."""
 
-    def __init__(self, before: Planned, new: Planned) -> None:
-        self._plans = (new, replace(before, plans=new.plans, lines=new.lines))
-        self._times: tuple[list[float], list[float]] = ([], [])
-        self._records: tuple[list[Records], list[Records]] = ([], [])
-        self._turn = 0
+    def __init__(self, plans: Sequence[Planned]) -> None:
+        self._turns = [Turn(planned=each) for each in plans]
+        self._ended: list[Turn] = []
 
     @property
     def done(self) -> bool:
-        return self._turn == len(self._plans)
+        return len(self._ended) == len(self._turns)
+
+    @property
+    def _late(self) -> bool:
+        return sum(self._turns[len(self._ended)].times_s) > TRIALS_S / len(self._turns)
 
     def note(self, slowest_s: float, records: Records) -> bool:
         """Record a step: its seconds on the slowest rank, its tasks here. Return whether a turn has ended."""
-        times_s = self._times[self._turn]
-        times_s.append(slowest_s)
-        self._records[self._turn].append(records)
-        ends = turn_ends(times_s, late=sum(times_s) > TRIALS_S / len(self._plans))
-        self._turn += ends
+        turn = self._turns[len(self._ended)]
+        turn.times_s.append(slowest_s)
+        turn.records.append(records)
+        if ends := len(turn.times_s) >= (DROPPED_STEPS + 1 if self._late else TRIAL_STEPS):
+            self._ended.append(turn)
         return ends
 
     @property
     def turn(self) -> Planned:
-        """Plan to run from the next step on; after both turns the faster one, with the times of both."""
-        if not self.done:
-            return self._plans[1]
-        (kept_s, kept), (left_s, left) = self._ranked
-        trial = OtherPlan(words=kept.choice.words, predicted_s=kept.predicted_s, measured_s=kept_s)
-        tried = OtherPlan(words=left.choice.words, predicted_s=self._like(kept, left), measured_s=left_s)
-        others = [each for each in kept.others if each.words not in (tried.words, trial.words)]
-        return replace(kept, trial=trial, others=(tried, *others)[:MOST_OTHERS])
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Times of both plans, and which plan is kept."""
-        times = ", ".join(
-            f"{milliseconds(seconds)} by {plan.name}"
-            for plan, seconds in zip(self._plans, self._medians, strict=True)
-        )
-        kept = self._ranked[0][1]
-        way = "keeping" if kept is self._plans[0] else "going back to"
-        first, second = map(len, self._times)
-        steps = f"{first} steps each" if first == second else f"{first} and {second} steps"
-        return (f"tried for {steps}: a step takes {times}: {way} {kept.name}",)
+        """Plan to run from the next step on; after all turns the fastest one, with the times of all."""
+        return self._kept if self.done else self._turns[len(self._ended)].planned
 
     @property
     def said(self) -> str:
-        """The same, for the screen."""
-        return self.lines[0]
+        """Times of all plans, and which one is kept, in a sentence for the screen."""
+        times = ", ".join(f"{milliseconds(each.seconds)} by {each.planned.name}" for each in self._ended)
+        return f"tried for {self._length}: a step takes {times}: {self._verdict}"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The same, for the plan's file."""
+        return (self.said,)
+
+    def learned(self, planned: Planned, control: Control) -> Planned:
+        """Return the plan that is kept with what the trial tells of others; all ranks call it together."""
+        del control
+        return planned
+
+    @property
+    @abstractmethod
+    def _kept(self) -> Planned:
+        """The fastest plan, with the times of all."""
+
+    @property
+    @abstractmethod
+    def _verdict(self) -> str:
+        """Which plan is kept."""
+
+    @property
+    def _ranked(self) -> list[Turn]:
+        """Turns that have ended, the fastest plan's first."""
+        return sorted(self._ended, key=lambda turn: turn.seconds)
+
+    @property
+    def _length(self) -> str:
+        *others, last = (len(each.times_s) for each in self._ended)
+        if set(others) <= {last}:
+            return f"{last} steps each"
+        return f"{', '.join(map(str, others))} and {last} steps"
+
+
+class Trials(Trial):
+    """Compares the plans that a search found.
+
+    After `TRIALS_S` the turn that is running ends as soon as it can, and is the last. That time is the sum of
+    what all ranks know of steps, so all ranks end after the same one.
+    """
+
+    settles = True
+
+    def __init__(self, planned: Planned) -> None:
+        first, plans = replace(planned, rivals=()), planned.plans + len(planned.rivals)
+        rivals = [
+            replace(first, choice=each.choice, plan=each.plan, number=number, plans=plans)
+            for number, each in enumerate(planned.rivals, planned.number + 1)
+        ]
+        super().__init__([replace(first, plans=plans), *rivals])
+        self._predicted_s = [planned.predicted_s, *(each.predicted_s for each in planned.rivals)]
+
+    @property
+    def done(self) -> bool:
+        return len(self._ended) == len(self._turns) or (bool(self._ended) and self._late)
+
+    @property
+    def _spent_s(self) -> float:
+        return sum(sum(turn.times_s) for turn in self._turns)
+
+    @property
+    def _late(self) -> bool:
+        return self._spent_s > TRIALS_S
+
+    @property
+    def _kept(self) -> Planned:
+        pairs = list(zip(self._ended, self._predicted_s, strict=False))
+        tried = {turn.planned.number: turn.tried(predicted_s) for turn, predicted_s in pairs}
+        kept = self._ranked[0].planned
+        misses = {turn.planned.choice.schedule: turn.seconds / predicted_s for turn, predicted_s in pairs}
+        won = tried.pop(kept.number)
+        return replace(kept, learnt=replace(kept.learnt.of_trial(won, tried.values()), misses=misses))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        problem = self._turns[0].planned.problem
+        predicted = [within(seconds, interval_s(problem, seconds)) for seconds in self._predicted_s]
+        width = max(9, *map(len, predicted))
+        rows = (
+            f"  {turn.planned.number:>4}  {text:>{width}}  {milliseconds(turn.seconds):>9}  "
+            f"{turn.planned.choice.words}"
+            for turn, text in zip(self._ended, predicted, strict=False)
+        )
+        return (
+            f"trials of {self._length}, time per whole step (update included):",
+            f"  plan  {'predicted':>{width}}  {'measured':>9}",
+            *rows,
+            f"keeping {self._ranked[0].planned.name}{self._untried}",
+        )
+
+    @property
+    def _verdict(self) -> str:
+        kept = self._ranked[0]
+        # The first one was said when it was chosen.
+        words = "" if kept is self._turns[0] else f": {kept.planned.choice.words}"
+        return f"keeping {kept.planned.name}{words}{self._untried}"
+
+    @property
+    def _untried(self) -> str:
+        left = len(self._turns) - len(self._ended)
+        return f"; {counted(left, 'plan')} not tried: these steps took {self._spent_s:.0f} s" if left else ""
+
+
+class TriedMoves(Trial):
+    """Compares a plan that moves something else, which is in use already, with the one before it.
+
+    Both are ordered by measured durations, where schedules are.
+    """
+
+    def __init__(self, before: Planned, new: Planned) -> None:
+        super().__init__([new, replace(before, plans=new.plans, lines=new.lines)])
+
+    @property
+    def _kept(self) -> Planned:
+        kept, left = self._ranked
+        predicted_s, (kept_s, left_s) = (
+            kept.planned.predicted_s,
+            (self._observed(turn).planned.predicted_s for turn in (kept, left)),
+        )
+        learnt = kept.planned.learnt.of_trial(
+            kept.tried(predicted_s), [left.tried(predicted_s * left_s / kept_s)]
+        )
+        return replace(kept.planned, learnt=learnt)
+
+    @property
+    def _verdict(self) -> str:
+        kept = self._ranked[0]
+        return f"{'keeping' if kept is self._turns[0] else 'going back to'} {kept.planned.name}"
 
     def learned(self, planned: Planned, control: Control) -> Planned:
         """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
 
-        Moving that won is not remembered: nothing would be tried again, and a lucky turn would speak for it.
+        They plan guests by the same prices. Moving that won is not remembered: nothing would be tried again,
+        and a lucky turn would speak for it. An earlier trial between the same moves would tell the opposite.
         """
-        slower, faster = (self._run(each) for _, each in reversed(self._ranked))
-        choice = slower.planned.choice
-        if planned.choice == self._plans[0].choice and choice.samples == choice.experts == "none":
-            return forgotten(planned, slower.planned, faster.planned)
-        return learned(planned, slower, faster, control)
+        faster, slower = map(self._observed, self._ranked)
+        choices = slower.planned.choice, faster.planned.choice
+        known = tuple(each for each in planned.learnt.lost if not each.settles(*choices))
+        still = choices[0].samples == choices[0].experts == "none"
+        if planned.choice == self._turns[0].planned.choice and still:
+            return planned.learning((), known)
+        mine = [record for step in slower.records[DROPPED_STEPS:] for record in step]
+        everyone = control.gather(mine, "exchanging durations of the slower plan")
+        records = [record for rank in everyone for record in rank]
+        moves, trial = decided(control, lambda: _lesson(slower, faster, records), "learning from a trial")
+        return planned.learning(moves, (*known, trial))
 
-    def _run(self, planned: Planned) -> Run:
-        """Return a plan's turn, priced by the routing that was observed, whatever the plan moves."""
-        turn = self._plans.index(planned)
-        steps = self._records[turn][DROPPED_STEPS:]
-        problem = replace(planned.problem, evidence=self._evidence)
-        return Run(
-            planned=replace(planned, problem=problem),
-            seconds=self._medians[turn],
-            records=[record for step in steps for record in step],
+    def _observed(self, turn: Turn) -> Turn:
+        """Return a turn whose plan is priced by the routing that was observed, whatever it moves."""
+        evidence = self._turns[0].planned.problem.observed
+        return replace(
+            turn, planned=replace(turn.planned, problem=replace(turn.planned.problem, evidence=evidence))
         )
-
-    @property
-    def _evidence(self) -> Evidence | None:
-        return self._plans[0].problem.observed
-
-    def _like(self, kept: Planned, left: Planned) -> float:
-        """Return the seconds predicted for `left` by the routing from which `kept` is predicted."""
-        alike = [
-            replace(each, problem=replace(each.problem, evidence=self._evidence)).predicted_s
-            for each in (kept, left)
-        ]
-        return kept.predicted_s * alike[1] / alike[0]
-
-    @property
-    def _ranked(self) -> Sequence[tuple[float, Planned]]:
-        """Both plans with the seconds that their steps took, the faster one first."""
-        return sorted(zip(self._medians, self._plans, strict=True), key=lambda each: each[0])
-
-    @property
-    def _medians(self) -> Sequence[float]:
-        return [median(turn[DROPPED_STEPS:]) for turn in self._times]
-
-
-# ---- what a run learns from a trial of moving: the price of its t ------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """A plan in a trial. seconds: of a step on the slowest rank. records: of its steps on this rank."""
-
-    planned: Planned
-    seconds: float
-    records: Sequence[TaskRecord]
-
-
-def learned(planned: Planned, slower: Run, faster: Run, control: Control) -> Planned:
-    """Return the plan with what a trial tells, on all ranks alike: they plan guests by the same prices.
-
-    slower, faster: priced with the same routing.
-    """
-    everyone = control.gather(list(slower.records), "exchanging durations of the slower plan")
-    records = [record for rank in everyone for record in rank]
-    moves, trial = decided(control, lambda: _lesson(slower, faster, records), "learning from a trial")
-    return planned.learning(moves, (*_of_others(planned, slower.planned, faster.planned), trial))
-
-
-def forgotten(planned: Planned, one: Planned, other: Planned) -> Planned:
-    """Return the plan without an earlier trial between two plans' moves: it would tell the opposite."""
-    return replace(planned, lost=_of_others(planned, one, other))
-
-
-def _of_others(planned: Planned, one: Planned, other: Planned) -> tuple[LostTrial, ...]:
-    return tuple(each for each in planned.lost if not each.settles(one.choice, other.choice))
 
 
 def _lesson(
-    slower: Run, faster: Run, records: Sequence[TaskRecord]
+    slower: Turn, faster: Turn, records: Sequence[TaskRecord]
 ) -> tuple[tuple[MoveModel, ...], LostTrial]:
+    """Return the price of the slower plan's own transfers, and by how much predictions err even so."""
     times = _prolonged(slower.planned, faster.planned, records)
-    slower_s, faster_s = (_predicted_again_s(run.planned, times) for run in (slower, faster))
+    slower_s, faster_s = (
+        prolonged_s(each.problem, each.choice, each.plan, times) + closing_s(each.problem)
+        for each in (slower.planned, faster.planned)
+    )
     trial = LostTrial.of(
         slower.planned.choice,
         faster.planned.choice,
@@ -323,30 +280,22 @@ def _lesson(
     return tuple(MoveModel(op=op, in_steps=factor) for op, factor in now.items()), trial
 
 
-def _predicted_again_s(planned: Planned, times: Mapping[str, float]) -> float:
-    """Return the seconds predicted for the guests that ran, with transfers as measured."""
-    iteration_s = prolonged_s(planned.problem, planned.choice, planned.plan, times)
-    return iteration_s + closing_s(planned.problem)
-
-
-def _prolonged(planned: Planned, other: Planned, records: Sequence[TaskRecord]) -> dict[str, float]:
+def _prolonged(planned: Planned, other: Planned, records: Sequence[TaskRecord]) -> Mapping[str, float]:
     """Return measured over predicted seconds of transfers that only `planned` has, by op.
 
-    What both plans send a profile has measured, and a trial repeats it under other conditions.
+    What both plans send a profile has measured, and a trial repeats it under other conditions. Predicted is
+    the rank that comes last, as `MeasuredCost` reads it off a run.
     """
     shared = {task.op for task in other.plan.graph.tasks}
-    own = [task for task in planned.plan.graph.tasks if task.axes and task.op not in shared]
-    predicted, measured = _predicted_s(planned, own), MeasuredCost.from_records(records, lambda _: 0.0)
-    found = {}
-    for op in dict.fromkeys(task.op for task in own):
-        tasks = [task for task in own if task.op == op]
-        took_s, expected_s = sum(map(measured, tasks)), sum(predicted[task] for task in tasks)
+    own: dict[str, list[Task]] = {}
+    for task in planned.plan.graph.tasks:
+        if task.axes and task.op not in shared:
+            own.setdefault(task.op, []).append(task)
+    times = predicted_timeline(planned.problem, planned.choice, planned.plan).times if own else {}
+    measured, found = MeasuredCost.from_records(records, lambda _: 0.0), {}
+    for op, tasks in own.items():
+        took_s = sum(map(measured, tasks))
+        expected_s = sum(float((times[task].end - times[task].start).min()) for task in tasks)
         if took_s > 0 and expected_s > 0:
             found[op] = took_s / expected_s
     return found
-
-
-def _predicted_s(planned: Planned, tasks: Sequence[Task]) -> dict[Task, float]:
-    """Return the seconds of transfers on the rank that comes last, as `MeasuredCost` reads them off a run."""
-    times = predicted_timeline(planned.problem, planned.choice, planned.plan).times
-    return {task: float((times[task].end - times[task].start).min()) for task in tasks}

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median, median_high, median_low
 
 from penstock.autotune.choose.start import find
@@ -15,7 +16,6 @@ from penstock.autotune.profile import measure_links, rates_with_links
 from penstock.cost import ClusterFile
 from penstock.cost.cluster_file import LinkModel
 from penstock.cost.measured import Kind
-from penstock.decision import Decision
 from penstock.graph import Lane, Task
 from penstock.mesh import Axes
 from penstock.plan import Candidate, evaluate
@@ -160,25 +160,19 @@ def diagnose(
 
     silent: groups of one rank, in which nothing is sent.
     """
+    transfers = {}
+    for lane in (Lane.INTRA, Lane.INTER):
+        earlier, later = (
+            _shortest(r for r in chain(*ranks) if r.lane is lane and r.task.axes not in silent)
+            for ranks in (before, now)
+        )
+        if earlier:
+            transfers[lane] = _ratio(earlier, later)
     return Diagnosis(
-        transfers=_transfers(_flat(before), _flat(now), silent),
+        transfers=transfers,
         compute=tuple(_ratio(_computed(b), _computed(n)) for b, n in zip(before, now, strict=True)),
         threshold=threshold,
     )
-
-
-def _transfers(
-    before: list[TaskRecord], now: list[TaskRecord], silent: Collection[Axes]
-) -> dict[Lane, float]:
-    found = {}
-    for lane in (Lane.INTRA, Lane.INTER):
-        earlier, later = (
-            _shortest(r for r in records if r.lane is lane and r.task.axes not in silent)
-            for records in (before, now)
-        )
-        if earlier:
-            found[lane] = _ratio(earlier, later)
-    return found
 
 
 def _shortest(records: Iterable[TaskRecord]) -> dict[Kind, float]:
@@ -208,10 +202,6 @@ def _ratio(before: Mapping[Kind, float], now: Mapping[Kind, float]) -> float:
     return sum(now.values()) / earlier_s if earlier_s > 0 else 1.0
 
 
-def _flat(ranks: Sequence[Iterable[TaskRecord]]) -> list[TaskRecord]:
-    return [record for records in ranks for record in records]
-
-
 def _ranks(numbers: Iterable[int]) -> str:
     names = list(map(str, numbers))
     if len(names) > MOST_NAMED:
@@ -230,13 +220,8 @@ WORTH = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The decision of rank 0.
+    """The decision of rank 0. why: the explanation of the plan; line: the change in words."""
 
-    why: the explanation of the plan; line: the change in words; searched: how much of the search was done;
-    others: the next best plans.
-    """
-
-    choice: Decision
     order: Order
     why: tuple[str, ...]
     line: str
@@ -267,19 +252,11 @@ def replan(config: RunConfig, machinery: Machinery, planned: Planned, diagnosis:
         config.parallel.timeout_s,
     )
     logger.info(verdict.line)
-    plan, searched = verdict.order.plan, verdict.searched
-    if verdict.choice != now.choice:
-        now = replace(now, problem=problem, number=now.plans + 1, plans=now.plans + 1)
-    others = verdict.others
-    return replace(
-        now,
-        choice=verdict.choice,
-        plan=plan,
-        lines=verdict.why,
-        searched=searched,
-        others=others,
-        trial=None,
-    )
+    if verdict.order.choice != now.choice:
+        now = replace(now, problem=problem)
+    learnt = replace(now.learnt, others=verdict.others, won=None)
+    found = now.another(verdict.order)
+    return replace(found, lines=verdict.why, searched=verdict.searched, learnt=learnt)
 
 
 def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
@@ -288,13 +265,11 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     A link that was not measured again stays.
     """
     before = {(link.collective, link.group, link.op): link for link in file.links}
-    again = {(link.collective, link.group, link.op): link for link in links}
-    known = {key: before.pop(key) for key in again if key in before}
-    felt = (
-        replace(link, in_steps=known[key].in_steps, beside=known[key].beside) if key in known else link
-        for key, link in again.items()
-    )
-    links = (*felt, *before.values())
+    again = []
+    for link in links:
+        known = before.pop((link.collective, link.group, link.op), link)
+        again.append(replace(link, in_steps=known.in_steps, beside=known.beside))
+    links = (*again, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 
 
@@ -311,26 +286,23 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
     best, other = (new, old) if changes else (kept, new)
-    predicted = f"predicted {_expected(now, best)} per step"
+
+    def expected(candidate: Candidate) -> str:
+        seconds = now.expected_s(candidate)
+        return within(seconds, interval_s(now.problem, seconds))
+
+    predicted = f"predicted {expected(best)} per step"
     if changes:
         apart = "" if old.choice == now.choice else " if nothing moves"
-        predicted += f", {_expected(now, old)} with {now.name}{apart}"
+        predicted += f", {expected(old)} with {now.name}{apart}"
         line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
     why = lines if best is found.best else (line,) if changes else now.lines
-    order = Order.of(best.plan)
+    order = Order.of(best.choice, best.plan)
     rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
     others = OtherPlan.among(now.problem, rest)
-    return Verdict(
-        choice=best.choice, order=order, why=why, line=line, searched=found.searched, others=others
-    )
-
-
-def _expected(now: Planned, candidate: Candidate) -> str:
-    """Return the expected step time in words, with its interval."""
-    seconds = now.expected_s(candidate)
-    return within(seconds, interval_s(now.problem, seconds))
+    return Verdict(order=order, why=why, line=line, searched=found.searched, others=others)
 
 
 def _slowness(planned: Planned, diagnosis: Diagnosis) -> tuple[float, ...]:

@@ -148,5 +148,5 @@ def _report_failure(config: RunConfig, info: ProcessInfo, text: str, *, unexpect
 
 def _print_summary(summary: RunSummary, json_wanted: bool) -> None:
     text = summary.to_text(terminal_width())
-    logger.debug(text)  # for the log of the rank: what follows is for the terminal
+    logger.debug(f"summary\n{text}{summary.details()}")  # what follows is for the terminal
     print(json.dumps(summary.to_dict()) if json_wanted else "\n" + text, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -19,6 +19,8 @@ LABEL_WIDTH = 12
 SUMMARY_FILE: Final = "summary.json"
 OUTPUTS: Final = ("checkpoint", "metrics", "trace", "tensorboard", "plan", "cluster", "loads")
 """Fields that are paths of what a run has written."""
+MOST_ROWS: Final = 10
+"""Rows that are shown; in a run that was stopped, or had slow ranks, those give way that say least."""
 REMOVE: Final = "Move the file away: the report then leaves out what it holds."
 
 
@@ -112,19 +114,22 @@ class RunSummary:
         }
 
     def to_text(self, width: int = UNKNOWN) -> str:
-        """Return about fifteen lines for a terminal of `width` columns."""
-        rows = (f"{label:<{LABEL_WIDTH}}{text}" for label, text in self._rows())
-        return "".join(folded(row, width) + "\n" for row in rows)
+        """Return ten rows at most for a terminal of `width` columns."""
+        rows = list(self._rows())
+        for spare in ("balance", "again", "files"):
+            rows = rows if len(rows) <= MOST_ROWS else [row for row in rows if row[0] != spare]
+        return _table(rows, width)
+
+    def details(self) -> str:
+        """Return what the ten rows leave out, for a log."""
+        return _table(list(self._more()), UNKNOWN)
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         if self.interrupted:
             yield "stopped", "early, as requested; a checkpoint was saved. Continue with train.resume=true."
         yield "trained", self.subject
-        yield "data", self.corpus
-        yield (
-            "loss",
-            f"{self.first_loss:.3f} nats per {self.unit} at the start, {self.last_loss:.3f} at the end",
-        )
+        change = f"{self.first_loss:.3f} nats per {self.unit} at the start, {self.last_loss:.3f} at the end"
+        yield "loss", change
         if self.skipped_steps:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
@@ -135,20 +140,25 @@ class RunSummary:
         if self.stragglers:
             yield "slow ranks", f"{'; '.join(each.words for each in self.stragglers)} in the last steps"
         if self.rank_load_max_over_mean is not None and self.processes > 1:
-            yield "balance", self._balance(self.rank_load_max_over_mean)
-        yield from self._outputs()
+            ratio = self.rank_load_max_over_mean
+            yield "balance", f"the busiest process computes {ratio:.2f} times the mean number of expert rows"
+        if self.checkpoint:
+            yield "checkpoint", self.checkpoint
+        folder = Path(self.metrics).parent
+        yield "report", f"penstock report {folder} (a page: timelines, what bound the step, loads)"
+        if self.plan:
+            yield "again", f"plan.mode=replay plan.file={self.plan} runs this plan"
+        paths = self.metrics, self.trace, self.tensorboard, self.cluster, self.loads
+        yield "files", f"in that folder: {', '.join(Path(path).name for path in paths if path)}"
 
     @property
     def subject(self) -> str:
         """What was trained, for how long, and on how many processes."""
         processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
-        experts = f"{self.num_experts} experts per MoE layer"
-        if self.num_local_experts != self.num_experts:
-            experts += f" ({self.num_local_experts} on each process)"
         return (
-            f"{_millions(self.parameters)} parameters, {experts}, for {steps} on "
-            f"{processes}{self._sharing()}, schedule {self.schedule}"
+            f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, for {steps} "
+            f"on {processes}{self._sharing()}, {self.schedule}"
         )
 
     def _sharing(self) -> str:
@@ -159,69 +169,58 @@ class RunSummary:
 
     def _held_out(self) -> str:
         """Return whether the model has learned anything beyond frequencies."""
-        guess = f"Predicting {self.unit}s by their frequency alone gives {self.unigram_entropy:.3f}"
+        guess = f"{self.unit} frequencies give {self.unigram_entropy:.3f}"
         if self.eval_loss is None:
-            return f"not evaluated: no loss on unseen text is known. {guess}."
+            return f"not evaluated: no loss on unseen text is known; {guess}"
         noise = "" if self.eval_noise is None else f" (± {self.eval_noise:.3f})"
-        loss = f"{self.eval_loss:.3f}{noise} on text the model has not seen"
+        loss = f"{self.eval_loss:.3f}{noise} on unseen text"
         if not math.isfinite(self.eval_loss):
-            return f"{loss}: the training diverged. A lower learning rate may help."
+            return f"{loss}: the training diverged; a lower learning rate may help"
         if self.eval_loss >= self.unigram_entropy:
-            worse = f"so the model is not better than {self.unit} frequencies yet"
-            return f"{loss}. {guess}, {worse}. More steps may help."
+            return f"{loss}; {guess}, and the model is no better yet: more steps may help"
         if self.eval_noise is None or self.eval_loss + self.eval_noise >= self.unigram_entropy:
             why = "one batch" if self.eval_noise is None else "the difference"
-            return f"{loss}. {guess}; {why} is too little to tell whether the model has learned from context."
-        return f"{loss}. {guess}; the model reaches {self.eval_loss:.3f}, so it has learned from context."
+            return f"{loss}; {guess}: {why} is too little to tell whether it has learned from context"
+        return f"{loss}; {guess}: it has learned from context"
 
     def _speed(self) -> str:
-        step_time = duration_text(self.iteration_s_median)
-        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {step_time} (median)"
-        if self.whole_tokens_per_s is not None:
-            words += f". {self.whole_tokens_per_s:,.0f} tokens/s with reading, evaluation and saving"
+        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
         if self.model_flops_utilisation is not None:
-            words += f". Model FLOPs: {100 * self.model_flops_utilisation:.0f} % of {self.peak_flops}"
+            words += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
         return words
 
     def _network(self) -> str:
         total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
-        return (
-            f"{total} of communication per step: {100 * self.hidden_communication:.0f} % hidden under "
-            f"computation, {exposed} exposed. Overlap efficiency {self.overlap_efficiency:.2f} "
-            f"(1.00 = no order of the same tasks could be faster)"
-        )
+        hidden = f"{100 * self.hidden_communication:.0f} % hidden under computation"
+        return f"{total} of communication per step: {hidden}, {exposed} exposed"
 
-    def _balance(self, ratio: float) -> str:
-        away = self.rows_crossing_nodes
-        crossing = "" if away is None else f"; {100 * away:.0f} % of rows go to another node"
-        alike = self.loads_in_common
-        lasting = (
-            ""
-            if alike is None
-            else f"; expert loads overlap {100 * alike:.0f} % with those of the step before"
-        )
-        computed = f"the busiest process computes {ratio:.2f} times the mean number of expert rows"
-        return f"{computed}{crossing}{lasting}"
-
-    def _outputs(self) -> Iterator[tuple[str, str]]:
-        if self.checkpoint:
-            yield "checkpoint", self.checkpoint
+    def _more(self) -> Iterator[tuple[str, str]]:
+        yield "data", self.corpus
+        yield "experts", f"{self.num_local_experts} on each process"
+        if self.whole_tokens_per_s is not None:
+            yield "speed", f"{self.whole_tokens_per_s:,.0f} tokens/s with reading, evaluation and saving"
+        if self.peak_flops is not None:
+            yield "peak", self.peak_flops
+        if self.communication_s > 0:
+            best = "1.00 = no order of the same tasks could be faster"
+            yield "network", f"overlap efficiency {self.overlap_efficiency:.2f} ({best})"
+        if (away := self.rows_crossing_nodes) is not None:
+            yield "balance", f"{100 * away:.0f} % of rows go to another node"
+        if (alike := self.loads_in_common) is not None:
+            yield "balance", f"expert loads overlap {100 * alike:.0f} % with those of the step before"
         yield "metrics", f"{self.metrics} (one line of JSON per step)"
-        folder = Path(self.metrics).parent
-        yield "report", f"penstock report {folder} (writes a page: timelines, what bound the step, loads)"
-        if self.plan:
-            yield "plan", f"{self.plan} (run it again with plan.mode=replay plan.file={self.plan})"
         if self.cluster:
-            yield "cluster", f"{self.cluster} (the measurements; reuse them with plan.cluster={self.cluster})"
+            yield "cluster", f"{self.cluster} (the measurements; plan.cluster={self.cluster} reuses them)"
         if self.loads:
             yield "loads", f"{self.loads} (picture: how often each expert was chosen)"
         if self.tensorboard:
             yield "curves", f"tensorboard --logdir {self.tensorboard}"
         if self.trace:
-            yield "trace", self.trace
-            where = "In the rows compute and inter: where both are busy at the same time, "
-            hidden = f" {where}communication is hidden." if self.communication_s > 0 else ""
-            yield "", f"Open https://ui.perfetto.dev and drop the file there.{hidden}"
+            yield "trace", f"{self.trace} (open https://ui.perfetto.dev and drop the file there)"
+
+
+def _table(rows: Sequence[tuple[str, str]], width: int) -> str:
+    return "".join(folded(f"{label:<{LABEL_WIDTH}}{text}", width) + "\n" for label, text in rows)
 
 
 def _millions(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Observes what gates choose, sample by sample, in a few steps of training: the evidence for moving.
+"""Decides whether moving samples or experts pays in this run, by what gates choose in a few of its steps.
 
 Shapes: D groups of ranks with the same samples, B samples of such a group, Y MoE layers, E experts.
 """
@@ -6,7 +6,7 @@ Shapes: D groups of ranks with the same samples, B samples of such a group, Y Mo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from penstock.decision.field import NOTHING_MOVES, Movable
 from penstock.mesh import Group
 from penstock.moe.choices import GateSums
 from penstock.moe.tokens import Tokens
-from penstock.plan import MemoryBudget, Problem, estimate_memory, evaluate
+from penstock.plan import MemoryBudget, estimate_memory, evaluate
 from penstock.plan.lost import corrected, miss
 from penstock.plan.moving import WORTH, Weighed, weigh
 from penstock.runtime import PipelinedStack
@@ -30,16 +30,36 @@ from penstock.train.config import RunConfig
 
 OBSERVED_STEPS = 2
 """One step from which guests would be planned, and the next one, in which they would be used."""
+OBSERVED = f"the routing of the last {OBSERVED_STEPS} steps"
+LEAST_STEPS = 20
+"""Runs with fewer steps do not weigh placement: measuring would take most of their time."""
 
 LayerCounts = Mapping[int, Counts]
 """How often each expert was chosen, [E], by sample id."""
 
 
-class Observer:
-    """Counts the choices of every sample while it is open. All ranks open, query and close it together."""
+def is_open(config: RunConfig, planned: Planned) -> bool:
+    """Tell whether it is open what moves, in a step in which something may, and costs were measured."""
+    long = config.train.steps >= LEAST_STEPS
+    return planned.file is not None and long and _movable(config, planned) != NOTHING_MOVES
 
-    def __init__(self, stack: PipelinedStack) -> None:
-        self._stack = stack
+
+def _movable(config: RunConfig, planned: Planned) -> Movable:
+    placement, work = config.placement, planned.problem.workload
+    open_ = placement.samples == "auto" or placement.experts == "auto"
+    dropless = config.moe.order_name == "sort" and not config.moe.one_copy_per_rank
+    if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
+        return NOTHING_MOVES
+    # The loss may depend on which samples share a rank.
+    stay = config.moe.joins_rows or config.moe.aux_loss_group == "microbatch"
+    return replace(placement.weighed, samples=("none",)) if stay else placement.weighed
+
+
+class Weighing:
+    """Counts what every sample chooses in two steps, and weighs moving by it. All ranks use it together."""
+
+    def __init__(self, stack: PipelinedStack, config: RunConfig) -> None:
+        self._stack, self._config = stack, config
         self._layers = [part.moe for part in stack.parts.parts if part.moe is not None]
         self._chosen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self._layers]
         self._steps: list[list[LayerCounts]] = []
@@ -49,13 +69,33 @@ class Observer:
         ]
 
     def end_step(self) -> bool:
-        """Record a finished step; return whether enough steps have been observed."""
+        """Record a finished step; return whether it is time to decide."""
         self._steps.append([_by_sample(each) for each in self._chosen])
         for chosen in self._chosen:
             chosen.clear()
         return len(self._steps) == OBSERVED_STEPS
 
-    def close(self) -> Evidence | None:
+    def decide(self, planned: Planned, *, adopts: bool) -> Planned:
+        """Return the plan with lines on what moving would bring; with moves, if they pay and `adopts`."""
+        evidence = self._observed()
+        problem = planned.problem
+        if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
+            return planned
+        problem = replace(problem, evidence=evidence, movable=_movable(self._config, planned))
+        lines, order = decided_slowly(
+            self._stack.machinery.control,
+            lambda: _weighed(replace(planned, problem=problem), adopts),
+            "weighing what moving samples and experts would bring",
+            self._config.parallel.timeout_s,
+        )
+        planned = planned.noting(*lines)
+        if order is not None:
+            # Other plans were priced by even routing, so their times cannot be compared.
+            learnt = replace(planned.learnt, others=())
+            planned = replace(planned.another(order), learnt=learnt)
+        return planned.seeing(evidence)
+
+    def _observed(self) -> Evidence | None:
         """Return what all ranks have observed; None where some group had no samples."""
         for hook in self._hooks:
             hook.remove()
@@ -103,91 +143,22 @@ def _by_sample(chosen: Sequence[tuple[Tensor, Tensor]]) -> LayerCounts:
     }
 
 
-# ---- decides whether moving samples or experts pays in this run,  ------------------------------------------
+def _weighed(planned: Planned, adopts: bool) -> tuple[tuple[str, ...], Order | None]:
+    """Return, on rank 0, what moving would bring, in lines, and another plan where one `adopts` it.
 
-
-LEAST_STEPS = 20
-"""Runs with fewer steps do not weigh placement: measuring would take most of their time."""
-
-
-OBSERVED = f"the routing of the last {OBSERVED_STEPS} steps"
-
-
-def is_open(config: RunConfig, planned: Planned) -> bool:
-    """Tell whether it is open what moves, in a step in which something may, and costs were measured."""
-    long = config.train.steps >= LEAST_STEPS
-    return planned.file is not None and long and _movable(config, planned) != NOTHING_MOVES
-
-
-def _movable(config: RunConfig, planned: Planned) -> Movable:
-    placement, work = config.placement, planned.problem.workload
-    open_ = placement.samples == "auto" or placement.experts == "auto"
-    dropless = config.moe.order_name == "sort" and not config.moe.one_copy_per_rank
-    joined = config.moe.joins_rows
-    if not (open_ and dropless and work.ep_size > 1 and any(planned.problem.shape.moe_layers)):
-        return NOTHING_MOVES
-    by_rank = joined or config.moe.aux_loss_group == "microbatch"  # it depends on which samples share a rank
-    return replace(placement.weighed, samples=("none",)) if by_rank else placement.weighed
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """The decision of rank 0. choice, order: of another plan, with moves; None = the plan in use stays."""
-
-    lines: tuple[str, ...]
-    choice: Decision | None = None
-    order: Order | None = None
-
-
-class Weighing:
-    """Observes two steps and weighs moving by them. All ranks make and query it together."""
-
-    def __init__(self, stack: PipelinedStack, config: RunConfig) -> None:
-        self._stack, self._config = stack, config
-        self._observer = Observer(stack)
-
-    def end_step(self) -> bool:
-        """Record a finished step; return whether it is time to decide."""
-        return self._observer.end_step()
-
-    def decide(self, planned: Planned, *, adopts: bool) -> Planned:
-        """Return the plan with lines on what moving would bring; with moves, if they pay and `adopts`."""
-        evidence = self._observer.close()
-        problem = planned.problem
-        if evidence is None or evidence.now_DBYE.shape[1] != problem.batch:
-            return planned
-        problem = replace(problem, evidence=evidence, movable=_movable(self._config, planned))
-        verdict = decided_slowly(
-            self._stack.machinery.control,
-            lambda: _weighed(replace(planned, problem=problem), adopts),
-            "weighing what moving samples and experts would bring",
-            self._config.parallel.timeout_s,
-        )
-        noted = planned.noting(*verdict.lines)
-        if verdict.choice is None or verdict.order is None:
-            return noted.seeing(evidence)
-        number, plan = planned.plans + 1, verdict.order.plan
-        # Other plans were priced by even routing, so their times cannot be compared.
-        another = replace(noted, choice=verdict.choice, plan=plan, number=number, plans=number, others=())
-        return another.seeing(evidence)
-
-
-def _weighed(planned: Planned, adopts: bool) -> _Verdict:
-    """Return another plan where something is to move that stays now, or to stay that moves now."""
+    In that plan something moves that stays now, or stays that moves now.
+    """
     problem, file = planned.problem, planned.file
     memory = None if file is None else MemoryBudget.of(file.memory_bytes)
     if memory is not None:  # what runs fits, whatever is estimated
-        memory = MemoryBudget(bytes=max(memory.bytes, _needed_bytes(problem, planned.choice)))
-    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.lost)
+        needed_bytes = estimate_memory(problem, planned.choice).total_bytes
+        memory = MemoryBudget(bytes=max(memory.bytes, needed_bytes))
+    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
-        return _Verdict(lines=found.lines)
+        return found.lines, None
     best = evaluate(problem, wanted)
-    return _Verdict(lines=found.lines, choice=best.choice, order=Order.of(best.plan))
-
-
-def _needed_bytes(problem: Problem, choice: Decision) -> int:
-    return estimate_memory(problem, choice).total_bytes
+    return found.lines, Order.of(best.choice, best.plan)
 
 
 def _stays(planned: Planned, found: Weighed) -> bool:
@@ -196,7 +167,7 @@ def _stays(planned: Planned, found: Weighed) -> bool:
     if not found.moves or _moves(choice) == _moves(found.still.choice):
         return False
     now = evaluate(planned.problem, replace(choice, priority=found.best.choice.priority))
-    now = corrected(now, miss(planned.lost, choice, found.still.choice))
+    now = corrected(now, miss(planned.learnt.lost, choice, found.still.choice))
     pays = not found.fits or now.predicted_s < WORTH * found.still.predicted_s
     return pays and found.best.predicted_s >= WORTH * now.predicted_s
 

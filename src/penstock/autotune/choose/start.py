@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
-from penstock.autotune.planned import Order, Planned, Rival, decided, decided_slowly
+from penstock.autotune.planned import Learnt, Order, Planned, Rival, decided, decided_slowly
 from penstock.autotune.problem import (
     assumed_problem,
     check_shared,
@@ -42,23 +41,27 @@ from penstock.plan import (
 )
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import Searched, time_limit
+from penstock.plan.explain import Explanation
 from penstock.plan.optimizers import Updated
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.plan_file import OtherPlan, PlanSizes
+from penstock.plan.predict import closing_s, interval_s
 from penstock.plan.search import FoundPlan
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
 from penstock.train.output import CLUSTER_FILE, PLAN_FILE
 from penstock.train.pilot import Resumption
-from penstock.words import within
+from penstock.words import counted, gib, lane_words, milliseconds, percent, within
 
 logger = logging.getLogger(__name__)
 
 WORTH_TRYING = 1.3
 """Plans whose predicted time is more than WORTH_TRYING times the best are not tried."""
 
-_Found = tuple[int, list[tuple[Decision, Order, float]], tuple[str, ...], Searched, tuple[OtherPlan, ...]]
-"""Number of the problem, promising plans, explanation, how much was searched, and the other plans found."""
+_Choice = tuple[
+    int, list[tuple[Order, float]], tuple[OtherPlan, ...], Searched, tuple[str, ...], tuple[str, ...]
+]
+"""Number of the problem, promising plans, others, how much was searched, the explanation, its short form."""
 
 UNUSED = (
     "section [schedule] (name {name}) is ignored because plan.mode = {mode}. Set plan.mode=fixed to use it"
@@ -72,7 +75,8 @@ UNMOVED = (
 
 def start(config: RunConfig, machinery: Machinery) -> Planned:
     """Return the first plan of a resolved configuration. All ranks call it; it may measure the cluster."""
-    if config.plan.mode != FIXED and config.schedule != unused(config.schedule):
+    counts = ScheduleConfig(refine_after=config.schedule.refine_after)  # with every plan.mode
+    if config.plan.mode != FIXED and config.schedule != counts:
         logger.warning(UNUSED.format(mode=config.plan.mode, name=config.schedule.name))
     if config.plan.path is not None:
         return replay(config, machinery, config.plan.path)
@@ -120,18 +124,20 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
     file = cluster_of(config, machinery)
     problems = [run_problem(run, machinery.layout, file) for run in open_runs(config)]
 
-    def decide() -> _Found:
-        number, found, lines = _fastest(problems, file, config.plan.budget)
+    def decide() -> _Choice:
+        number, solved = _fastest(problems, file, config.plan.budget)
+        found, problem = solved.found, solved.problem
         promising = [found.best, *_rivals(found, config.plan.trials - 1)]
-        problem = problems[number]
-        orders = [(each.choice, Order.of(each.plan), whole_s(problem, each)) for each in promising]
-        return number, orders, lines, found.searched, OtherPlan.among(problem, found.others)
+        orders = [(Order.of(each.choice, each.plan), whole_s(problem, each)) for each in promising]
+        others = OtherPlan.among(problem, found.others)
+        return number, orders, others, found.searched, solved.lines, solved.said
 
     decided_by = machinery.control, decide, "choosing a plan", config.parallel.timeout_s
-    number, promising, lines, searched, others = decided_slowly(*decided_by)
-    logger.info("\n".join(numbered(shown(lines), 1)))
+    number, promising, others, searched, lines, said = decided_slowly(*decided_by)
+    logger.info("\n".join(said))
+    logger.debug("\n".join(lines))
     best, *rivals = [
-        Rival(choice=choice, plan=order.plan, predicted_s=seconds) for choice, order, seconds in promising
+        Rival(choice=order.choice, plan=order.plan, predicted_s=seconds) for order, seconds in promising
     ]
     return Planned(
         problem=problems[number],
@@ -141,34 +147,23 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         lines=lines,
         rivals=tuple(rivals),
         searched=searched,
-        others=others,
+        learnt=Learnt(others=others),
     )
 
 
-def _fastest(
-    problems: Sequence[Problem], file: ClusterFile, budget: float
-) -> tuple[int, FoundPlan, tuple[str, ...]]:
-    """Solve all problems; return the one with the shortest iteration, its plan and explanation.
+def _fastest(problems: Sequence[Problem], file: ClusterFile, budget: float) -> tuple[int, Solved]:
+    """Solve all problems; return the one with the shortest iteration, by its number.
 
     A problem that fits into memory is preferred to any that does not.
     """
-    found = [_searched(problem, file, budget, IN_A_RUN, time.monotonic) for problem in problems]
-    times_s = [whole_s(each, plan.best) for each, (plan, _, _) in zip(problems, found, strict=True)]
-    number = min(range(len(found)), key=lambda i: (found[i][2] is not None, times_s[i]))
-    plan, lines, warning = found[number]
-    if warning is not None:
-        logger.warning(warning)
-    if len(problems) == 1:
-        return number, plan, lines
-    both = ", ".join(
-        Updated(problem=problem, found=each).words
-        for problem, (each, _, _) in zip(problems, found, strict=True)
-    )
-    return (
-        number,
-        plan,
-        (*lines, f"Update   predicted whole iterations, clipping and update included: {both}"),
-    )
+    solved = [solve(problem, file, budget) for problem in problems]
+    number = min(range(len(solved)), key=lambda i: (solved[i].warning is not None, solved[i].whole_s))
+    best = solved[number].warned()
+    if len(problems) > 1:
+        both = ", ".join(Updated(problem=each.problem, found=each.found).words for each in solved)
+        line = f"Update   predicted whole iterations, clipping and update included: {both}"
+        best = replace(best, more=(*best.more, line))
+    return number, best
 
 
 def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
@@ -200,13 +195,12 @@ def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
         problem = run_problem(config, layout, file)
     for line in overruled(config.placement, paper.choice, path):
         logger.warning(line)
-    plan = paper.step_plan(problem, str(path))
+    planned = Planned.of(paper, path, problem, file)
     interval = (paper.interval_s[0], paper.interval_s[1]) if len(paper.interval_s) == 2 else None
     predicted = f"{within(paper.predicted_s, interval)} per step were predicted"
     where = "the cluster that its run measured" if paper.cluster == UNNAMED else f"cluster {paper.cluster}"
     logger.info(f"plan 1, from {path}: {paper.choice.words}; made for {where}, where {predicted}")
-    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
-    return planned.knowing(paper)
+    return planned
 
 
 def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
@@ -217,13 +211,76 @@ def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
     plan, layout = config.plan, machinery.layout
     if plan.cluster is None:
         logger.info(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
-        return profile_run(config, machinery, budget_s=plan.profile_s)
+        file = profile_run(config, machinery, budget_s=plan.profile_s)
+        logger.info(f"Cluster  {_measured(file)}")
+        return file
     name = plan.cluster
     file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
     warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
     if warning is not None:
         logger.warning(warning)
     return file
+
+
+def _measured(file: ClusterFile) -> str:
+    """Return the measured rates in words, and how many of the measurements are doubtful."""
+    rates, links = file.rates, dict[str, tuple[float, float]]()
+    if file.ranks > 1:
+        links["network"] = rates.link_bytes_per_s, rates.link_latency_s
+    if file.nodes > 1 and file.ranks_per_node > 1:
+        links["inside nodes"] = rates.intra_bytes_per_s, rates.intra_latency_s
+    parts = [f"{name} {rate / 1e9:.2g} GB/s, {1e6 * start:.0f} us" for name, (rate, start) in links.items()]
+    memory = "" if file.memory_bytes is None else f", {gib(file.memory_bytes)}"
+    parts.append(f"{rates.flops_per_s / 1e12:.2g} TFLOP/s{memory} per rank")
+    if file.doubts:
+        parts.append(f"{counted(len(file.doubts), 'doubt')} in {CLUSTER_FILE}")
+    return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """A problem with the best plan that was found. why: the reasons for it; more: lines after these.
+
+    warning: that no plan fits into memory by its estimate. The best one is still taken, since the run will
+    show whether it fits.
+    """
+
+    problem: Problem
+    found: FoundPlan
+    why: Explanation
+    more: tuple[str, ...]
+    warning: str | None
+
+    def warned(self) -> Solved:
+        """Say the warning, if there is any."""
+        if self.warning is not None:
+            logger.warning(self.warning)
+        return self
+
+    @property
+    def whole_s(self) -> float:
+        return whole_s(self.problem, self.found.best)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Five lines that explain the plan; more where the search ended early or measurements disagree."""
+        return *self.why.lines, *self.more
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Three lines for the screen, and one where the optimiser was open: times of whole steps."""
+        why, seconds = self.why, self.whole_s
+        least = milliseconds(why.lower_bound_s + closing_s(self.problem))
+        predicted = within(seconds, interval_s(self.problem, seconds))
+        shares = {lane_words(lane, nodes=why.nodes): share for lane, share in why.busy.items() if share > 0}
+        busy = ", ".join(f"{words} {percent(share)}" for words, share in shares.items())
+        there = "" if why.budget is None else f" of {gib(why.budget.bytes)}"
+        return (
+            f"Plan 1   {why.best.choice.words}{why.rows}",
+            f"Time     {predicted} per step predicted; no plan can take less than {least}",
+            f"Limit    {why.binds}; busy: {busy}; {gib(why.memory.total_bytes)}{there} used",
+            *(line for line in self.more if line.startswith("Update ")),
+        )
 
 
 def find(
@@ -234,24 +291,24 @@ def find(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[FoundPlan, tuple[str, ...]]:
-    """Return the best plan and the five lines that explain it.
+    """Return the best plan and the lines that explain it, see `solve`. A warning is printed."""
+    solved = solve(problem, file, budget, remedy, clock=clock).warned()
+    return solved.found, solved.lines
 
-    One more line follows if the budget ended the search early, and one if the measurements contradict each
-    other. Memory is an estimate: if no plan fits by it, a warning is printed and the best plan is still
-    taken, since the run will show whether it fits. remedy: of
-    measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with the best
-    plan by then.
+
+def solve(
+    problem: Problem,
+    file: ClusterFile,
+    budget: float,
+    remedy: str = IN_A_RUN,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> Solved:
+    """Search for the best plan.
+
+    remedy: of measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with
+    the best plan by then.
     """
-    found, lines, warning = _searched(problem, file, budget, remedy, clock)
-    if warning is not None:
-        logger.warning(warning)
-    return found, lines
-
-
-def _searched(
-    problem: Problem, file: ClusterFile, budget: float, remedy: str, clock: Callable[[], float]
-) -> tuple[FoundPlan, tuple[str, ...], str | None]:
-    """Return what `find` returns, and the warning, if there is any."""
     ends = time_limit(clock, budget)
     memory, warning = MemoryBudget.of(file.memory_bytes), None
     try:
@@ -262,29 +319,8 @@ def _searched(
         memory, warning = None, str(error)
         found = find_plan(problem, memory=None, budget=budget, ends=ends)
     doubts = summary(file.doubts, intervals=file.steps is not None, remedy=remedy)
-    return found, (*reasons(problem, found, memory).lines, *found.searched.lines, *doubts), warning
-
-
-SHOWN: Final = ("Plan", "Time", "Limit", "Update", "Caution")
-"""How lines begin that are said when a plan is chosen; its file has all of them."""
-
-
-def shown(lines: Sequence[str]) -> list[str]:
-    """Return the lines of an explanation that are said at once."""
-    return [line for line in lines if line.partition(" ")[0] in SHOWN]
-
-
-def numbered(lines: Sequence[str], number: int) -> list[str]:
-    """Return the lines that explain a plan, with its number in the line that describes it."""
-    return [
-        f"Plan {number}   {line.removeprefix('Plan').strip()}" if line.startswith("Plan ") else line
-        for line in lines
-    ]
-
-
-def unused(schedule: ScheduleConfig) -> ScheduleConfig:
-    """Return the section with nothing but the settings that count with every plan.mode."""
-    return ScheduleConfig(refine_after=schedule.refine_after)
+    more, why = (*found.searched.lines, *doubts), reasons(problem, found, memory)
+    return Solved(problem=problem, found=found, why=why, more=more, warning=warning)
 
 
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:
@@ -350,9 +386,7 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
         if machinery.control.any(other is not None, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
-    plan = paper.step_plan(problem, str(path / PLAN_FILE))
-    planned = Planned(problem=problem, choice=paper.choice, plan=plan, file=file, lines=paper.why)
-    return planned.knowing(paper)
+    return Planned.of(paper, path / PLAN_FILE, problem, file)
 
 
 def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Planned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,26 +25,19 @@ PIECES = (1, 4, 2, 8)
 """Divisors of the size of a whole batch, in the order of how much they tell."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kernel:
-    """One kind of computation. size: whole batch. work: operations or bytes of a size. make: timed action."""
+    """One kind of computation. size: whole batch. work: operations or bytes, each. make: timed action."""
 
     name: str
     unit: Literal["flop", "byte"]
     size: int
-    work: Callable[[int], float]
+    work: float
     make: Callable[[int], Action]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(max(1, self.size // pieces) for pieces in PIECES))
 
 
 def measure_kernels(
-    config: RunConfig,
-    machinery: Machinery,
-    budget_s: float,
-    limits: Limits | None = None,
+    config: RunConfig, machinery: Machinery, budget_s: float, limits: Limits | None = None
 ) -> tuple[KernelModel, ...]:
     """Measure kernels, with the same result on all ranks, which call it together; as many as the time allows.
 
@@ -53,12 +47,12 @@ def measure_kernels(
     kernels = list(_kernels(config, machinery))
     found = []
     for left, kernel in zip(range(len(kernels), 0, -1), kernels, strict=True):
-        points = measure_sizes(
-            kernel.make, kernel.sizes, budget, budget.left_s / left, device=machinery.device, least=3
-        )
+        sizes, share_s = [max(1, kernel.size // pieces) for pieces in PIECES], budget.left_s / left
+        unlike = tuple(dict.fromkeys(sizes))
+        points = measure_sizes(kernel.make, unlike, budget, share_s, device=machinery.device, least=3)
         if not points:
             break
-        worked = [(kernel.work(size), seconds) for size, seconds in points]
+        worked = [(kernel.work * size, seconds) for size, seconds in points]
         line = fit_line(worked)
         fit = Fit(r2=line.r2, residual=line.residual, points=tuple(worked))
         found.append(
@@ -79,40 +73,16 @@ def rates_of(assumed: ClusterConfig, kernels: tuple[KernelModel, ...]) -> Cluste
 
 
 def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
-    shapes = _Shapes(config, machinery)
-    row_bytes = config.model.hidden_size * FLOAT_BYTES
-    yield Kernel(
-        name=PRODUCT,
-        unit="flop",
-        size=shapes.rows_per_expert,
-        work=lambda rows: 2.0 * rows * config.model.hidden_size * config.moe.moe_ffn_hidden_size,
-        make=shapes.matmul,
-    )
-    yield Kernel(
-        name="copy", unit="byte", size=shapes.copies, work=lambda n: float(n * row_bytes), make=shapes.copy
-    )
-    yield Kernel(
-        name="attention",
-        unit="flop",
-        size=config.data.batch_per_device,
-        work=lambda samples: 2.0 * samples * config.model.seq_len**2 * config.model.attention_size,
-        make=shapes.attention,
-    )
-    for name, make in (("order", shapes.order), ("un-order", shapes.unorder)):
-        yield Kernel(
-            name=name,
-            unit="byte",
-            size=shapes.tokens,
-            work=lambda n: float(n * shapes.k * row_bytes),
-            make=make,
-        )
-    yield Kernel(
-        name="optimizer",
-        unit="byte",
-        size=shapes.matrix_rows,
-        work=lambda rows: float(rows * row_bytes),
-        make=shapes.optimizer,
-    )
+    shapes, model, moe = _Shapes(config, machinery), config.model, config.moe
+    row_bytes, choices_bytes = shapes.hidden * FLOAT_BYTES, shapes.k * shapes.hidden * FLOAT_BYTES
+    product_flop = 2.0 * shapes.hidden * moe.moe_ffn_hidden_size
+    attention_flop = 2.0 * model.seq_len**2 * model.attention_size
+    yield Kernel(PRODUCT, "flop", shapes.rows_per_expert, product_flop, shapes.matmul)
+    yield Kernel("copy", "byte", 2 * shapes.tokens * shapes.k, row_bytes, shapes.copy)
+    yield Kernel("attention", "flop", config.data.batch_per_device, attention_flop, shapes.attention)
+    yield Kernel("order", "byte", shapes.tokens, choices_bytes, shapes.order)
+    yield Kernel("un-order", "byte", shapes.tokens, choices_bytes, shapes.unorder)
+    yield Kernel("optimizer", "byte", shapes.matrix_rows, row_bytes, shapes.optimizer)
 
 
 class _Shapes:
@@ -122,7 +92,6 @@ class _Shapes:
         self.config, self.machinery = config, machinery
         self.hidden, self.k = config.model.hidden_size, config.moe.top_k
         self.tokens = config.data.batch_per_device * config.model.seq_len
-        self.copies = 2 * self.tokens * self.k
         local_experts = ExpertPlacement.even(config.moe.num_experts, machinery.layout.ep_size).slots
         self.rows_per_expert = max(1, self.tokens * self.k // local_experts)
         self.matrix_rows = config.moe.moe_ffn_hidden_size * config.moe.expert_matrices * local_experts
@@ -145,9 +114,8 @@ class _Shapes:
             for heads in (model.num_heads, model.key_value_heads, model.key_value_heads)
         )
         grouped = model.key_value_heads < model.num_heads
-        return self._quiet(
-            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        )
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+        return self._quiet(lambda: attend(q, k, v))
 
     def order(self, tokens: int) -> Action:
         x, rows = self._new(tokens, self.hidden), self._shuffled(tokens) // self.k

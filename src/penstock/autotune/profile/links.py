@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ TRUSTED = 2
 Make = Callable[[int], Action]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Probe:
     """One collective in one kind of group.
 
@@ -84,8 +83,8 @@ def measure_links(
     rests on. limits: as of `Budget`.
 
     The time goes first to what plans rest on; the remainder pays for at least two sizes of everything else.
-    Collectives that are left when the budget is `late` are not measured.
-    Groups with the same members are measured once.
+    Collectives that are left when the budget is `late` are not measured. Groups with the same members are
+    measured once.
     """
     if machinery.layout.world_size == 1:
         return ()
@@ -108,19 +107,14 @@ def measure_links(
             )
             known[probe.wire] = _measure(probe, budget, share_s, machinery.device)
         found.append(replace(known[probe.wire], group=Group.name(probe.group)))
-    mine = tuple(found)
-    return machinery.control.gather(mine, "comparing measured links")[0]
+    return machinery.control.gather(tuple(found), "comparing measured links")[0]
 
 
 def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device) -> LinkModel:
-    points = measure_sizes(
-        lambda size: probe.make(size // FLOAT_BYTES),
-        SIZES_BYTES,
-        budget,
-        share_s,
-        device=device,
-        longest_s=LONGEST_S,
-    )
+    def make(size_bytes: int) -> Action:
+        return probe.make(size_bytes // FLOAT_BYTES)
+
+    points = measure_sizes(make, SIZES_BYTES, budget, share_s, device=device, longest_s=LONGEST_S)
     line = fit_line(points, trusted=TRUSTED)
     return LinkModel(
         collective=probe.collective,
@@ -139,64 +133,32 @@ def _measure(probe: Probe, budget: Budget, share_s: float, device: torch.device)
 
 def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
     layout, transports = machinery.layout, machinery.transports
-    groups = list(_groups(layout))
+    groups = _groups(layout)
     transports.open(groups)
     for lane, group in groups:
-        members = _members(layout, group)
-        makes = _Exchanges(transports.of(lane, group), group, members.index(layout.rank), machinery.device)
-        for collective, make in makes.table().items():
-            yield Probe(
-                collective=collective,
-                group=group,
-                lane=lane,
-                members=members,
-                make=make,
-                used=_is_used(collective, group, layout.node_size),
-            )
-    yield from _pair_probe(machinery)
+        members = layout.mesh.members(layout.rank, group)
+        transport, place = transports.of(lane, group), members.index(layout.rank)
+        for name, make in exchanges(transport, group, place, machinery.device).items():
+            yield Probe(name, group, lane, members, make, used=_is_used(name, group, layout.node_size))
+    shards = layout.mesh.members(layout.rank, Group.EXPERT_SHARDS)
+    if layout.tp_size > 1 and len(shards) > 1:  # the argument of Parm's pair is that of its all-to-all
+        make = partial(make_pair, machinery)
+        yield Probe(PAIR, Group.EXPERT_SHARDS, Lane.INTER, shards, make, used=True)
     if layout.ep_nodes > 1:
         for name in dispatches:
             yield from _leg_probes(DISPATCHES[name], machinery)
 
 
-def _pair_probe(machinery: Machinery) -> Iterator[Probe]:
-    """Yield the probe of Parm's pair, where ranks share attention. Its argument is that of its all-to-all."""
-    layout = machinery.layout
-    members = _members(layout, Group.EXPERT_SHARDS)
-    if layout.tp_size > 1 and len(members) > 1:
-        yield Probe(
-            collective=PAIR,
-            group=Group.EXPERT_SHARDS,
-            lane=Lane.INTER,
-            members=members,
-            make=partial(make_pair, machinery),
-            used=True,
-        )
-
-
-def _groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
-    """Yield groups of several ranks, with the lane on which they communicate."""
-    inter = [Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS]
-    several_nodes = layout.ep_nodes > 1
-    pairs: Iterable[tuple[Lane, Axes]] = product(
-        [Lane.INTER], [*inter, Group.RAIL] if several_nodes else inter
-    )
-    for lane, group in [*pairs, (Lane.INTRA, Group.NODE)]:
-        if layout.mesh.size(group) > 1 and (several_nodes or lane is Lane.INTER):
-            yield lane, group
-    for lane, group in _sharing_groups(layout):
-        if layout.mesh.size(group) > 1:
-            yield lane, group
-
-
-def _sharing_groups(layout: Layout) -> Iterator[tuple[Lane, Axes]]:
-    """Yield groups that exist only where ranks share attention or experts."""
+def _groups(layout: Layout) -> list[tuple[Lane, Axes]]:
+    """Return groups of several ranks, with the lane on which they communicate."""
+    pairs = [(Lane.INTER, group) for group in (Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS)]
+    if layout.ep_nodes > 1:
+        pairs += [(Lane.INTER, Group.RAIL), (Lane.INTRA, Group.NODE)]
     if layout.tp_size > 1:
-        yield Lane.INTRA, Group.TENSOR
-        yield Lane.INTER, Group.DATA
+        pairs += [(Lane.INTRA, Group.TENSOR), (Lane.INTER, Group.DATA)]
     if layout.etp_size > 1:
-        yield Lane.INTRA, Group.SHARDS
-        yield Lane.INTER, Group.EXPERT_SHARDS
+        pairs += [(Lane.INTRA, Group.SHARDS), (Lane.INTER, Group.EXPERT_SHARDS)]
+    return [(lane, group) for lane, group in pairs if layout.mesh.size(group) > 1]
 
 
 def _is_used(collective: str, group: Axes, node_size: int | None) -> bool:
@@ -212,10 +174,6 @@ def _is_used(collective: str, group: Axes, node_size: int | None) -> bool:
     return False
 
 
-def _members(layout: Layout, group: Axes) -> tuple[int, ...]:
-    return layout.mesh.members(layout.rank, group)
-
-
 def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
     """Yield every leg that moves anything, with even routing. Argument: elements of the rows of each rank."""
     layout = machinery.layout
@@ -228,110 +186,75 @@ def _leg_probes(dispatch: Dispatch, machinery: Machinery) -> Iterator[Probe]:
         def make(elements: int, number: int = number, transport: Transport = transport) -> Action:
             leg = dispatch.legs(np.full((ranks, ranks), elements // ranks), place)[number]
             rows = torch.zeros(sum(leg.sizes), device=machinery.device)
-            return lambda: _ignore(send_out(rows, leg, transport))
+            return lambda: _drop(send_out(rows, leg, transport))
 
-        yield Probe(
-            collective=dispatch.name,
-            group=Group.EXPERT,
-            lane=hop.lane,
-            members=_members(layout, Group.EXPERT),
-            make=make,
-            op=hop.op,
-            used=True,
-        )
+        members = layout.mesh.members(layout.rank, Group.EXPERT)
+        yield Probe(dispatch.name, Group.EXPERT, hop.lane, members, make, hop.op, used=True)
 
 
-def _ignore(result: object) -> None:
+def exchanges(transport: Transport, group: Axes, rank: int, device: torch.device) -> dict[str, Make]:
+    """Return the collectives of a group as exchanges of its transport. rank: this rank's place in it."""
+    size = transport.size(group)
+
+    def zeros(elements: int) -> Tensor:
+        return torch.zeros(elements, device=device)
+
+    def exchange(out: Sequence[int], back: Sequence[int]) -> Action:
+        rows = zeros(sum(out))
+        return lambda: _drop(transport.all_to_all(rows, out, back, group))
+
+    def all_to_all(elements: int) -> Action:
+        return exchange([elements // size] * size, [elements // size] * size)
+
+    def uneven_all_to_all(elements: int) -> Action:
+        """Return an exchange in which the first rank's experts are twice as popular as the others'."""
+        share = elements // (size + 1)
+        splits = [2 * share] + [share] * (size - 1)
+        return exchange(splits, [splits[rank]] * size)
+
+    def all_gather(elements: int) -> Action:
+        mine, splits = zeros(elements // size), [elements // size] * size
+        return lambda: _drop(transport.all_gather(mine, splits, group))
+
+    def reduce_scatter(elements: int) -> Action:
+        rows, splits = zeros(elements // size * size), [elements // size] * size
+        return lambda: _drop(transport.all_to_all(rows, splits, splits, group).view(size, -1).sum(0))
+
+    def all_reduce(elements: int) -> Action:
+        tensor = zeros(elements)
+        return lambda: transport.all_reduce(tensor, group)
+
+    def from_first(receives: Callable[[int], bool], elements: int) -> Action:
+        out = [elements if rank == 0 and other and receives(other) else 0 for other in range(size)]
+        return exchange(out, [elements if rank and receives(rank) else 0, *[0] * (size - 1)])
+
+    return {
+        "all_to_all": all_to_all,
+        "uneven_all_to_all": uneven_all_to_all,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_reduce": all_reduce,
+        "broadcast": partial(from_first, lambda _: True),
+        "point_to_point": partial(from_first, lambda other: other == size - 1),
+    }
+
+
+def _drop(result: object) -> None:
     del result
 
 
-@dataclass(frozen=True)
-class _Exchanges:
-    """The collectives of one group as exchanges of its transport. rank: this rank's place in the group."""
-
-    transport: Transport
-    group: Axes
-    rank: int
-    device: torch.device
-
-    def table(self) -> dict[str, Make]:
-        return {
-            "all_to_all": self.all_to_all,
-            "uneven_all_to_all": self.uneven_all_to_all,
-            "all_gather": self.all_gather,
-            "reduce_scatter": self.reduce_scatter,
-            "all_reduce": self.all_reduce,
-            "broadcast": self.broadcast,
-            "point_to_point": self.point_to_point,
-        }
-
-    @property
-    def size(self) -> int:
-        return self.transport.size(self.group)
-
-    def all_to_all(self, elements: int) -> Action:
-        splits = [elements // self.size] * self.size
-        return self._exchange(splits, splits)
-
-    def uneven_all_to_all(self, elements: int) -> Action:
-        """Return an exchange in which the first rank's experts are twice as popular as the others'."""
-        share = elements // (self.size + 1)
-        splits = [2 * share] + [share] * (self.size - 1)
-        return self._exchange(splits, [splits[self.rank]] * self.size)
-
-    def all_gather(self, elements: int) -> Action:
-        mine, splits = self._zeros(elements // self.size), [elements // self.size] * self.size
-        return lambda: _ignore(self.transport.all_gather(mine, splits, self.group))
-
-    def reduce_scatter(self, elements: int) -> Action:
-        rows, splits = self._zeros(elements // self.size * self.size), [elements // self.size] * self.size
-        return lambda: _ignore(self._moved(rows, splits, splits).view(self.size, -1).sum(0))
-
-    def all_reduce(self, elements: int) -> Action:
-        tensor = self._zeros(elements)
-        return lambda: self.transport.all_reduce(tensor, self.group)
-
-    def broadcast(self, elements: int) -> Action:
-        """Return an exchange from the first rank to the others, one copy each."""
-        out = [elements if self.rank == 0 and other else 0 for other in range(self.size)]
-        return self._exchange(out, self._from_first(elements, self.rank > 0))
-
-    def point_to_point(self, elements: int) -> Action:
-        """Return an exchange from the first rank to the last."""
-        last = self.size - 1
-        out = [elements if self.rank == 0 and other == last else 0 for other in range(self.size)]
-        return self._exchange(out, self._from_first(elements, self.rank == last))
-
-    def _from_first(self, elements: int, receives: bool) -> list[int]:
-        return [elements if receives else 0, *[0] * (self.size - 1)]
-
-    def _exchange(self, out: Sequence[int], back: Sequence[int]) -> Action:
-        rows = self._zeros(sum(out))
-        return lambda: _ignore(self._moved(rows, out, back))
-
-    def _moved(self, rows: Tensor, out: Sequence[int], back: Sequence[int]) -> Tensor:
-        return self.transport.all_to_all(rows, out, back, self.group)
-
-    def _zeros(self, elements: int) -> Tensor:
-        return torch.zeros(elements, device=self.device)
-
-
-# ---- measures parm's saa as it runs: slices of a combine between  ------------------------------------------
+# ---- Parm's SAA as it runs: slices of a combine between nodes, each gathered under the next ----------------
+# Its line is measured, since those of both transfers do not tell how much they disturb each other.
 
 
 SLICES = 4
 """Slices of a pair: fewer overlap less, more cost start-ups; the middle of what Parm's planner tries."""
 
 
-def pair_axes(etp_size: int) -> Axes:
-    """Return the axes along which the pair's all-to-all meets ranks."""
-    return Group.EXPERT_SHARDS if etp_size > 1 else Group.EXPERT
-
-
 def make_pair(machinery: Machinery, elements: int) -> Action:
     """Return a pair in which every rank sends `elements` float32 numbers to all shards of all experts."""
     layout, transports = machinery.layout, machinery.transports
-    axes = pair_axes(layout.etp_size)
+    axes = Group.EXPERT_SHARDS if layout.etp_size > 1 else Group.EXPERT
     between, inside = transports.of(Lane.INTER, axes), transports.of(Lane.INTRA, Group.TENSOR)
     size = between.size(axes)
     each = max(1, elements // SLICES // size)
@@ -351,16 +274,11 @@ def make_pair(machinery: Machinery, elements: int) -> Action:
         inside.all_gather(mine, [len(mine)] * layout.tp_size, Group.TENSOR)
         return {"rows": mine}
 
-    return _action(machinery, _span(axes, combine, gather))
-
-
-def _action(machinery: Machinery, span: Span) -> Action:
-    def execute(call: Call) -> Outputs:
-        return call.handler(None, call.task, Inputs())
+    span = _span(axes, combine, gather)
 
     def action() -> None:
         try:
-            machinery.lanes.run(span, execute)
+            machinery.lanes.run(span, lambda call: call.handler(None, call.task, Inputs()))
         except LaneError as failure:  # the measured pair has no grid to show
             assert failure.__cause__ is not None, failure
             raise failure.__cause__ from None
@@ -370,15 +288,11 @@ def _action(machinery: Machinery, span: Span) -> Action:
 
 def _span(axes: Axes, combine: Handler, gather: Handler) -> Span:
     """Return the calls of both lanes, each in order: every slice is gathered after it was combined."""
-    sent, gathered = [], []
+    nothing = {"reads": (), "writes": (), "frees": (), "shared": ()}
+    sent, gathered = list[Call](), list[Call]()
     for number in range(SLICES):
         name = Name(0, Op.COMBINE, Phase.FORWARD, microbatch=0, chunk=number)
-        after = ((Lane.INTER, number + 1),)
-        sent.append(_call(Task(name, Lane.INTER, axes, {}), combine, ()))
         inside = Task(name._replace(op=Op.GATHER_SLOTS), Lane.INTRA, Group.TENSOR, {})
-        gathered.append(_call(inside, gather, after))
+        sent.append(Call(Task(name, Lane.INTER, axes, {}), combine, waits=(), **nothing))
+        gathered.append(Call(inside, gather, waits=((Lane.INTER, number + 1),), **nothing))
     return {Lane.INTER: tuple(sent), Lane.INTRA: tuple(gathered)}
-
-
-def _call(task: Task, handler: Handler, waits: tuple[tuple[Lane, int], ...]) -> Call:
-    return Call(task, handler, reads=(), writes=(), frees=(), shared=(), waits=waits)

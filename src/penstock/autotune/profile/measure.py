@@ -48,24 +48,18 @@ def profile_run(
     this rank is asked to end as soon as it has the least that a file needs, and the clock by which measuring
     ends even where this least takes too long; the file then lists this among its doubts.
     """
-    limits = limits or Limits()
-    layout = machinery.layout
-    links_s = LINKS_SHARE * budget_s if layout.world_size > 1 else 0.0
-    if layout.world_size > 1:
-        logger.debug(f"measuring links between {layout.world_size} ranks, about {links_s:.0f} s")
-    file = _with_links(config, machinery, links_s, used_only=False, limits=limits)
-    logger.debug(f"measuring computation on all ranks at once, about {budget_s - links_s:.0f} s")
-    kernels_s = KERNELS_SHARE * (budget_s - links_s)
+    limits, ranks = limits or Limits(), machinery.layout.world_size
+    links_s = LINKS_SHARE * budget_s if ranks > 1 else 0.0
+    if ranks > 1:
+        logger.debug(f"measuring links between {ranks} ranks, about {links_s:.0f} s")
+    file = _with_links(config, machinery, links_s, limits=limits)
+    left_s = budget_s - links_s
+    logger.debug(f"measuring computation on all ranks at once, about {left_s:.0f} s")
+    kernels_s = KERNELS_SHARE * left_s
     kernels = measure_kernels(config, machinery, kernels_s, limits)
-    file = replace(
-        file,
-        name=name,
-        rates=rates_of(file.rates, kernels),
-        kernels=kernels,
-        source=_source(config, layout),
-    )
-    left_s = budget_s - links_s - kernels_s
-    file = measure_tasks(config, machinery, left_s, file, limits=limits)
+    rates, source = rates_of(file.rates, kernels), _source(config, machinery.layout)
+    file = replace(file, name=name, rates=rates, kernels=kernels, source=source)
+    file = measure_tasks(config, machinery, left_s - kernels_s, file, limits=limits)
     there_bytes = memory_bytes(machinery.control, machinery.device)  # now that all communicators are there
     file = replace(file, memory_bytes=there_bytes)
     stopped = machinery.control.any(limits.asked(), "agreeing whether measuring was stopped")
@@ -95,32 +89,34 @@ def profile_schedules(
     budget_s: for compute tasks, at the sizes that the schedules cut; links take some seconds before.
     """
     limits = Limits()
-    links = _with_links(config, machinery, LINKS_S, used_only=True, limits=limits)
-    return measure_tasks(config, machinery, budget_s, links, schedules, limits=limits)
+    file = profile_links(config, machinery, limits=limits)
+    return measure_tasks(config, machinery, budget_s, file, schedules, limits=limits)
 
 
-def profile_links(config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = ()) -> ClusterFile:
+def profile_links(
+    config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = (), limits: Limits | None = None
+) -> ClusterFile:
     """Measure the links on which plans rest, for some seconds; devices are as section [cluster] assumes them.
 
     dispatches: whose legs are measured in addition to those that the configuration leaves open. All ranks
     call it together and get the same file.
     """
-    return _with_links(config, machinery, LINKS_S, used_only=True, dispatches=dispatches)
+    limits = limits or Limits()
+    return _with_links(config, machinery, LINKS_S, limits, dispatches, used_only=True)
 
 
 def _with_links(
     config: RunConfig,
     machinery: Machinery,
     budget_s: float,
-    *,
-    used_only: bool,
+    limits: Limits,
     dispatches: Sequence[str] = (),
-    limits: Limits | None = None,
+    *,
+    used_only: bool = False,
 ) -> ClusterFile:
     layout = machinery.layout
     legged = [name for name in dispatches if DISPATCHES[name].needs_table]
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
-    limits = limits or Limits()
     links = measure_links(machinery, legs_of, budget_s, used_only=used_only, limits=limits)
     return ClusterFile(
         name=UNNAMED,
@@ -138,18 +134,14 @@ def rates_with_links(rates: ClusterConfig, links: tuple[LinkModel, ...], nodes: 
 
     nodes: of the cluster; in a single node all links are inside it.
     """
-    inside = "ep" if nodes == 1 else "node"
-    for group, lane in (("ep", "link"), (inside, "intra")):
+    for lane, group in (("link", "ep"), ("intra", "ep" if nodes == 1 else "node")):
         found = _measured(links, "all_to_all", group)
         if found is not None:
             others = found.ranks - 1
             latency_s = max(found.alpha_s / others, LEAST_LATENCY_S)
             rate = others / found.ranks / found.beta_s_per_byte
-            if lane == "link":
-                rates = rates.measured(link_latency_s=latency_s, link_bytes_per_s=rate)
-                rates = replace(rates, link_rate_of="device")
-            else:
-                rates = rates.measured(intra_latency_s=latency_s, intra_bytes_per_s=rate)
+            rates = rates.measured(**{f"{lane}_latency_s": latency_s, f"{lane}_bytes_per_s": rate})
+            rates = replace(rates, link_rate_of="device") if lane == "link" else rates
     shared = _shared_card_bytes_per_s(links, nodes)
     return rates if shared is None else replace(rates.measured(link_bytes_per_s=shared), link_rate_of="node")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, median
 
@@ -29,28 +30,18 @@ SHORT_S = 0.02
 """Actions that take longer than this in a row are timed in one block per round."""
 
 PURPOSE = "measuring the cluster"
+CPU_INFO = Path("/proc/cpuinfo")
 
 GRACE_S = 20.0
 """The least that a file needs may exceed a budget by as much again, or by this many seconds."""
 
-Clock = Callable[[], float]
-"""Seconds of a clock that never goes back."""
-
 Action = Callable[[], None]
 """An action of all ranks together; it has ended when it returns, on a GPU when the device is idle."""
-
-Asked = Callable[[], bool]
-"""Tells whether this rank was asked to measure no more than it must."""
 
 
 def ignore(text: str) -> None:
     """Do nothing with a message."""
     del text
-
-
-def never() -> bool:
-    """Return False: nothing stops the measurement before its time."""
-    return False
 
 
 @dataclass
@@ -61,8 +52,8 @@ class Limits:
     noted by a budget that was so much exceeded that not even the least was measured.
     """
 
-    asked: Asked = never
-    clock: Clock = time.perf_counter
+    asked: Callable[[], bool] = bool
+    clock: Callable[[], float] = time.perf_counter
     overran: bool = False
 
 
@@ -74,8 +65,8 @@ class Budget:
     """
 
     def __init__(self, control: Control, budget_s: float, limits: Limits | None = None) -> None:
-        self.control, self._limits = control, limits or Limits()
-        self.clock = self._limits.clock
+        self.control, self.limits = control, limits or Limits()
+        self.clock = self.limits.clock
         self._end_s, self._grace_s = self.clock() + budget_s, max(budget_s, GRACE_S)
         self.left_s = self.agree()
 
@@ -83,7 +74,7 @@ class Budget:
     def late(self) -> bool:
         """Whether measuring has to end with what there is, as far as ranks have agreed last."""
         late = self.left_s < -self._grace_s
-        self._limits.overran |= late
+        self.limits.overran |= late
         return late
 
     def agree(self) -> float:
@@ -99,7 +90,7 @@ class Budget:
     @property
     def _mine_s(self) -> float:
         left_s = self._end_s - self.clock()
-        return min(0.0, left_s) if self._limits.asked() else left_s
+        return min(0.0, left_s) if self.limits.asked() else left_s
 
     def timed(self, action: Action, blocks: int, device: torch.device) -> list[float]:
         """Return seconds per action, of the slowest rank, for every block; all ranks start together.
@@ -107,25 +98,21 @@ class Budget:
         A link that has rested lets a burst pass faster than its rate, and a cold cache is slow: some actions
         run before the clock starts, and a block is a few actions in a row.
         """
+        settle = partial(device_of(device).synchronize, device)
         self.control.barrier(PURPOSE)
         for _ in range(UNTIMED):
             action()
         mine = []
         for _ in range(blocks):
-            settle(device)
+            settle()
             start_s = self.clock()
             for _ in range(IN_A_ROW):
                 action()
-            settle(device)
+            settle()
             mine.append((self.clock() - start_s) / IN_A_ROW)
         everyone = self.control.gather((mine, self._mine_s), PURPOSE)
         self.left_s = min(left_s for _, left_s in everyone)
         return [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
-
-
-def settle(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    device_of(device).synchronize(device)
 
 
 @dataclass
@@ -148,14 +135,16 @@ class Point:
 
     def more(self, budget: Budget, device: torch.device) -> None:
         """Run one more round of blocks."""
-        short = bool(self.times_s) and self.typical_s * IN_A_ROW < SHORT_S
-        self.times_s += budget.timed(self.action, BLOCKS if short else 1, device)
+        self.times_s += budget.timed(self.action, self._blocks, device)
 
     @property
     def round_s(self) -> float:
         """Estimated seconds of one more round."""
-        blocks = BLOCKS if self.typical_s * IN_A_ROW < SHORT_S else 1
-        return (UNTIMED + IN_A_ROW * blocks) * self.typical_s
+        return (UNTIMED + IN_A_ROW * self._blocks) * self.typical_s
+
+    @property
+    def _blocks(self) -> int:
+        return BLOCKS if self.times_s and self.typical_s * IN_A_ROW < SHORT_S else 1
 
 
 def median_interval(times_s: Sequence[float]) -> tuple[float, float]:
@@ -208,10 +197,7 @@ def _expected_s(points: Sequence[Point], size: int) -> float:
     return near.typical_s * max(1.0, size / near.size)
 
 
-# ---- describes the machine that a cluster file names -------------------------------------------------------
-
-
-CPU_INFO = Path("/proc/cpuinfo")
+# ---- the machine that a cluster file names -----------------------------------------------------------------
 
 
 def here(device: torch.device) -> Machine:
@@ -219,7 +205,7 @@ def here(device: torch.device) -> Machine:
     return Machine(
         host=platform.node(),
         date=datetime.now(UTC).date().isoformat(),
-        processor=_field(CPU_INFO, "model name") or platform.machine(),
+        processor=_cpu_name() or platform.machine(),
         device=device_of(device).name(device),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -238,9 +224,9 @@ def memory_bytes(control: Control, device: torch.device) -> int:
     return min(control.gather(device_bytes(device, control) // sharing, "comparing memory of ranks"))
 
 
-def _field(path: Path, name: str) -> str | None:
-    """Return the value of the first line `name : value`; None outside Linux, or without such a line."""
-    if not path.exists():
+def _cpu_name() -> str | None:
+    """Return the name of the first processor; None outside Linux, or where it has none."""
+    if not CPU_INFO.exists():
         return None
-    lines = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
-    return next((value.strip() for key, _, value in lines if key.strip() == name), None)
+    lines = (line.partition(":") for line in CPU_INFO.read_text(encoding="utf-8").splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == "model name"), None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median_low
 
 import numpy as np
@@ -66,12 +66,11 @@ def measure_tasks(
     lines hold for any. limits: as of `Budget`. Where the budget is
     `late` the file has what was measured by then, and says so among its doubts.
     """
-    limits = limits or Limits()
     budget = Budget(machinery.control, budget_s, limits)
     sample = sample_of(config)
     stack = build_stack(sample, silent(machinery))
     try:
-        runs = _Runs(sample, machinery, stack, schedules or cuts(sample))
+        runs = _Runs(sample, machinery, stack, list(schedules) or cuts(sample))
         slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget))
     finally:
         stack.close()
@@ -86,7 +85,7 @@ def measure_tasks(
     )
     if runs.real is not None and (steps := runs.real.gathered()):
         found = with_steps(found, steps, lambda file: run_problem(sample, machinery.layout, file))
-    if limits.overran:
+    if budget.limits.overran:
         found = replace(found, doubts=(OVERRAN, *found.doubts))
     return machinery.control.gather(found, "comparing measured tasks")[0]
 
@@ -156,22 +155,15 @@ def cuts(config: RunConfig) -> list[ScheduleConfig]:
         config.schedule, chunks=None, backward_chunks=None, priority="critical_path", microbatches=1
     )
     whole = [replace(usual, name="flowmoe", microbatches=number) for number in pieces]
-    return [
-        *whole,
-        replace(usual, name="penstock"),
-        replace(usual, name="penstock", microbatches=2, chunks=2),
-    ]
+    apart = replace(usual, name="penstock")
+    return [*whole, apart, replace(apart, microbatches=2, chunks=2)]
 
 
 class _Runs:
     """Runs steps of one stack by several plans, and notes the durations of their compute tasks."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        machinery: Machinery,
-        stack: PipelinedStack,
-        schedules: Sequence[ScheduleConfig],
+        self, config: RunConfig, machinery: Machinery, stack: PipelinedStack, schedules: list[ScheduleConfig]
     ) -> None:
         self.config, self.machinery, self.stack = config, machinery, stack
         self.control: Control = machinery.control
@@ -256,34 +248,19 @@ def _rounds(runs: _Runs, budget: Budget) -> int:
 # ---- from durations to models ------------------------------------------------------------------------------
 
 
-@dataclass
-class _Kind:
-    """What was seen of one op and phase: (work in seconds by the rates, seconds)."""
-
-    points: list[tuple[float, float]] = field(default_factory=list)
-
-    def model(self, op: str, phase: Phase) -> TaskModel:
-        line = fit_line(self.points)
-        return TaskModel(
-            op=str(op),
-            phase=str(phase),
-            alpha_s=line.alpha_s,
-            scale=line.beta,
-            fit=Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(self.points))),
-        )
-
-
-def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterable[TaskModel]:
-    kinds: dict[Kind, _Kind] = defaultdict(_Kind)
-    gradients = runs.stack.gradients.sizes_bytes
-    sizes = workload(runs.config, runs.machinery.layout, gradients)
+def _models(runs: _Runs, alone: list[Seconds], rates: ClusterConfig) -> Iterator[TaskModel]:
+    kinds = defaultdict[Kind, list[tuple[float, float]]](list)  # work in seconds by the rates, seconds
+    sizes = workload(runs.config, runs.machinery.layout, runs.stack.gradients.sizes_bytes)
     for plan, tasks, alone_s in zip(runs.plans, runs.tasks, alone, strict=True):
         cost = StepCost(plan.shape, sizes, rates)
         for layer_tasks, nominal_s in _alike(tasks, cost, rates).values():
             task = tasks[layer_tasks[0]]
             typical_s = float(np.median(alone_s[:, :, layer_tasks]))
-            kinds[task.op, task.phase].points.append((nominal_s, typical_s))
-    return [kind.model(*which) for which, kind in kinds.items()]
+            kinds[task.op, task.phase].append((nominal_s, typical_s))
+    for (op, phase), points in kinds.items():
+        line = fit_line(points)
+        fit = Fit(r2=line.r2, residual=line.residual, points=tuple(sorted(points)))
+        yield TaskModel(op=str(op), phase=str(phase), alpha_s=line.alpha_s, scale=line.beta, fit=fit)
 
 
 def _alike(
