@@ -39,10 +39,10 @@ SETUPS: Final[Mapping[str, Setup]] = {
     "nemo-automodel": Setup("qwen3-30b-a3b", "1x8xH100"),
     "xtuner-h800": Setup("qwen3-235b-a22b", "32x8xH800,net=8x400gbit"),
     "simumax-b200": Setup("deepseek-v2", "1x8xB200", (("num_hidden_layers", 4),)),
-    "mlperf-6.0": Setup("gpt-oss-20b", "1x8xGB300", note="predicted in bfloat16; measured in MXFP8"),
+    "mlperf-6.0": Setup("gpt-oss-20b", "1x8xGB300,products=float8"),
     "aws-efa": Setup(
         "qwen3-30b-a3b",
-        "8x8xH100,net=32x100gbit",
+        "8x8xH100,net=32x100gbit,fabric=efa",
         (("num_key_value_heads", 8),),
         "its 4 key and value heads are on two ranks each, so 8 are planned",
     ),
@@ -105,9 +105,10 @@ def _options(row: Mapping[str, str]) -> list[str]:
     words += ["--tp-size", row["tp"], "--ep-size", row["ep"], "--zero-stage", "1"]
     words += ["--recompute", RECOMPUTE.get(row["recompute"], "none")]
     if int(row["pp"]) > 1:
-        words += ["--pipeline-parallel-size", row["pp"]]
-        words += ["--virtual-pipeline-parallel-size", row["vp"]] if row["vp"] else []
-    return words
+        words += ["--pipeline-parallel-size", row["pp"], "--virtual-pipeline-parallel-size", row["vp"] or "1"]
+    # None of these frameworks computes one part of a batch under the transfers of another.
+    words.append("schedule.name=sequential")
+    return [*words, "moe.dispatch=flat"] if "alltoall" in row["dispatcher"] else words
 
 
 @contextmanager

@@ -57,9 +57,11 @@ UNITS: Final = {
 
 GPU: Final = """## Steps on GPUs
 
-What users of other frameworks measured of whole steps, updates included, and the plan that `penstock plan`
-finds for the row's layout, on devices of which nothing but the data sheet is known. Nothing is fitted to
-these rows. A framework need not overlap what the plan overlaps."""
+What users of other frameworks measured of whole steps, updates included, and what `penstock plan` predicts
+for the row's layout, on devices of which nothing but the data sheet is known: by the schedule `sequential`,
+since these frameworks compute no part of a batch under the transfers of another, and with rows sent flat
+where they use all-to-all. The share of its rate that EFA reaches is fitted to its row; efficiencies of
+kernels are those that others measured of single kernels."""
 
 
 def page(results: Sequence[Result], steps: Sequence[Step]) -> str:

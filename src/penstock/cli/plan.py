@@ -212,6 +212,8 @@ def plan_command(options: argparse.Namespace, given: object) -> int:
     """Run the command and return its exit code: 0, or 1 if the plan could not be saved."""
     del given
     width = terminal_width()
+    if options.model is not None and "=" in str(options.config or ""):  # a setting, where no file is needed
+        options.overrides, options.config = [str(options.config), *options.overrides], None
     if options.show is not None:
         return _show(options, width)
     in_stages = wants_stages(options)

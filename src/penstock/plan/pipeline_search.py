@@ -18,6 +18,8 @@ from penstock.plan.starts import first_choices
 from penstock.step.shape import Recompute
 from penstock.words import gib
 
+BASELINE = "sequential"
+
 VIRTUAL_SIZES = (1, 2, 4)
 """Parts of a stage that are tried where their number is open."""
 
@@ -44,7 +46,8 @@ def pipelines(
 ) -> list[Pipeline]:
     """Return the orders of microbatches that are possible with as many stages.
 
-    virtual: parts of a stage; None = open. problem: of which the passes of an update are microbatches. Raises
+    virtual: parts of a stage; None = open. problem: of which the passes of an update are microbatches; where
+    its schedule is set to be sequential, nothing overlaps, microbatches neither. Raises
     ConfigError for sizes that are given and impossible.
     """
     one = Pipeline(
@@ -57,7 +60,8 @@ def pipelines(
     for more in VIRTUAL_SIZES[1:] if virtual is None and stages > 1 else ():
         if stages * more <= layers and problem.passes % stages == 0:
             found.append(replace(one, virtual_pipeline_parallel_size=more))
-    return found + [replace(each, overlaps=True) for each in found if stages > 1]
+    may_overlap = stages > 1 and dict(problem.forced).get("schedule") != BASELINE
+    return found + [replace(each, overlaps=True) for each in found if may_overlap]
 
 
 def find_pipeline(

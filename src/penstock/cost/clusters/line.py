@@ -23,8 +23,9 @@ BITS: Final = {"gbit": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "gb": 1e9}
 LINKS: Final = {"NVLink": 0.7, "Infinity Fabric": 0.6, "PCIe": 0.7, "PCIe through the host": 0.4}
 """Share of a link's rate in one direction that collectives reach; every byte through the host crosses its
 memory."""
-FABRICS: Final = {"": 0.8, "ib": 0.85, "ethernet": 0.7}
-"""Share of the network cards' rate, by what joins them; "" = not said."""
+FABRICS: Final = {"": 0.8, "ib": 0.85, "ethernet": 0.7, "efa": 0.21}
+"""Share of the network cards' rate, by what joins them; "" = not said. That of EFA, whose all-to-all of small
+messages is slow, is fitted to one measured step (docs/calibration.md)."""
 START_S: Final = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 1e-5, "PCIe through the host": 2e-5}
 NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 5e-6
 """Seconds before a message leaves a node, of a task on a device, and of the thread that hands it over."""
@@ -36,7 +37,7 @@ KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
 def in_line(text: str) -> ClusterFile | None:
     """Return the cluster that a line describes; None for a text that is none.
 
-    The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet][,inside=RATE]
+    The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet|efa][,inside=RATE]
     [,nvlink=DEVICES][,products=float8]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its
     cards. `nvlink`: how many devices its links join, where these are several nodes'; then they count as one
     node. `products`: what they are computed in by others, where Penstock is compared with them.
@@ -59,7 +60,7 @@ def in_line(text: str) -> ClusterFile | None:
         given[key] = value
     fabric = given.get("fabric", "")
     if fabric not in FABRICS:
-        _refuse(text, f"{fabric!r} is neither ib nor ethernet")
+        _refuse(text, f"{fabric!r} is none of {', '.join(filter(None, FABRICS))}")
     in_float8 = given.get("products") == "float8"
     if "products" in given and not (in_float8 and device.architecture in HAS_FLOAT8):
         _refuse(text, f"products={given['products']} is not float8, or {device.name} has no units for it")
