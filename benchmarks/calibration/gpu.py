@@ -108,7 +108,7 @@ def _options(row: Mapping[str, str]) -> list[str]:
         words += ["--pipeline-parallel-size", row["pp"], "--virtual-pipeline-parallel-size", row["vp"] or "1"]
     # None of these frameworks computes one part of a batch under the transfers of another.
     words.append("schedule.name=sequential")
-    return [*words, "moe.dispatch=flat"] if "alltoall" in row["dispatcher"] else words
+    return [*words, "moe.dispatch=flat"] if "alltoall" in row.get("dispatcher", "") else words
 
 
 @contextmanager
