@@ -10,14 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ClusterConfig, Span, StepCost, UnevenRanks, Workload
+from penstock.cost import ClusterConfig, Span, StateTypes, StepCost, UnevenRanks, Workload
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
+from penstock.ops.optimizer import of_optimizer
 from penstock.ops.transfers import TRANSFERS
+from penstock.plan.optimizers import sharing_updates
 from penstock.step import StepShape, build_graph
 from penstock.step.shape import ExpertForm, Sharing
+from tests.plan.problems import problem
 from tests.steps import shapes, task_at
 
 CLUSTER = ClusterConfig(
@@ -251,3 +254,18 @@ def test_loads_from_all_nodes_take_the_links_between_them() -> None:
     cost = cost_of(shape)
     every = cost.cluster.all_to_all(cost.workload.span(Group.WORLD), Group.WORLD)
     assert cost(task_at(build_graph(shape), "L2.LG.B")) == every.seconds(4 * 2 * 4 * 4)
+
+
+def test_others_types_change_what_is_sent_and_not_what_is_updated() -> None:
+    """Sums are as wide as gradients, gathers as parameters, twice where these are gathered for every use."""
+    shape = sharing_updates(problem()).shape
+    graph, plain = build_graph(shape), problem().workload
+    state = StateTypes(parameter_bytes=2, gradient_bytes=2, fully_sharded=True)
+    costs = [StepCost(shape, each, CLUSTER) for each in (plain, replace(plain, state=state))]
+    seen = set[str]()
+    for task in graph.tasks:
+        if (part := of_optimizer(task)) in ("update", "gather") or task.op == Op.SCATTER:
+            before, after = (each.reduced_bytes(task) for each in costs)
+            assert after == (before // 2 if task.op == Op.SCATTER else before), task
+            seen.add(part)
+    assert seen == {"", "update", "gather"}

@@ -12,7 +12,7 @@ import torch
 
 from penstock.autotune.problem import assumed_problem
 from penstock.config import ConfigError, load
-from penstock.cost import RoutedCost
+from penstock.cost import RoutedCost, StateTypes
 from penstock.cost.placed import Evidence
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
@@ -20,6 +20,7 @@ from penstock.device import using
 from penstock.plan import MemoryBudget, MemoryEstimate, Problem, estimate_memory, evaluate, find_plan
 from penstock.plan.memory import ACTIVATIONS, STATE
 from penstock.plan.moving import with_routing
+from penstock.plan.optimizers import sharing_updates
 from penstock.step.shape import FORM_TOKENS, ExpertForm, Sharing, TokenLayout
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
@@ -43,6 +44,25 @@ def test_by_hand() -> None:
     assert found.activations_bytes == 2 * layer + 256 * 64 * 4 * 2
     assert found.buffers_bytes == layer + 2 * 512 * 128 * 4
     assert found.total_bytes == sum(found.parts.values())
+
+
+def test_types_and_shares_of_others() -> None:
+    """In bfloat16 everything is half as large, but for the float32 weights that are then kept beside them."""
+    plain, sharing = problem(), sharing_updates(problem((True,) * 6), releases=True)
+    state = StateTypes(parameter_bytes=2, gradient_bytes=2, moment_bytes=2)
+    half, whole = (
+        estimate_memory(replace(each, workload=replace(each.workload, state=state)), Decision())
+        for each in (plain, sharing)
+    )
+    before = estimate_memory(plain, Decision())
+    assert (half.weights_bytes, half.gradients_bytes) == (
+        before.weights_bytes // 2,
+        before.weights_bytes // 2,
+    )
+    assert half.optimizer_bytes == 2 * before.weights_bytes
+    sharded = replace(state, fully_sharded=True)
+    least = estimate_memory(replace(sharing, workload=replace(sharing.workload, state=sharded)), Decision())
+    assert least.weights_bytes < whole.weights_bytes and least.optimizer_bytes == whole.optimizer_bytes
 
 
 SIZES = (

@@ -9,8 +9,10 @@ import pytest
 from penstock.cli import main
 from penstock.cost.model_flops import PASSES, ModelFlops
 from penstock.decision import GradientBytes
+from penstock.families.gradients import gradient_bytes_of
 from penstock.families.sections import described_in
 from penstock.plan.models import MODELS, open_models
+from penstock.step import StepShape
 from penstock.topology import Layout
 
 BILLIONS = {
@@ -75,6 +77,13 @@ def test_they_have_the_published_parameters_and_operations(name: str) -> None:
         work = found.sizes.workload(Layout(world_size=1, ep_size=1, rank=0), sizes, 1, 4096)
         flops = ModelFlops.of(work, [block is not None for block in found.blocks], None)
         assert flops.per_token / PASSES == pytest.approx(FORWARD[name], rel=1e-3)
+
+
+def test_a_run_of_them_has_float32_weights_whatever_the_file_says() -> None:
+    name = "olmoe-1b-7b"
+    layout, shape = Layout(world_size=1, ep_size=1, rank=0), StepShape(moe_layers=(True,) * 16)
+    found = gradient_bytes_of(open_models()[name], layout, shape, replicas=True)
+    assert sum(map(sum, found.kinds)) == pytest.approx(4e9 * BILLIONS[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "deepseek-v2-lite"])

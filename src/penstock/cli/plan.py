@@ -21,7 +21,9 @@ from penstock.cli.plan_compare import compared, swept
 from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_stages import planned_in_stages, stages_instead, wants_stages
 from penstock.cli.plan_subject import (
+    SHARDED,
     SIZES,
+    STATE,
     as_settings,
     budget_of,
     changed_options,
@@ -67,6 +69,7 @@ SEARCHED = (
     "virtual_pipeline_parallel_size",
     "recompute",
     "precision",
+    *STATE,
     *SIZES,
 )
 """Options that belong to a search."""
@@ -158,9 +161,10 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
     """Add options for what a search may choose, what it assumes, and how long it searches."""
     plan.add_argument(
         "--zero-stage",
-        choices=("0", "1", "2", "auto"),
+        choices=("0", "1", "2", SHARDED, AUTO),
         help="1: every data-parallel rank keeps the moments of a share of the parameters; 2: gradients are "
-        "freed once summed, too, but for a share; auto: 1 if a whole iteration is shorter so, or does not "
+        "freed once summed, too, but for a share; 3: parameters are gathered for each use (planned only); "
+        "auto: 1 if a whole iteration is shorter so, or does not "
         "fit otherwise (default: 0; auto for open models)",
     )
     plan.add_argument(
@@ -181,6 +185,12 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         help="of products and rows of a published model; auto: what the devices are best at (default: that "
         "of the cluster file's rates)",
     )
+    for name in STATE:
+        plan.add_argument(
+            option(name),
+            choices=tuple(ELEMENT_BYTES),
+            help=f"of every {STATE[name].partition('_')[0]}, as others train (planned only; usual: float32)",
+        )
     plan.add_argument(
         "--imbalance",
         type=float,

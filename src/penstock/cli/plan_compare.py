@@ -13,6 +13,7 @@ from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_subject import (
     OF_CONFIGURATIONS,
     SIZES,
+    STATE,
     budget_of,
     cluster_of,
     memory_of,
@@ -35,7 +36,8 @@ OF_LINES: Final = ("net", "inside")
 WORDS: Final = {
     "precision": ("float32", "bfloat16", "float16", "auto"),
     "recompute": ("auto", "none", "experts", "blocks"),
-    "zero_stage": ("0", "1", "2", "auto"),
+    "zero_stage": ("0", "1", "2", "3", "auto"),
+    **dict.fromkeys(STATE, ("float32", "bfloat16")),
     "layout": ("given", "auto"),
 }
 """Options that take a word, with these words."""

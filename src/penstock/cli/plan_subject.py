@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
-from penstock.cost import ClusterFile
+from penstock.cost import ClusterFile, StateTypes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import in_line
 from penstock.mesh import holders
@@ -23,9 +23,17 @@ from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import with_routing
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
-from penstock.plan.subject import Overrides
+from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.words import counted
 from penstock.workloads import RoutingConfig
+
+STATE = {"param_dtype": "parameter_bytes", "grad_dtype": "gradient_bytes", "moment_dtype": "moment_bytes"}
+"""Options for types of what is trained, and what they change."""
+
+PLANNED_ONLY = "planned only: Penstock trains float32 parameters, gradients and moments, and shards none"
+
+SHARDED = "3"
+"""The stage of ZeRO in which parameters are sharded, too."""
 
 MOST_PASSES = 1 << 16
 """The most passes for an update."""
@@ -108,7 +116,26 @@ def subject_of(options: argparse.Namespace, file: ClusterFile) -> Subject:
         subject = subject.changed(lambda problem: problem, file.source)
     if options.global_batch is not None:
         subject = _accumulating(subject, options.global_batch)
+    subject = _typed(subject, options)
     return subject if options.routing is None else _observing(subject, options)
+
+
+def _typed(subject: Subject, options: argparse.Namespace) -> Subject:
+    """Return the subject with the types and shares of what is trained that options ask for."""
+    given = {key: getattr(options, name) for name, key in STATE.items()}
+    sizes: dict[str, Any] = {key: ELEMENT_BYTES[value] for key, value in given.items() if value is not None}
+    if options.zero_stage == SHARDED:
+        sizes["fully_sharded"] = True
+    state = replace(StateTypes(), **sizes)
+    if state == StateTypes():
+        return subject
+    if options.out is not None:
+        why = f"is for plans that can be run: {PLANNED_ONLY}"
+        raise ConfigError("--out", str(options.out), why, "Remove it, or the options for types and shares.")
+    return subject.changed(
+        lambda problem: replace(problem, workload=replace(problem.workload, state=state)),
+        PLANNED_ONLY,
+    )
 
 
 def _accumulating(subject: Subject, samples: int) -> Subject:
@@ -183,7 +210,7 @@ def _shared(subject: Subject, options: argparse.Namespace) -> Subject:
     stage = options.zero_stage
     if stage in (None, "0"):
         return subject
-    problem = sharing_updates(subject.problem, releases=stage == "2")
+    problem = sharing_updates(subject.problem, releases=stage in ("2", SHARDED))
     return replace(subject, sharded=problem) if stage == "auto" else replace(subject, problem=problem)
 
 
@@ -241,8 +268,15 @@ def _settings(options: argparse.Namespace) -> list[str]:
             why = "is a size of this model, or of its cluster, that no option replaces"
             raise ConfigError(option(name), getattr(options, name), why, f"Say it in {where}.")
     given = ((key, getattr(options, name), name) for name, key in OF_CONFIGURATIONS.items())
-    chosen = ((key, USUAL.get(name) if value is None else value) for key, value, name in given)
+    chosen = ((key, _as_setting(name, value)) for key, value, name in given)
     return [f"{key}={str(value).lower()}" for key, value in chosen if value is not None]
+
+
+def _as_setting(name: str, value: Any) -> Any:
+    """Return what a setting has to be where an option has this value."""
+    if value is None:
+        return USUAL.get(name)
+    return "2" if (name, value) == ("zero_stage", SHARDED) else value
 
 
 def memory_of(wanted_gib: float | None, known_bytes: int | None) -> MemoryBudget | None:

@@ -9,7 +9,7 @@ from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
-from penstock.cost.workload import HeldBytes, Workload, split_sizes
+from penstock.cost.workload import HeldBytes, StateTypes, Workload, split_sizes
 
 __all__ = [
     "AlphaBeta",
@@ -23,6 +23,7 @@ __all__ = [
     "RoutedCost",
     "SlowRanks",
     "Span",
+    "StateTypes",
     "StepCost",
     "UnevenRanks",
     "Workload",

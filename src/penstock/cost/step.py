@@ -16,7 +16,7 @@ from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_si
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
-from penstock.ops.optimizer import KINDS
+from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.samples import CARRIED_COLUMNS
 from penstock.ops.sums import REDUCTIONS
 from penstock.step import StepShape
@@ -171,7 +171,14 @@ class StepCost:
         if whole not in self._reduced:
             sizes = self._gradients[KINDS[task.op]]
             self._reduced[whole] = part_sizes(sizes[task.layer] // FLOAT32_BYTES, task.cut.parts)
-        return self._reduced[whole][task.piece] * FLOAT32_BYTES
+        return self._reduced[whole][task.piece] * self._state_bytes[of_optimizer(task)]
+
+    @cached_property
+    def _state_bytes(self) -> dict[str, int]:
+        """Bytes of a number that a task sends or updates, by its part in the optimiser."""
+        state = self.workload.state
+        gathered = state.parameter_bytes * (2 if state.fully_sharded else 1)
+        return {"gather": gathered, "update": FLOAT32_BYTES, "": state.gradient_bytes}
 
 
 class StepSizes:

@@ -56,10 +56,27 @@ class HeldBytes:
     """Bytes on a rank of a model that is not trained as a whole, or not in float32.
 
     weights: of all parameters, frozen ones too. trained_experts: of those of its experts that are trained.
+    cast: whether weights are float32, and are copied into the type of products.
     """
 
     weights: int
     trained_experts: int
+    cast: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTypes:
+    """Bytes of a parameter, of its gradient and of each of its moments, where others train so.
+
+    Penstock's own are float32. Parameters of fewer bytes are updated as float32 copies, of which every rank
+    that owns moments has its share. fully_sharded: parameters are gathered for each use, forward and backward
+    (ZeRO 3).
+    """
+
+    parameter_bytes: int = FLOAT32_BYTES
+    gradient_bytes: int = FLOAT32_BYTES
+    moment_bytes: int = FLOAT32_BYTES
+    fully_sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +99,7 @@ class Workload:
     GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
     = hidden_size, and attention_size. attention: where it is not made of such heads alone.
     dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none = all of them
-    are trained, in float32.
+    are trained, in float32. state: the types of parameters, gradients and moments.
     """
 
     batch: int
@@ -118,6 +135,7 @@ class Workload:
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
     held: HeldBytes | None = None
+    state: StateTypes = StateTypes()  # frozen
 
     @property
     def gradient_bytes(self) -> GradientBytes:

@@ -23,6 +23,7 @@ from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 from penstock.topology import Layout
 
+FLOAT32_BYTES = 4
 DENSE_ROWS, DENSE_COLUMN = ("gate_proj", "up_proj"), "down_proj"
 """Linear layers of a dense part, which ranks that share attention cut by its width."""
 
@@ -84,10 +85,10 @@ def _layers(found: Found, layout: Layout) -> list[_Layer]:
     seen: set[int] = set()
 
     def fresh(parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of trained parameters that no layer has had before."""
+        """Return the bytes of trained parameters that no layer has had before: a run's are float32."""
         total = 0
         for each in parameters:
-            total += each.nbytes if each.requires_grad and id(each) not in seen else 0
+            total += FLOAT32_BYTES * each.numel() if each.requires_grad and id(each) not in seen else 0
             seen.add(id(each))
         return total
 

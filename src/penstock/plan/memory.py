@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cost import Workload
+from penstock.cost import StateTypes, Workload
 from penstock.decision import Decision
 from penstock.ops.names import Op
 from penstock.ops.sums import REDUCTIONS
@@ -143,14 +143,24 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     buffers_P = np.maximum.reduce(per_layer) / microbatches + (1 + np.maximum.reduce(loads)) * wire_bytes
     kept_P = np.add.reduce(kept)
     most = int(np.argmax(kept_P + buffers_P))
+    weights, gradients, moments = _state_shares(work.state)
+    added = _gradients_bytes(problem, choice) + _added_bytes(problem) + guests
     return MemoryEstimate(
-        weights_bytes=_weights_bytes(problem) + guests,
-        gradients_bytes=_gradients_bytes(problem, choice) + _added_bytes(problem) + guests,
-        optimizer_bytes=MOMENTS * _updated_bytes(problem),
+        weights_bytes=int(weights * (_kept_weights_bytes(problem, choice) + guests)),
+        gradients_bytes=int(gradients * added),
+        optimizer_bytes=int(moments * _updated_bytes(problem)),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
         copies_bytes=_copies_bytes(problem, guests),
     )
+
+
+def _state_shares(state: StateTypes) -> tuple[float, float, float]:
+    """Return the bytes of weights, of gradients, and of moments with float32 weights where others are kept,
+    over those of float32 weights."""
+    sizes = state.parameter_bytes, state.gradient_bytes, MOMENTS * state.moment_bytes
+    weights, gradients, moments = (size / FLOAT32_BYTES for size in sizes)
+    return weights, gradients, moments + (weights < 1)
 
 
 def trained_bytes(problem: Problem) -> dict[str, int]:
@@ -162,6 +172,13 @@ def trained_bytes(problem: Problem) -> dict[str, int]:
     return {op: sum(layers) for op, layers in sizes.items()} | {Op.EXPERT_ALL_REDUCE: trained}
 
 
+def _kept_weights_bytes(problem: Problem, choice: Decision) -> int:
+    """Return the bytes of weights between steps: all, or a share and two layers where they are gathered."""
+    if not problem.workload.state.fully_sharded:
+        return _weights_bytes(problem)
+    return _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
+
+
 def _weights_bytes(problem: Problem) -> int:
     """Return the bytes of all weights, frozen ones included."""
     held = problem.workload.held
@@ -171,7 +188,8 @@ def _weights_bytes(problem: Problem) -> int:
 def _copies_bytes(problem: Problem, guests: int) -> int:
     """Return the bytes of weights in the type of products, none where all weights have that type."""
     work = problem.workload
-    if work.held is not None or work.element_bytes >= FLOAT32_BYTES:
+    cast = work.held is None or work.held.cast
+    if not cast or work.element_bytes >= work.state.parameter_bytes:
         return 0
     embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + guests - embedding) * work.element_bytes // FLOAT32_BYTES
@@ -182,10 +200,15 @@ def _gradients_bytes(problem: Problem, choice: Decision) -> int:
     trained, updating = trained_bytes(problem), problem.shape.updating
     if updating is None or not updating.releases:
         return sum(trained.values())
+    return _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
+
+
+def _largest_layers_bytes(problem: Problem, choice: Decision) -> int:
+    """Return the bytes of what ranks own shares of in the largest layers that are whole at a time."""
     released = [op for op, owners in _owners(problem).items() if owners > 1]
     sizes = problem.workload.gradients_of(choice.form)
     layers = [sum(sizes[op][layer] for op in released) for layer in range(problem.shape.num_layers)]
-    return _updated_bytes(problem) + max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
+    return max(sum(layers[i : i + LAYERS]) for i in range(len(layers)))
 
 
 def _added_bytes(problem: Problem) -> int:

@@ -337,7 +337,7 @@ class Problem:
         experts = held.trained_experts * sum(is_moe[layer] for layer in layers) // max(1, sum(is_moe))
         trained = held.trained_experts + sum(map(sum, others))
         own = experts + sum(sizes[layer] for sizes in others for layer in layers)
-        return HeldBytes(weights=held.weights * own // max(1, trained), trained_experts=experts)
+        return replace(held, weights=held.weights * own // max(1, trained), trained_experts=experts)
 
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:

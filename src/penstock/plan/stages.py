@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, HeldBytes, Span
+from penstock.cost import ClusterConfig, ClusterFile, Span
 from penstock.decision import Decision
 from penstock.graph import Graph, Task
 from penstock.mesh import MeshError, node_of, stage_nodes, stage_pairs, stage_ranks
@@ -204,7 +204,7 @@ class Stages:
         sizes = list(work.all_reduce_bytes)
         if not part.layers:
             sizes = [sum(size for size, has in zip(self._ends, part[1:], strict=True) if has)]
-            held = None if work.held is None else HeldBytes(weights=sizes[0], trained_experts=0)
+            held = work.held and replace(work.held, weights=sizes[0], trained_experts=0)
             work = replace(
                 work,
                 held=held,

@@ -218,7 +218,7 @@ def _held(config: RunConfig, layout: Layout) -> HeldBytes:
     every = gradient_bytes(config.model, config.moe, layout, sharded=True)
     experts = sum(every.experts)
     weights = sum(every.replicated) + sum(every.partial) + experts
-    return HeldBytes(weights=weights, trained_experts=experts)
+    return HeldBytes(weights=weights, trained_experts=experts, cast=True)
 
 
 def _attention(model: ModelConfig) -> Attention | None:
