@@ -99,6 +99,7 @@ class Stages:
     choice: Decision
     _parts: dict[object, _Prepared] = field(default_factory=dict)
     _known: dict[object, float] = field(default_factory=dict)
+    _memory: dict[object, MemoryEstimate] = field(default_factory=dict)
 
     def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
         """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
@@ -186,6 +187,12 @@ class Stages:
 
     def memory(self, part: Part) -> MemoryEstimate:
         """Return the memory of a part with the activations of one microbatch."""
+        key = self._kind(part)
+        if key not in self._memory:
+            self._memory[key] = self._estimated(part)
+        return self._memory[key]
+
+    def _estimated(self, part: Part) -> MemoryEstimate:
         problem, choice = self._problem(part), self._choice(part)
         without = replace(problem, workload=replace(problem.workload, vocab_size=0))
         of_begin, of_end = (
