@@ -295,7 +295,7 @@ def _fastest(
 
 
 def _of_one_optimizer(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with a sharded optimiser where it is open: in stages it saves memory, and no time."""
+    """Return the options with a sharded optimiser where it is open: in stages it saves memory and no time."""
     if options.model is None or of_study(options.model) or options.zero_stage not in (None, AUTO):
         return options
     return argparse.Namespace(**{**vars(options), "zero_stage": "1"})
