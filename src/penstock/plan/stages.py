@@ -255,8 +255,9 @@ class Stages:
 
     def _kind(self, part: Part) -> object:
         """Return what parts have in common that take the same time."""
-        kinds = self._layer_kinds[part.layers.start : part.layers.stop]
-        return tuple(kinds), part.begins, part.ends
+        layers, last = part.layers, self.problem.shape.num_layers - 1
+        outer = 0 in layers, last in layers  # without embedding or head, their gradients are less
+        return tuple(self._layer_kinds[layers.start : layers.stop]), part.begins, part.ends, *outer
 
     @cached_property
     def _layer_kinds(self) -> list[int]:
