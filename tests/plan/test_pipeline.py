@@ -32,10 +32,15 @@ def pipeline(stages: int, virtual: int, microbatches: int, *, overlaps: bool = F
     )
 
 
-def run(each: Pipeline, link_s: float = 0.0, *, together: float = FORWARD_S + BACKWARD_S) -> PipelineRun:
-    def slot_s(slot: Slot) -> float:
+def run(
+    each: Pipeline, link_s: float = 0.0, *, together: float = FORWARD_S + BACKWARD_S, early: float = 0.0
+) -> PipelineRun:
+    """Equal stages. early: how long before the end of a pair its forward ends."""
+
+    def slot_s(slot: Slot) -> list[float]:
         alone = FORWARD_S if slot[0].forward else BACKWARD_S
-        return (alone if len(slot) == 1 else together) / each.virtual_pipeline_parallel_size
+        ends = [alone] if len(slot) == 1 else [together - early, together]
+        return [end / each.virtual_pipeline_parallel_size for end in ends]
 
     return run_pipeline(each, PipelineTimes(slot=slot_s, link=lambda *_: link_s))
 
@@ -77,6 +82,7 @@ def test_a_stage_holds_as_many_microbatches_as_the_literature_counts(
 def test_a_shorter_pair_and_a_faster_link_never_make_an_update_longer() -> None:
     each = pipeline(4, 1, 16, overlaps=True)
     assert run(each, together=2.0).seconds < run(each, together=3.0).seconds
+    assert run(each, 0.5, early=2.0).seconds < run(each, 0.5).seconds
     plain = pipeline(4, 2, 16)
     assert run(plain).seconds < run(plain, 0.1).seconds < run(plain, 0.5).seconds
 
@@ -165,9 +171,10 @@ def test_a_stage_keeps_activations_of_the_microbatches_under_way() -> None:
 
 def test_a_forward_and_a_backward_together_take_no_longer_than_one_after_the_other() -> None:
     stages = Stages(LARGE, Decision())
-    part = stages.cut((3, 3))[1]
-    both_s = [stages.half_s(part, forward=way) for way in (True, False)]
-    assert max(both_s) < stages.together_s(part, part) < sum(both_s)
+    first, last = stages.cut((4, 2))
+    for ahead, back in ((last, last), (first, last), (last, first)):
+        both_s = stages.half_s(ahead, forward=True), stages.half_s(back, forward=False)
+        assert max(both_s) < max(stages.together_s(ahead, back)) < sum(both_s)
 
 
 def test_ranks_that_share_attention_send_a_part_each() -> None:

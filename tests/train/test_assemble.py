@@ -11,7 +11,10 @@ from penstock.config import ConfigError
 from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.device import Cpu, using
 from penstock.models import ModelConfig
+from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
+from penstock.runtime.checks.layers import shape_of, sharing_of
+from penstock.runtime.gradients.assignment import sizes_bytes
 from penstock.runtime.recorded.gpu import recorded
 from penstock.topology import Control, Layout, ParallelConfig
 from penstock.train.assemble import (
@@ -21,6 +24,7 @@ from penstock.train.assemble import (
     check_devices,
     first_plan,
     gradient_bytes,
+    model_of,
     on_device,
     workload,
 )
@@ -50,6 +54,24 @@ def test_a_step_is_planned_in_the_precision_that_it_runs_in(
     sizes = gradient_bytes(config.model, config.moe, ALONE)
     assert workload(config, ALONE, sizes).element_bytes == element_bytes
     assert base_shape(config, ALONE).carries_residual is (element_bytes == 4)
+
+
+@pytest.mark.parametrize("moe_layers", [None, (1, 2, 3, 4, 5), (3, 4, 5), (0, 1), (0, 2, 4), (5,)])
+@pytest.mark.parametrize(
+    "layout",
+    [ALONE, Layout(world_size=4, ep_size=2, rank=0, tp_size=2), Layout(world_size=4, ep_size=2, rank=0)],
+)
+def test_layers_that_are_alike_have_gradients_as_if_all_were_built(
+    moe_layers: tuple[int, ...] | None, layout: Layout
+) -> None:
+    model = replace(CONFIG.model, num_layers=6, moe_layers=moe_layers, vocab_size=12)
+    with on_meta():
+        parts = model_of(model, CONFIG.moe, layout)
+    shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, CONFIG.moe.aux_loss_group))
+    for sharded in (False, True):
+        replicas = sharded or layout.edp_size > 1
+        wanted = sizes_bytes(parts, parts, shape, replicas=replicas)
+        assert gradient_bytes(model, CONFIG.moe, layout, sharded=sharded) == wanted
 
 
 def test_a_stack_that_rounds_refuses_rows_that_bring_the_residual_stream() -> None:

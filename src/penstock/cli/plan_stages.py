@@ -30,6 +30,7 @@ from penstock.plan.effort import Effort, time_limit
 from penstock.plan.optimizers import NEAR, SHARDED
 from penstock.plan.pipeline import SIZE, VIRTUAL_SIZE
 from penstock.plan.pipeline_search import FoundPipeline, find_pipeline, pipelines
+from penstock.plan.plan_config import AUTO
 from penstock.plan.room import NothingFitsError
 from penstock.plan.stages import PipelinePlan, can_have, stage_cluster
 from penstock.report.pipeline import PLANNED_ONLY, PipelineReport, stages_dict
@@ -38,7 +39,7 @@ from penstock.words import change, gib, milliseconds
 WEIGHING_S: Final = 5.0
 """Seconds of processor time to look for layouts in stages."""
 
-FINALISTS: Final = 3
+FINALISTS: Final = 2
 """The number of layouts that are compared by all orders of microbatches."""
 
 MOST_STAGES: Final = 64
@@ -278,7 +279,7 @@ def _fastest(
             break
         seen.add(sizes)
         try:
-            subject = subject_of(options, stage_cluster(file, stages))
+            subject = subject_of(_of_one_optimizer(options), stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
             plan = _find(problem, options, file, memory, orders=1).best
@@ -291,6 +292,13 @@ def _fastest(
     best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
     again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
     return min(again, key=lambda each: each.plan.update_s)
+
+
+def _of_one_optimizer(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with a sharded optimiser where it is open: in stages it saves memory and no time."""
+    if options.model is None or of_study(options.model) or options.zero_stage not in (None, AUTO):
+        return options
+    return argparse.Namespace(**{**vars(options), "zero_stage": "1"})
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:
@@ -321,7 +329,7 @@ def _told(plan: PipelinePlan, options: argparse.Namespace) -> str:
     """Return the options that ask for a layout in stages."""
     work, pipeline = plan.problem.workload, plan.pipeline
     sizes = {"ep_size": work.ep_size, "tp_size": work.tp_size, "etp_size": work.etp_size}
-    used = {name: size for name, size in sizes.items() if size > 1 or getattr(options, name) is not None}
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "ep_size"}
     words = [f"{SIZE} {pipeline.pipeline_parallel_size}"]
     if options.model is None:
         words += [f"{OF_CONFIGURATIONS[name]}={size}" for name, size in used.items()]

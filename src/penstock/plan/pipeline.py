@@ -140,11 +140,12 @@ class Pipeline:
 class PipelineTimes:
     """Seconds of what happens in a pipeline.
 
-    slot: of what a stage works on at once. link: of a microbatch's hidden states, or of their gradients, from
-    one stage to another. closing: of what a stage does when all stages have all their gradients.
+    slot: of every cell of a slot, from the begin of the slot to its own end. link: of a microbatch's hidden
+    states, or of their gradients, from one stage to another. closing: of what a stage does when all stages
+    have all their gradients.
     """
 
-    slot: Callable[[Slot], float]
+    slot: Callable[[Slot], Sequence[float]]
     link: Callable[[int, int], float]
     closing: Callable[[int], float] = lambda stage: 0.0
 
@@ -182,32 +183,35 @@ class _Board:
         self.links: list[Sequence[int]] = []
         stages = range(pipeline.pipeline_parallel_size)
         self.orders: list[list[int]] = [[] for _ in stages]
+        made, early_s = dict[Cell, int](), dict[Cell, float]()
         for stage, order in enumerate(pipeline.slots):
-            self.orders[stage] = [self._add(times.slot(slot)) for slot in order]
-        made = {
-            cell: place
-            for stage, order in enumerate(pipeline.slots)
-            for slot, place in zip(order, self.orders[stage], strict=True)
-            for cell in slot
-        }
-        arrived = self._send(made)
+            for slot in order:
+                ends = times.slot(slot)
+                place = self._add(max(ends))
+                self.orders[stage].append(place)
+                for cell, end in zip(slot, ends, strict=True):
+                    made[cell], early_s[cell] = place, max(ends) - end
+        arrived = self._send(made, early_s)
         last = pipeline.parts - 1
         for cell, place in made.items():
             turns = not cell.forward and cell.part == last
             needed = made.get(cell._replace(forward=True)) if turns else arrived.get(cell)
             if needed is not None:
                 self.links[place] = (*self.links[place], needed)
-        ends = [order[-1] for order in self.orders]
+        all_last = [self.orders[stage][-1] for stage in stages]
         for stage in stages:
-            self.orders[stage].append(self._add(times.closing(stage), ends))
+            self.orders[stage].append(self._add(times.closing(stage), all_last))
 
     def _add(self, seconds: float, needs: Sequence[int] = ()) -> int:
         self.seconds.append(seconds)
         self.links.append(needs)
         return len(self.seconds) - 1
 
-    def _send(self, made: dict[Cell, int]) -> dict[Cell, int]:
-        """Add the transfers; return, for every cell, what brings its input. Links keep the senders' order."""
+    def _send(self, made: dict[Cell, int], early_s: dict[Cell, float]) -> dict[Cell, int]:
+        """Add the transfers; return, for every cell, what brings its input. Links keep the senders' order.
+
+        What is sent while the rest of its slot runs takes as much less when that has ended.
+        """
         stage_of, known = self._pipeline.stage_of, dict[tuple[int, int], float]()
         lanes, arrived = dict[tuple[int, int], list[int]](), dict[Cell, int]()
         for cell, place in made.items():
@@ -217,7 +221,7 @@ class _Board:
             link = stage_of(cell.part), stage_of(target.part)
             if link not in known:
                 known[link] = self._times.link(*link)
-            arrived[target] = self._add(known[link], (place,))
+            arrived[target] = self._add(max(0.0, known[link] - early_s[cell]), (place,))
             lanes.setdefault(link, []).append(arrived[target])
         self.orders += lanes.values()
         return arrived

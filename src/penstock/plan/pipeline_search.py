@@ -113,7 +113,7 @@ class _Search:
 
         def seconds(way: Decision) -> float:
             stages = self._samples.setdefault(way, Stages(sample, way))
-            return stages.together_s(part, part) if pipeline.overlaps else stages.both_s(part)
+            return max(stages.together_s(part, part)) if pipeline.overlaps else stages.both_s(part)
 
         if again not in self._known:
             first = sorted(first_choices(sample), key=seconds)

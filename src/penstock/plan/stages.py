@@ -6,7 +6,7 @@ halves of that step are simulated apart: a forward, a backward, and both of diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.config import ConfigError
-from penstock.cost import ClusterConfig, ClusterFile, Span
+from penstock.cost import ClusterConfig, ClusterFile, Issuing, Span
 from penstock.decision import Decision
 from penstock.graph import Graph, Task
 from penstock.mesh import MeshError, node_of, stage_nodes, stage_pairs, stage_ranks
@@ -36,7 +36,7 @@ from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.stage import Half, in_order
-from penstock.simulate import iteration_s
+from penstock.simulate import iteration_s, simulate
 from penstock.words import counted
 
 EVENNESS = 8
@@ -99,6 +99,8 @@ class Stages:
     choice: Decision
     _parts: dict[object, _Prepared] = field(default_factory=dict)
     _known: dict[object, float] = field(default_factory=dict)
+    _pairs: dict[object, tuple[float, float]] = field(default_factory=dict)
+    _memory: dict[object, MemoryEstimate] = field(default_factory=dict)
 
     def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
         """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
@@ -143,33 +145,51 @@ class Stages:
             self._known[key] = prepared.factor * self._run_s(tasks, order, prepared.seconds)
         return self._known[key]
 
-    def together_s(self, ahead: Part, back: Part, *, first: bool = False, last: bool = False) -> float:
-        """Return the seconds of a forward and a backward of different microbatches on the same lanes.
+    def together_s(
+        self, ahead: Part, back: Part, *, first: bool = False, last: bool = False
+    ) -> tuple[float, float]:
+        """Return when a forward and a backward of different microbatches end, that share the lanes.
 
         first, last: whether the forward is the first, and the backward the last, of an update.
         """
         key = self._kind(ahead), self._kind(back), first, last
-        if key not in self._known:
-            apart_s = self.half_s(ahead, forward=True, edge=first) + self.half_s(
-                back, forward=False, edge=last
-            )
-            parts = self._prepared(ahead), self._prepared(back)
+        if key not in self._pairs:
+            forward_s = self.half_s(ahead, forward=True, edge=first)
+            apart_s = forward_s, forward_s + self.half_s(back, forward=False, edge=last)
             halves = self._half(ahead, True, first), self._half(back, False, last)
-            tasks = [
-                task for half, each in zip(halves, parts, strict=True) for task in half.of(each.plan.graph)
-            ]
-            seconds = {name: s for each in reversed(parts) for name, s in each.beside.items()}
-            seconds |= {task.name: parts[0].beside[task.name] for task in tasks if task.forward}
-            graph, name = Graph(tuple(tasks)), self.choice.schedule
-            left_s = remaining_path(graph, lambda task: seconds[task.name])
-            factor = max(each.factor for each in parts)
-            orders = (
-                freeze(name, graph, lambda task: seconds[task.name], rule)
-                for rule in (lambda task: (-left_s[task],), all_to_all_first)
-            )
-            both_s = min(factor * self._run_s(tasks, order, seconds) for order in orders)
-            self._known[key] = min(apart_s, both_s)
-        return self._known[key]
+            self._pairs[key] = min(apart_s, *self._shared_s(ahead, back, *halves), key=max)
+        return self._pairs[key]
+
+    def _shared_s(
+        self, ahead: Part, back: Part, forward: Half, backward: Half
+    ) -> Iterator[tuple[float, float]]:
+        """Yield when both halves end, by either rule of orders, as one graph."""
+        parts = self._prepared(ahead), self._prepared(back)
+        both = [half.of(each.plan.graph) for half, each in zip((forward, backward), parts, strict=True)]
+        if not all(both):
+            return
+        seconds = {
+            task.name: each.factor * each.beside[task.name]
+            for tasks, each in zip(both, parts, strict=True)
+            for task in tasks
+        }
+        graph = Graph((*both[0], *both[1]))
+
+        def cost(task: Task) -> Any:
+            return seconds[task.name]
+
+        left_s = remaining_path(graph, cost)
+        for rule in (lambda task: (-left_s[task],), all_to_all_first):
+            order = freeze(self.choice.schedule, graph, cost, rule)
+            times = simulate(order, graph, cost, self.problem.mesh, self._issuing).times
+            forward_s, backward_s = (max(float(times[task].end.max()) for task in tasks) for tasks in both)
+            yield forward_s, backward_s
+
+    @property
+    def _issuing(self) -> Issuing | None:
+        """Handing out tasks, of forward and backward as they come."""
+        issuing = self.problem.issuing
+        return issuing and replace(issuing, halves=False)
 
     def closing_s(self, part: Part) -> float:
         """Return the seconds of the update, once all gradients of all stages are there."""
@@ -186,6 +206,12 @@ class Stages:
 
     def memory(self, part: Part) -> MemoryEstimate:
         """Return the memory of a part with the activations of one microbatch."""
+        key = self._kind(part)
+        if key not in self._memory:
+            self._memory[key] = self._estimated(part)
+        return self._memory[key]
+
+    def _estimated(self, part: Part) -> MemoryEstimate:
         problem, choice = self._problem(part), self._choice(part)
         without = replace(problem, workload=replace(problem.workload, vocab_size=0))
         of_begin, of_end = (
@@ -248,8 +274,9 @@ class Stages:
 
     def _kind(self, part: Part) -> object:
         """Return what parts have in common that take the same time."""
-        kinds = self._layer_kinds[part.layers.start : part.layers.stop]
-        return tuple(kinds), part.begins, part.ends
+        layers, last = part.layers, self.problem.shape.num_layers - 1
+        outer = 0 in layers, last in layers  # without embedding or head, their gradients are less
+        return tuple(self._layer_kinds[layers.start : layers.stop]), part.begins, part.ends, *outer
 
     @cached_property
     def _layer_kinds(self) -> list[int]:
@@ -277,10 +304,8 @@ class Stages:
         """Return when the last of the tasks ends; forward and backward tasks are handed out as they come."""
         if not tasks:
             return 0.0
-        issuing = self.problem.issuing
-        issuing = issuing and replace(issuing, halves=False)
-        graph = Graph(tuple(tasks))
-        return iteration_s(order, graph, lambda task: seconds[task.name], self.problem.mesh, issuing)
+        graph, mesh = Graph(tuple(tasks)), self.problem.mesh
+        return iteration_s(order, graph, lambda task: seconds[task.name], mesh, self._issuing)
 
 
 def evenly(seconds: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -366,7 +391,7 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     together_s = None
     if pipeline.overlaps:
         own = [parts[i] for i in pipeline.parts_of(slowest)]
-        together_s = sum(stages.together_s(part, part) for part in own)
+        together_s = sum(max(stages.together_s(part, part)) for part in own)
     held = [max(counts, key=sum) for counts in pipeline.held]
     return PipelinePlan(
         pipeline=pipeline,
@@ -397,23 +422,23 @@ def _check_parts(pipeline: Pipeline, layers: int) -> None:
 
 @dataclass(frozen=True)
 class _SlotTimes:
-    """Seconds of a forward, a backward, or both at once; those of parts that have been asked for are kept."""
+    """When a forward, a backward, or both at once end; those of parts that have been asked for are kept."""
 
     stages: Stages
     parts: Sequence[Part]
     microbatches: int
-    _known: dict[object, float] = field(default_factory=dict)
+    _known: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
-    def __call__(self, slot: Slot) -> float:
+    def __call__(self, slot: Slot) -> tuple[float, ...]:
         key = tuple([(cell.forward, cell.part, self._is_edge(cell)) for cell in slot])
         if key not in self._known:
             self._known[key] = self._seconds(slot)
         return self._known[key]
 
-    def _seconds(self, slot: Slot) -> float:
+    def _seconds(self, slot: Slot) -> tuple[float, ...]:
         parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
         if len(slot) == 1:
-            return self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0])
+            return (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
         return self.stages.together_s(*parts, first=edges[0], last=edges[1])
 
     def _is_edge(self, cell: Cell) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -280,7 +281,8 @@ def gradient_bytes(
 ) -> GradientBytes:
     """Return the bytes of every layer's reduced gradients, by kind; if sharded, of all updated ones.
 
-    They are read from the real model, built without memory for its weights.
+    They are read from the real model, built without memory for its weights, and with few of the layers that
+    are alike.
     """
     replicas, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
     if model.config is not None and model.of_transformers:
@@ -289,10 +291,33 @@ def gradient_bytes(
         moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
         shape = StepShape(moe_layers=moe_layers, sharing=sharing)
         return gradient_bytes_of(model.config, layout, shape, replicas=replicas)
+    few = _few_layers(model)
     with on_meta():
-        parts = model_of(model, moe, layout)
+        parts = model_of(few, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing)
-    return sizes_bytes(parts, parts, shape, replicas=replicas)
+    found, more = sizes_bytes(parts, parts, shape, replicas=replicas), model.num_layers - few.num_layers
+
+    def spread(sizes: tuple[int, ...]) -> tuple[int, ...]:
+        return (*sizes[:-1], *sizes[-2:-1] * more, *sizes[-1:])
+
+    return GradientBytes(
+        spread(found.replicated),
+        spread(found.experts),
+        spread(found.partial),
+        tuple((form, spread(sizes)) for form, sizes in found.partial_by_form),
+        found.expert,
+    )
+
+
+def _few_layers(model: ModelConfig) -> ModelConfig:
+    """Return the model with one of the layers before the last that are like it, and all that precede them."""
+    last = model.num_layers - 1
+    first = next(i for i in range(last, -1, -1) if i == 0 or model.is_moe(i - 1) is not model.is_moe(last))
+    few = max(first, 1) + 2
+    if few >= model.num_layers:
+        return model
+    moe_layers = model.moe_layers and tuple(layer for layer in model.moe_layers if layer < few)
+    return replace(model, num_layers=few, moe_layers=moe_layers)
 
 
 def on_device(config: RunConfig, device: torch.device) -> RunConfig:
