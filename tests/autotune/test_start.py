@@ -75,7 +75,7 @@ def test_what_helps_against_rough_measurements_is_said_where_the_plan_is_shown()
     file = replace(find_cluster("fsmoe-testbed-b"), doubts=("a doubt",))
 
     def caution(*remedy: str) -> str:
-        _, lines = find(assumed_problem(CONFIG, ALONE), file, 0.01, *remedy)
+        lines = find(assumed_problem(CONFIG, ALONE), file, 0.01, *remedy).lines
         return lines[-1]
 
     assert "plan.profile_s" in caution() and "cluster.json" in caution()

@@ -135,8 +135,8 @@ class SearchedPlan:
         problem = self.problem(stack, file, batch, length, recompute)
 
         def decide() -> tuple[Order, tuple[str, ...]]:
-            found, lines = find(problem, file, 1.0, REMEDY)
-            return Order.of(found.best.choice, found.best.plan), lines
+            solved = find(problem, file, 1.0, REMEDY).warned()
+            return Order.of(solved.found.best.choice, solved.found.best.plan), solved.lines
 
         order, lines = decided_slowly(machinery.control, decide, "choosing a plan", self.parallel.timeout_s)
         stack.send_by(order.choice.dispatch)

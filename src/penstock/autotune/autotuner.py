@@ -1,4 +1,4 @@
-"""Keeps the plan right between steps: a better order, the tuner, the watch. In this order::
+"""Makes the plan of a run and keeps it right between steps: profile, choose, trial, refine, watch::
 
     first plan ─► try others ─┐
                               ▼
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ from penstock.autotune.choose.start import continued_plan, remembering, start
 from penstock.autotune.planned import Planned, decided, with_choice
 from penstock.autotune.problem import settled as of_optimizer
 from penstock.autotune.refine import Tuning, refine
-from penstock.autotune.trial import Records, Trials, TriedMoves, worth_trying, worth_while
+from penstock.autotune.trial import Records, Trial, Trials, TriedMoves, worth_trying, worth_while
 from penstock.autotune.watch import Diagnosis, Drift, Watch, diagnose, replan
 from penstock.cost.devices import Computing
 from penstock.cost.measured import Kind
@@ -79,7 +80,7 @@ class Autotuner:
         plan = config.plan
         self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
         long = worth_while(self.planned, config.train.steps)
-        self._trials: Trials | TriedMoves | None = Trials(self.planned) if long else None
+        self._trials: Trial | None = Trials(self.planned) if long else None
         self._weighs = not settled and is_open(config, self.planned)
         self._untried: Planned | None = None  # the plan before one that moves, which has not been tried yet
         self._weighing: Weighing | None = None
@@ -164,7 +165,7 @@ class Autotuner:
 
     # ---- trials --------------------------------------------------------------------------------------------
 
-    def _try(self, trials: Trials | TriedMoves, slowest_s: float, records: Records) -> bool:
+    def _try(self, trials: Trial, slowest_s: float, records: Records) -> bool:
         if not trials.note(slowest_s, records):
             return False
         planned = trials.turn
@@ -206,13 +207,9 @@ class Autotuner:
         if self._steps < self._asked.schedule.refine_after:
             return False
         steady = self._kept[DROPPED_STEPS:] or self._kept
-        choice, even = self.planned.choice, self.planned.seeing(None).problem  # ranks order it by themselves
-        fallback = even.cost(choice, self.planned.plan.shape)
-        cost = refine(self._stack, choice, [r for step in steady for r in step], fallback)
-        planned = replace(self.planned, plan=self._stack.plan)
+        planned, self._kinds = refine(self._stack, self.planned, [r for step in steady for r in step])
         line = f"{planned.name} re-ordered using measured task durations{planned.predicted_words}"
         logger.debug(line)
-        self._kinds = cost.seconds
         self._go_by(planned.noting(line), settle=False)
         self._try_moves()
         return True
@@ -251,12 +248,12 @@ class Autotuner:
 
     def _begin_tuning(self) -> bool:
         self._tuned = True
-        if not self.planned.choice.reads("all_reduce_chunk_bytes"):
+        if self.all_reduce_chunk_bytes is None:
             schedule = self.planned.choice.schedule
             logger.info(f"plan.tuner has no effect: schedule {schedule} does not split its all-reduces")
             return False
-        control, train = self._stack.machinery.control, self._asked.train
-        self._tuning = Tuning(self._asked.plan, self.planned, self._kinds, control, train.seed)
+        control, seed = self._stack.machinery.control, self._asked.train.seed
+        self._tuning = Tuning(self._asked.plan, self.planned, self._kinds, control, seed)
         self._adopt(self._tuning.turn(), settle=False)
         return True
 
@@ -300,50 +297,38 @@ class Autotuner:
         """Find out what has changed, and react as section [plan] allows."""
         before, now = milliseconds(drift.before_s), milliseconds(drift.now_s)
         logger.info(f"the step time has changed from {before} to {now}")
-        if self._asked.plan.mode == AUTO:
-            return self._plan_again()
-        diagnosis = self._diagnose()
-        logger.info(diagnosis.text or "measured task durations show no change")
+        diagnosis, plan = self._diagnose(), self._asked.plan
+        self._tuned = plan.tuner is None  # else a later step begins the search for a size
+        if diagnosis.text and plan.mode == AUTO:
+            return self._plan_again(diagnosis)
+        keeping = f": keeping {self.planned.name}" if plan.mode == AUTO else ""
+        logger.info(diagnosis.text or f"measured task durations show no change{keeping}")
         if not diagnosis.text:
             self._calm_down()
         self._begin(settle=False)
-        self._tuned = self._asked.plan.tuner is None  # else the next step begins the search for a size
         return False
 
-    def _plan_again(self) -> bool:
-        diagnosis = self._diagnose()
-        if not diagnosis.text:
-            logger.info(f"measured task durations show no change: keeping {self.planned.name}")
-            self._tuned = self._asked.plan.tuner is None
-            self._calm_down()
-            self._begin(settle=False)
-            return False
-        before = self.planned.choice
+    def _plan_again(self, diagnosis: Diagnosis) -> bool:
         # Moving is weighed after that, by what is measured then.
-        config = replace(self.config, placement=self._asked.placement)
+        config, plan = replace(self.config, placement=self._asked.placement), self._asked.plan
         planned = replan(config, self._stack.machinery, self.planned, diagnosis)
         self._weighs = is_open(self._asked, planned)
-        plan = self._asked.plan
-        if planned.choice == before:
+        if planned.choice == self.planned.choice:
             self._calm_down()
         else:
             self._watch = Watch(plan.drift_threshold, plan.drift_steps, DROPPED_STEPS)
-        self._tuned = self._asked.plan.tuner is None
         self._adopt(planned, settle=self._refines)
         return True
 
     def _calm_down(self) -> None:
         """Require the next alarm to last twice as long: this one was false, and noise would halt training."""
-        plan, lasting = self._asked.plan, 2 * self._watch.lasting_steps
-        self._watch = Watch(plan.drift_threshold, lasting, DROPPED_STEPS)
+        lasting = 2 * self._watch.lasting_steps
+        self._watch = Watch(self._watch.threshold, lasting, DROPPED_STEPS)
 
     def _diagnose(self) -> Diagnosis:
-        machinery = self._stack.machinery
+        control, silent = self._stack.machinery.control, self._stack.machinery.layout.mesh.silent
         mine = [r for step in self._before for r in step], [r for step in self._recent for r in step]
-        everyone = machinery.control.gather(mine, "collecting durations")
+        everyone = control.gather(mine, "collecting durations")
         before, now = ([rank[i] for rank in everyone] for i in (0, 1))
-        layout, threshold = machinery.layout, self._asked.plan.drift_threshold
-        silent = layout.mesh.silent
-        return decided(
-            machinery.control, lambda: diagnose(before, now, threshold, silent), "finding what has changed"
-        )
+        find = partial(diagnose, before, now, self._asked.plan.drift_threshold, silent)
+        return decided(control, find, "finding what has changed")

@@ -1,4 +1,4 @@
-"""A plan in use, how it is sent between ranks, and how it changes the configuration."""
+"""A plan in use, what is remembered of others, and how plans and decisions get from rank 0 to all."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def with_choice(config: RunConfig, choice: Decision) -> RunConfig:
     )
 
 
-# ---- decisions of rank 0 for all ranks: two ranks with different  ------------------------------------------
+# ---- decisions of rank 0 for all: two ranks with different decisions would deadlock ------------------------
 
 
 T = TypeVar("T")

@@ -33,6 +33,12 @@ def settled(config: RunConfig, *, sharded: bool) -> RunConfig:
     return replace(config, optimizer=config.optimizer.settled(sharded=sharded))
 
 
+def settled_as(config: RunConfig, paper: PlanFile) -> RunConfig:
+    """Return the run with the optimiser of a plan's file, if it leaves it open."""
+    open_ = config.optimizer.zero_stage == AUTO
+    return settled(config, sharded=paper.sizes.zero_stage > 0) if open_ else config
+
+
 def open_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     """Return the run with each optimiser that the configuration leaves open, the plain one first."""
     if config.optimizer.zero_stage != "auto":
@@ -164,7 +170,7 @@ def check_shared(moe: MoEConfig, parallel: ParallelConfig) -> None:
         raise ConfigError("moe.comm_dtype", moe.comm_dtype, why, "Use none, or parallel.etp_size=1.")
 
 
-# ---- checks whether the settings of a run go together, before any ------------------------------------------
+# ---- whether settings go together, before any rank starts --------------------------------------------------
 
 
 def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True) -> None:
@@ -192,9 +198,7 @@ def _planned(config: RunConfig, layout: Layout) -> Iterator[tuple[Problem, Decis
     path = config.plan.path
     if path is not None:
         paper = PlanFile.read(path)
-        if config.optimizer.zero_stage == AUTO:
-            config = settled(config, sharded=paper.sizes.zero_stage > 0)
-        problem = assumed_problem(config, layout)
+        problem = assumed_problem(settled_as(config, paper), layout)
         paper.step_plan(problem, str(path))
         yield problem, paper.choice
         return

@@ -1,4 +1,9 @@
-"""Re-orders a schedule by measured task durations."""
+"""Refines a plan while training: its order by measured durations, its size of all-reduce chunks by a tuner.
+
+Every sample of FlowMoE's tuner is some steps with one size. Rank 0 asks the tuner and makes the plan; all
+ranks switch after the same step. The time of a step is that of the slowest rank, which every rank receives
+anyway, so ranks communicate only at the end of a sample.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from penstock.autotune.planned import Order, Planned, decided
 from penstock.cost import MeasuredCost
 from penstock.cost.measured import Kind
 from penstock.decision import Decision
-from penstock.graph import Task
 from penstock.ops.optimizer import KINDS
 from penstock.plan import Problem
 from penstock.plan.plan_config import DROPPED_STEPS, PlanConfig
@@ -26,21 +30,19 @@ from penstock.words import counted, mib, milliseconds
 
 
 def refine(
-    stack: PipelinedStack, choice: Decision, records: Sequence[TaskRecord], fallback: Callable[[Task], float]
-) -> MeasuredCost:
-    """Order the same graph by the same rule with measured costs, and return these costs.
+    stack: PipelinedStack, planned: Planned, records: Sequence[TaskRecord]
+) -> tuple[Planned, dict[Kind, float]]:
+    """Let a stack run the same graph, ordered by the same rule with measured durations; return these, too.
 
     Results do not change, only waiting does. records: of this rank; all ranks exchange theirs, so that all
     use the same order.
     """
+    choice, even = planned.choice, planned.seeing(None).problem  # ranks order it by themselves
     everyone = stack.machinery.control.gather(list(records), "exchanging measured durations")
-    cost = MeasuredCost.from_records([r for records in everyone for r in records], fallback)
-    graph = stack.plan.graph
-    stack.adopt(replace(stack.plan, schedule=SCHEDULES[choice.schedule].order(graph, cost, choice)))
-    return cost
-
-
-# ---- runs flowmoe's tuner while training: every sample is some st ------------------------------------------
+    cost = MeasuredCost.from_records(chain(*everyone), even.cost(choice, planned.plan.shape))
+    order = SCHEDULES[choice.schedule].order(stack.plan.graph, cost, choice)
+    stack.adopt(replace(stack.plan, schedule=order))
+    return replace(planned, plan=stack.plan), cost.seconds
 
 
 PURPOSE = "choosing a size of all-reduce chunks"

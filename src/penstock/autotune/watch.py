@@ -1,4 +1,7 @@
-"""Detects that the step time has changed. Pure logic: times go in, an alarm comes out."""
+"""Watches the step time while training, finds out what has changed, and plans again.
+
+Times of steps go into `Watch`, and an alarm comes out; records of tasks before and now tell why.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +107,7 @@ class Watch:
         return (median_low(times) > limit * usual_s) - (median_high(times) < usual_s / limit)
 
 
-# ---- finds which durations have changed, from task records before ------------------------------------------
+# ---- which durations have changed --------------------------------------------------------------------------
 
 
 MOST_NAMED = 8
@@ -209,7 +212,7 @@ def _ranks(numbers: Iterable[int]) -> str:
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
 
 
-# ---- plans again during training, after the step time has changed ------------------------------------------
+# ---- another plan ------------------------------------------------------------------------------------------
 
 
 LINKS_SHARE = 0.5
@@ -281,7 +284,8 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
     """
     problem = now.seeing(None).problem
     old = evaluate(problem, staying(problem, now.choice))
-    found, lines = find(problem, file, config.plan.budget)
+    solved = find(problem, file, config.plan.budget).warned()
+    found = solved.found
     new = min((found.best, *found.others), key=now.expected_s)
     changes = now.expected_s(new) < WORTH * now.expected_s(old)
     kept = old if old.choice == now.choice else evaluate(now.problem, now.choice)
@@ -298,7 +302,7 @@ def _decide(config: RunConfig, now: Planned, file: ClusterFile, diagnosis: Diagn
         line = f"{diagnosis.text}: changing to plan {now.plans + 1}: {best.choice.words} ({predicted})"
     else:
         line = f"{diagnosis.text}: keeping {now.name} in a new order ({predicted})"
-    why = lines if best is found.best else (line,) if changes else now.lines
+    why = solved.lines if best is found.best else (line,) if changes else now.lines
     order = Order.of(best.choice, best.plan)
     rest = [each for each in (other, found.best, *found.others) if each.choice != best.choice]
     others = OtherPlan.among(now.problem, rest)

@@ -21,6 +21,7 @@ from penstock.autotune.problem import (
     open_runs,
     run_problem,
     settled,
+    settled_as,
 )
 from penstock.autotune.profile import profile_links, profile_run
 from penstock.autotune.profile.sample import here
@@ -156,7 +157,7 @@ def _fastest(problems: Sequence[Problem], file: ClusterFile, budget: float) -> t
 
     A problem that fits into memory is preferred to any that does not.
     """
-    solved = [solve(problem, file, budget) for problem in problems]
+    solved = [find(problem, file, budget) for problem in problems]
     number = min(range(len(solved)), key=lambda i: (solved[i].warning is not None, solved[i].whole_s))
     best = solved[number].warned()
     if len(problems) > 1:
@@ -186,9 +187,7 @@ def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
 def replay(config: RunConfig, machinery: Machinery, path: Path) -> Planned:
     """Return the plan in a file, unchanged."""
     paper = decided(machinery.control, lambda: PlanFile.read(path), f"reading {path}")
-    layout, file = machinery.layout, None
-    if config.optimizer.zero_stage == "auto":
-        config = settled(config, sharded=paper.sizes.zero_stage > 0)
+    layout, file, config = machinery.layout, None, settled_as(config, paper)
     problem = assumed_problem(config, layout)
     if config.plan.cluster is not None:
         file = cluster_of(config, machinery)
@@ -208,7 +207,7 @@ def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
 
     A file that describes other machines causes a warning.
     """
-    plan, layout = config.plan, machinery.layout
+    plan = config.plan
     if plan.cluster is None:
         logger.info(f"measuring the cluster for about {plan.profile_s:.0f} s (plan.cluster=FILE skips this)")
         file = profile_run(config, machinery, budget_s=plan.profile_s)
@@ -216,10 +215,15 @@ def cluster_of(config: RunConfig, machinery: Machinery) -> ClusterFile:
         return file
     name = plan.cluster
     file = decided(machinery.control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file")
-    warning = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
-    if warning is not None:
+    if (warning := _elsewhere(file, machinery)) is not None:
         logger.warning(warning)
     return file
+
+
+def _elsewhere(file: ClusterFile, machinery: Machinery) -> str | None:
+    """Return how a file's machines differ from these; None if they do not."""
+    layout = machinery.layout
+    return mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
 
 
 def _measured(file: ClusterFile) -> str:
@@ -290,21 +294,8 @@ def find(
     remedy: str = IN_A_RUN,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[FoundPlan, tuple[str, ...]]:
-    """Return the best plan and the lines that explain it, see `solve`. A warning is printed."""
-    solved = solve(problem, file, budget, remedy, clock=clock).warned()
-    return solved.found, solved.lines
-
-
-def solve(
-    problem: Problem,
-    file: ClusterFile,
-    budget: float,
-    remedy: str = IN_A_RUN,
-    *,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Solved:
-    """Search for the best plan.
+    """Return the best plan and the reasons for it. Callers have its warning said.
 
     remedy: of measurements that contradict each other. clock: by which the search ends after `SEARCH_S`, with
     the best plan by then.
@@ -339,7 +330,7 @@ def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[
     ]
 
 
-# ---- continues the plan of a resumed run, so that its sums are ta ------------------------------------------
+# ---- the plan of a resumed run, so that its sums are taken in exactly the same order -----------------------
 
 
 PLANNING_AGAIN = (
@@ -377,14 +368,13 @@ def _read(config: RunConfig, machinery: Machinery, from_: Resumption) -> Planned
         if to_dict(type(asked)()) | settings.get(section, {}) != to_dict(asked):
             raise ConfigError(section, UNSET, f"settings of [{section}] have changed")
     paper, file = decided(machinery.control, lambda: _files(from_), f"reading the plan of {path.name}")
-    if config.optimizer.zero_stage == "auto":
-        config = settled(config, sharded=paper.sizes.zero_stage > 0)
+    config = settled_as(config, paper)
     if file is None:
         problem = assumed_problem(config, layout)
     else:
         problem = run_problem(config, layout, file)
-        other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes)
-        if machinery.control.any(other is not None, "comparing machines with those of the plan"):
+        other = _elsewhere(file, machinery) is not None
+        if machinery.control.any(other, "comparing machines with those of the plan"):
             raise ConfigError("plan", UNSET, "it was measured on other machines")
     return Planned.of(paper, path / PLAN_FILE, problem, file)
 
@@ -394,7 +384,7 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
 
     That holds for the same step on the same machines. All ranks call this together.
     """
-    control, layout = machinery.control, machinery.layout
+    control = machinery.control
     try:
         paper, file = decided(control, lambda: _files(from_), f"reading the plan of {from_.path.name}")
     except ConfigError as error:
@@ -402,7 +392,7 @@ def remembering(planned: Planned, machinery: Machinery, from_: Resumption) -> Pl
         return planned
     if file is None or planned.file is None:
         return planned
-    other = mismatch(file, here(machinery.device), layout.world_size, layout.nodes) is not None
+    other = _elsewhere(file, machinery) is not None
     if control.any(other or paper.sizes != PlanSizes.of(planned.problem), "comparing machines and steps"):
         return planned
     return planned.learning(file.moves, paper.lost)

@@ -30,8 +30,6 @@ WHILE_RUNNING: Final = {
 }
 """Settings of section [plan] for what only a run does, which a plan for a cluster file cannot heed."""
 
-RATES: Final = "cluster."
-
 SECTIONS: Final = frozenset(each.name for each in fields(RunConfig))
 """Names of a run's sections."""
 
@@ -141,35 +139,19 @@ def check_source(overrides: Sequence[str]) -> None:
 
 def check_overrides(config: RunConfig, keys: Sequence[str], file: ClusterFile) -> None:
     """Raise ConfigError for a setting that contradicts `--cluster` or the search, or is for runs alone."""
-    parallel = config.parallel
-    refused = {
-        "plan.cluster": (
-            config.plan.cluster,
-            True,
-            "is the cluster of a run; that of a plan is --cluster",
-            "Leave it out",
-        ),
-        "parallel.processes": (
-            parallel.processes,
-            parallel.processes not in (None, file.ranks),
-            f"differs from the {file.ranks} ranks of --cluster, for which the plan is",
-            "Change the cluster file",
-        ),
-        "parallel.ranks_per_node": (
-            parallel.ranks_per_node,
-            parallel.ranks_per_node not in (None, file.ranks_per_node),
-            f"differs from the {file.ranks_per_node} ranks per node of --cluster",
-            "Change the cluster file",
-        ),
-    }
     for key in keys:
-        value, wrong, why, hint = refused.get(key, (None, False, "", ""))
-        if wrong:
-            raise ConfigError(key, value, why, f"{hint}.")
-        if key in WHILE_RUNNING:
-            value, why = getattr(config.plan, key.removeprefix("plan.")), "and this command only simulates"
-            raise ConfigError(key, value, f"{WHILE_RUNNING[key]}, {why}", "Leave it out.")
-        if key.startswith(RATES):
-            rate = getattr(config.cluster, key.removeprefix(RATES))
+        section, _, name = key.partition(".")
+        value, why = getattr(getattr(config, section, None), name, None), ""
+        if key == "plan.cluster":
+            why = "is the cluster of a run; that of a plan is --cluster"
+        elif key in WHILE_RUNNING:
+            why = f"{WHILE_RUNNING[key]}, and this command only simulates"
+        elif key == "parallel.processes" and value not in (None, file.ranks):
+            why = f"differs from the {file.ranks} ranks of --cluster, for which the plan is"
+        elif key == "parallel.ranks_per_node" and value not in (None, file.ranks_per_node):
+            why = f"differs from the {file.ranks_per_node} ranks per node of --cluster"
+        elif section == "cluster":
             why = "is a rate for runs that measure nothing; those of a plan are in the file of --cluster"
-            raise ConfigError(key, rate, why, "Change the cluster file.")
+        if why:
+            hint = "Leave it out." if section == "plan" else "Change the cluster file."
+            raise ConfigError(key, value, why, hint)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
-from penstock.cost.cluster_file import LinkModel, StepFit, TaskModel
+from penstock.cost.cluster_file import StepFit
 from penstock.cost.company import ALONE, MOST_SCATTER, Company, Sighting, fit_company, fit_steps
 from penstock.cost.doubts import scattered
 from penstock.decision import Decision
@@ -99,11 +99,7 @@ class RealSteps:
     """Runs steps over the network by some plans, and notes them beside those without a network."""
 
     def __init__(
-        self,
-        plans: Sequence[tuple[StepPlan, Decision]],
-        run: Run,
-        run_quietly: Run,
-        control: Control,
+        self, plans: Sequence[tuple[StepPlan, Decision]], run: Run, run_quietly: Run, control: Control
     ) -> None:
         """Take the plans to run. run, run_quietly: one step of a plan with and without a network."""
         self._plans, self._run, self._run_quietly, self._control = plans, run, run_quietly, control
@@ -162,11 +158,13 @@ def with_steps(
 
     compute = Fits(COMPUTE, _computed(watched))
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
-    file = replace(
-        with_transfers(file, transfers),
-        tasks=tuple(_task_in_steps(model, compute.of((model.op, model.phase))) for model in file.tasks),
-        doubts=(*compute.doubts, *transfers.doubts),
-    )
+    tasks = []
+    for model in file.tasks:
+        company = compute.of((model.op, model.phase))
+        alpha_s, scale = company.alone * model.alpha_s, company.alone * model.scale
+        tasks.append(replace(model, alpha_s=alpha_s, scale=scale, beside=company.beside))
+    doubts = (*compute.doubts, *transfers.doubts)
+    file = replace(with_transfers(file, transfers), tasks=tuple(tasks), doubts=doubts)
     now = problem_of(file)
     assert isinstance(now.cluster, ProfiledCluster)
     expected = [simulated_s(now, each.choice, each.plan, now.cluster) for each in watched]
@@ -175,7 +173,10 @@ def with_steps(
 
 def with_transfers(file: ClusterFile, found: Fits) -> ClusterFile:
     """Return the file with what real steps tell about its links."""
-    links = (_link_in_steps(link, found.of(_kind(link.collective, link.lane))) for link in file.links)
+    links = []
+    for link in file.links:
+        company = found.of(_kind(link.collective, link.lane))
+        links.append(replace(link, in_steps=company.alone, beside=company.beside))
     return replace(file, links=tuple(links), transfers_beside_compute=found.usual.beside)
 
 
@@ -258,16 +259,6 @@ def _kind(collective: str, lane: str) -> Kind:
     """Return a transfer's kind: legs of dispatches, and an uneven exchange, are all-to-alls."""
     alike = collective in DISPATCHES or collective in ("leg", "uneven_all_to_all")
     return "all_to_all" if alike else collective, lane
-
-
-def _task_in_steps(model: TaskModel, found: Company) -> TaskModel:
-    return replace(
-        model, alpha_s=found.alone * model.alpha_s, scale=found.alone * model.scale, beside=found.beside
-    )
-
-
-def _link_in_steps(link: LinkModel, found: Company) -> LinkModel:
-    return replace(link, in_steps=found.alone, beside=found.beside)
 
 
 def with_whole_steps(
