@@ -39,7 +39,7 @@ SETUPS: Final[Mapping[str, Setup]] = {
     "nemo-automodel": Setup("qwen3-30b-a3b", "1x8xH100"),
     "xtuner-h800": Setup("qwen3-235b-a22b", "32x8xH800,net=8x400gbit"),
     "simumax-b200": Setup("deepseek-v2", "1x8xB200", (("num_hidden_layers", 4),)),
-    "mlperf-6.0": Setup("gpt-oss-20b", "1x8xGB300,products=float8"),
+    "mlperf-6.0": Setup("gpt-oss-20b", "1x8xGB300,products=float8,graphs=full"),
     "aws-efa": Setup(
         "qwen3-30b-a3b",
         "8x8xH100,net=32x100gbit,fabric=efa",
@@ -106,8 +106,9 @@ def _options(row: Mapping[str, str]) -> list[str]:
     words += ["--recompute", RECOMPUTE.get(row["recompute"], "none")]
     if int(row["pp"]) > 1:
         words += ["--pipeline-parallel-size", row["pp"], "--virtual-pipeline-parallel-size", row["vp"] or "1"]
-    # None of these frameworks computes one part of a batch under the transfers of another.
-    words.append("schedule.name=sequential")
+    # None of these frameworks computes one part of a batch under the transfers of another; sums of gradients
+    # run under the backward pass.
+    words.append(f"schedule.name={'flowmoe' if row['ep'] == '1' else 'sequential'}")
     return [*words, "moe.dispatch=flat"] if "alltoall" in row.get("dispatcher", "") else words
 
 

@@ -58,9 +58,10 @@ UNITS: Final = {
 GPU: Final = """## Steps on GPUs
 
 What users of other frameworks measured of whole steps, updates included, and what `penstock plan` predicts
-for the row's layout, on devices of which nothing but the data sheet is known: by the schedule `sequential`,
-since these frameworks compute no part of a batch under the transfers of another, and with rows sent flat
-where they use all-to-all. The share of its rate that EFA reaches is fitted to its row; efficiencies of
+for the row's layout, on devices of which nothing but the data sheet is known: by the schedule `sequential`
+(without expert parallelism `flowmoe`, where only sums of gradients are left to overlap), since these
+frameworks compute no part of a batch under the transfers of another, and with rows sent flat where they use
+all-to-all. The share of its rate that EFA reaches is fitted to its row; efficiencies of
 kernels are those that others measured of single kernels."""
 
 

@@ -30,7 +30,7 @@ START_S: Final = {"NVLink": 8e-6, "Infinity Fabric": 8e-6, "PCIe": 1e-5, "PCIe t
 NETWORK_START_S, TASK_S, ISSUE_S = 2e-5, 1e-5, 1e-5
 """Seconds before a message leaves a node, of a task on a device, and of the thread that hands over an
 operation of PyTorch (5 to 30 microseconds where it was measured)."""
-KEYS: Final = ("net", "fabric", "inside", "nvlink", "products")
+KEYS: Final = ("net", "fabric", "inside", "nvlink", "products", "graphs")
 KEPT_BYTES, KEPT_SHARE = 2e9, 0.05
 """What contexts, communicators and fragmented memory take of a device: bytes, and a share of all."""
 
@@ -39,9 +39,10 @@ def in_line(text: str) -> ClusterFile | None:
     """Return the cluster that a line describes; None for a text that is none.
 
     The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet|efa][,inside=RATE]
-    [,nvlink=DEVICES][,products=float8]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its
+    [,nvlink=DEVICES][,products=float8][,graphs=full]`; a rate is in gbit or gb/s. `net` is of a node, or of each of its
     cards. `nvlink`: how many devices its links join, where these are several nodes'; then they count as one
-    node. `products`: what they are computed in by others, where Penstock is compared with them.
+    node. `products`: what they are computed in by others, where Penstock is compared with them; `graphs`: a
+    step of theirs is one CUDA graph, which no thread issues by operations.
 
     Raises:
         ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
@@ -65,6 +66,8 @@ def in_line(text: str) -> ClusterFile | None:
     in_float8 = given.get("products") == "float8"
     if "products" in given and not (in_float8 and device.architecture in HAS_FLOAT8):
         _refuse(text, f"products={given['products']} is not float8, or {device.name} has no units for it")
+    if given.get("graphs", "full") != "full":
+        _refuse(text, f"graphs={given['graphs']} is not full")
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
@@ -86,7 +89,7 @@ def in_line(text: str) -> ClusterFile | None:
             intra_latency_s=START_S[device.link],
             intra_bytes_per_s=LINKS[device.link] * inside,
             task_overhead_s=TASK_S,
-            issue_kernel_s=ISSUE_S,
+            issue_kernel_s=0.0 if "graphs" in given else ISSUE_S,
         ),
         memory_bytes=int(memory_gb * 1e9 * (1 - KEPT_SHARE) - KEPT_BYTES),
         device=device.name,
