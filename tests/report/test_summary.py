@@ -41,7 +41,7 @@ SUMMARY = RunSummary(
 )
 
 TEXT = """\
-trained     3.4 million parameters, 8 experts per MoE layer, for 1,200 steps on 4 processes, flowmoe
+trained     3.4 million parameters, 8 experts per MoE layer, 1,200 steps on 4 processes, flowmoe
 loss        5.601 nats per byte at the start, 1.981 at the end
 held out    2.104 (± 0.042) on unseen text; byte frequencies give 3.241: it has learned from context
 speed       51,234 tokens/s; a step takes 78.2 ms; model FLOPs: 31 % of the peak
@@ -140,7 +140,7 @@ def test_a_single_process_has_nothing_to_hide() -> None:
     text = alone.to_text()
     assert alone.hidden_communication == 1.0
     assert "network" not in text
-    assert "8 experts per MoE layer, for 1 step on 1 process," in text
+    assert "8 experts per MoE layer, 1 step on 1 process," in text
 
 
 def test_only_files_that_exist_are_named() -> None:

@@ -19,7 +19,6 @@ from collections import deque
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 from penstock.autotune.choose.layouts import settled_layout
 from penstock.autotune.choose.moves import Weighing, is_open
@@ -47,11 +46,6 @@ logger = logging.getLogger(__name__)
 CALIBRATION_STEPS = 8
 COMPARED_STEPS = 4
 """Number of steps whose durations are compared when the time of a step has changed."""
-
-STAYS: Final = (
-    "moving samples or experts is not predicted to pay with the routing of the last steps; the plan's file "
-    "says why"
-)
 
 
 class Autotuner:
@@ -227,8 +221,8 @@ class Autotuner:
         planned = self._weighing.decide(before, adopts=adopts)
         self._weighs, self._weighing = False, None
         new = [line for line in planned.lines if line not in before.lines]
-        if new and not (adopts and planned.choice != before.choice):
-            logger.info(STAYS if adopts else "\n".join(new))
+        if new:
+            logger.log(logging.DEBUG if adopts else logging.INFO, "\n".join(new))
         if planned.choice == before.choice:
             self.planned = planned
             return bool(new)  # so that the plan's file explains the choice

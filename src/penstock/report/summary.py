@@ -157,7 +157,7 @@ class RunSummary:
         processes = counted(self.processes, "process", "es")
         steps = "1 step" if self.steps == 1 else f"{self.steps:,} steps"
         return (
-            f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, for {steps} "
+            f"{_millions(self.parameters)} parameters, {self.num_experts} experts per MoE layer, {steps} "
             f"on {processes}{self._sharing()}, {self.schedule}"
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
 
@@ -61,17 +61,8 @@ def with_layout(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
     if samples % parallel.tp_size:
         why = f"{samples} samples cannot be divided among {parallel.tp_size} groups of ranks"
         raise IndivisibleError("data.batch_per_device", data.batch_per_device, why, "Use a multiple.")
-    return replace(
-        config,
-        parallel=replace(
-            parallel,
-            tp_size=sizes.tp_size,
-            ep_size=sizes.ep_size,
-            etp_size=sizes.etp_size,
-            tokens=sizes.tokens,
-        ),
-        data=replace(data, batch_per_device=samples // parallel.tp_size),
-    )
+    data = replace(data, batch_per_device=samples // parallel.tp_size)
+    return replace(config, parallel=replace(parallel, **asdict(sizes)), data=data)
 
 
 def check_some_layout(config: RunConfig, processes: int, node_size: int, there_bytes: int | None) -> None:
@@ -141,9 +132,7 @@ def _saved(config: RunConfig, ranks: Ranks, resumption: Resumption) -> LayoutSiz
         if changed := [name for name in names if now[name] != then.get(name)]:
             key = f"{section}.{changed[0]}"
             raise ConfigError(key, now[changed[0]], f"{key} has changed")
-    return LayoutSizes(
-        tp_size=saved.tp_size, ep_size=saved.ep_size, etp_size=saved.etp_size, tokens=saved.tokens
-    )
+    return LayoutSizes(**{each.name: getattr(saved, each.name) for each in fields(LayoutSizes)})
 
 
 def _words(sizes: LayoutSizes) -> str:
@@ -161,19 +150,18 @@ def _chosen(config: RunConfig, ranks: Ranks) -> LayoutSizes:
     if len(possible) == 1:
         logger.info(f"layout: {_words(possible[0].sizes)}, the only one in which everything divides")
         return possible[0].sizes
-    name = config.plan.cluster
-    if name is None:
+    if (name := config.plan.cluster) is None:
         files = _measured(config, possible, ranks)
     else:
-        files = (
-            decided(control, lambda: find_cluster(name, "plan.cluster"), "reading the cluster file"),
-        ) * 2
+        find = partial(find_cluster, name, "plan.cluster")
+        files = (decided(control, find, "reading the cluster file"),) * 2
     memory = MemoryBudget.of(files[0].memory_bytes)
 
     def decide() -> tuple[LayoutSizes, tuple[str, ...]]:
-        found = _ranked(
-            config, control.world_size, ranks.node_size, lambda sizes: files[sizes.shares], memory
-        )
+        def file_of(sizes: LayoutSizes) -> ClusterFile:
+            return files[sizes.shares]
+
+        found = _ranked(config, control.world_size, ranks.node_size, file_of, memory)
         return found.best.sizes, found.lines
 
     sizes, lines = decided_slowly(control, decide, "choosing a layout", config.parallel.timeout_s)

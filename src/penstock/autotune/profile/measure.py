@@ -52,7 +52,7 @@ def profile_run(
     links_s = LINKS_SHARE * budget_s if ranks > 1 else 0.0
     if ranks > 1:
         logger.debug(f"measuring links between {ranks} ranks, about {links_s:.0f} s")
-    file = _with_links(config, machinery, links_s, limits=limits)
+    file = profile_links(config, machinery, budget_s=links_s, used_only=False, limits=limits)
     left_s = budget_s - links_s
     logger.debug(f"measuring computation on all ranks at once, about {left_s:.0f} s")
     kernels_s = KERNELS_SHARE * left_s
@@ -94,26 +94,20 @@ def profile_schedules(
 
 
 def profile_links(
-    config: RunConfig, machinery: Machinery, dispatches: Sequence[str] = (), limits: Limits | None = None
+    config: RunConfig,
+    machinery: Machinery,
+    dispatches: Sequence[str] = (),
+    *,
+    budget_s: float = LINKS_S,
+    used_only: bool = True,
+    limits: Limits | None = None,
 ) -> ClusterFile:
     """Measure the links on which plans rest, for some seconds; devices are as section [cluster] assumes them.
 
-    dispatches: whose legs are measured in addition to those that the configuration leaves open. All ranks
-    call it together and get the same file.
+    dispatches: whose legs are measured in addition to those that the configuration leaves open. used_only:
+    leave out links on which no plan rests. All ranks call it together and get the same file.
     """
     limits = limits or Limits()
-    return _with_links(config, machinery, LINKS_S, limits, dispatches, used_only=True)
-
-
-def _with_links(
-    config: RunConfig,
-    machinery: Machinery,
-    budget_s: float,
-    limits: Limits,
-    dispatches: Sequence[str] = (),
-    *,
-    used_only: bool = False,
-) -> ClusterFile:
     layout = machinery.layout
     legged = [name for name in dispatches if DISPATCHES[name].needs_table]
     legs_of = dict.fromkeys([*hierarchical_among(config, layout), *legged])
