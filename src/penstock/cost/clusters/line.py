@@ -41,8 +41,8 @@ def in_line(text: str) -> ClusterFile | None:
     The line is `[NODESx]DEVICESxNAME[-MEMORYgb][,net=[CARDSx]RATE][,fabric=ib|ethernet|efa][,inside=RATE]
     [,nvlink=DEVICES][,products=float8][,graphs=full]`; a rate is in gbit or gb/s. `net` is of a node, or of
     each of its cards. `nvlink`: how many devices its links join, where these are several nodes'; then they
-    count as one node. `products`: what they are computed in by others, where Penstock is compared with them; `graphs`: a
-    step of theirs is one CUDA graph, which no thread issues by operations.
+    count as one node. `products`: what they are computed in by others, where Penstock is compared with
+    them; `graphs`: a step of theirs is one CUDA graph, which no thread issues by operations.
 
     Raises:
         ConfigError: The line has an unknown device, memory, key or rate, or no network between nodes.
