@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import ConfigError
+from penstock.cost.workload import StateTypes
 from penstock.decision import Decision
 from penstock.plan import Problem
 from penstock.plan.memory import MemoryBudget, estimate_memory
@@ -145,6 +146,16 @@ def test_gradients_are_summed_once_for_all_microbatches() -> None:
     free = replace(LARGE, workload=replace(LARGE.workload, all_reduce_bytes=(0,) * 6, vocab_size=64))
     added_s = predict_s(free, Decision(), free.plan(Decision()))
     assert many - one == pytest.approx(4 * added_s, rel=1e-6)
+
+
+def test_parameters_that_do_not_stay_are_gathered_for_every_microbatch() -> None:
+    once = sharing_updates(problem((True, True), ranks=8), releases=True)
+    every = replace(once, workload=replace(once.workload, state=StateTypes(fully_sharded=True)))
+    for each, more in ((once, False), (every, True)):
+        stages = Stages(each, Decision())
+        part = stages.cut((2,))[0]
+        first_s, next_s = (stages.half_s(part, forward=True, edge=edge) for edge in (True, False))
+        assert (first_s == next_s) is more
 
 
 @pytest.mark.parametrize("stages", [2, 3, 8])

@@ -74,10 +74,11 @@ def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mappi
 
 def adding_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
     """Return the seconds of a pass whose gradients are only added to those of others: it updates nothing,
-    and its parameters were gathered before."""
+    and its parameters were gathered before, if they stay."""
     if problem.shape.updating is None:
         return predict_s(problem, choice, plan)
-    return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *GATHERS, Op.NORM), 0.0))
+    once = () if problem.workload.state.fully_sharded else GATHERS
+    return prolonged_s(problem, choice, plan, dict.fromkeys((*UPDATES, *once, Op.NORM), 0.0))
 
 
 def task_cost(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:

@@ -267,7 +267,7 @@ class Stages:
             begins=part.begins,
             ends=part.ends,
             blocks=bool(part.layers),
-            first=edge,
+            first=edge or self.problem.workload.state.fully_sharded,
             sums=sums,
             updates=updates,
         )
