@@ -19,6 +19,7 @@ from penstock.plan.predict import closing_s, predict_s
 from penstock.plan.room import NothingFitsError
 from penstock.plan.stages import Stages, evenly, predict_pipeline, stage_cluster
 from tests.plan.problems import FILE, problem, with_sharing
+from tests.plan.test_predict import profiled
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 SIZES = [(1, 1, 4), (4, 1, 8), (4, 1, 2), (2, 2, 4), (4, 2, 8), (2, 4, 2), (4, 3, 12)]
@@ -139,6 +140,19 @@ def test_one_stage_with_a_sharded_optimizer_is_a_step_with_one() -> None:
     sharded = sharing_updates(problem((True, True), ranks=8))
     found = predict_pipeline(sharded, pipeline(1, 1, 1), Decision())
     assert found.update_s == pytest.approx(predict_s(sharded, Decision(), sharded.plan(Decision())))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_measured_cluster_is_heeded_in_stages(overlaps: bool) -> None:
+    quiet, loud = profiled(), profiled(beside=1.5, transfers=1.2, jitter=0.1)
+    step_s = predict_s(loud, Decision(), loud.plan(Decision())) + closing_s(loud)
+    assert predict_pipeline(loud, pipeline(1, 1, 1), Decision()).update_s == pytest.approx(step_s)
+    choice = Decision(schedule="moe_pipeline", chunks=2, backward_chunks=2)
+    one_s, more_s = (
+        predict_pipeline(each, pipeline(2, 1, 6, overlaps=overlaps), choice).update_s
+        for each in (quiet, loud)
+    )
+    assert one_s < more_s
 
 
 def test_gradients_are_summed_once_for_all_microbatches() -> None:
