@@ -201,7 +201,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--routing",
         metavar="NAME|FILE",
         help="also say whether it would pay to move samples or experts if steps are routed like a workload, "
-        "such as zipf or zipf,zipf_exponent=1.5, or like a recorded run",
+        "such as zipf or gini=0.3, or like a recorded run (routing.jsonl)",
     )
     plan.add_argument(
         "--price",
