@@ -455,6 +455,11 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     assert PlanFile.read(path).memory_bytes <= limit
 
 
+def test_a_routing_of_too_many_ranks_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "pro-prophet/moe-gpt-s", "--cluster", "1024x64xH100,net=8x400gbit"]
+    assert refused([*words, "--routing", "gini=0.3"], capsys).startswith("penstock: --routing = ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every_s", [0.0, 1e9])
 def test_off_a_terminal_progress_is_a_line_now_and_then(

@@ -97,7 +97,7 @@ def test_what_was_left_out_is_said() -> None:
     assert not searched.complete and searched.left_out > 100
     assert searched.stopped == "better cuts" and searched.skipped == tuple(PUBLISHED)
     for words in (
-        "The budget of 0.0001 (30 simulated tasks) was used up",
+        "The budget of 0.0001 (20 simulated tasks) was used up",
         f"Not examined: {searched.left_out:,} plans and the choices of these planners: sequential, ",
         "better cuts",
     ):

@@ -53,6 +53,14 @@ def test_guests_pay_where_an_expert_is_hot(planner: str) -> None:
     assert " times the mean load, 1." in line
 
 
+def test_moves_are_not_weighed_when_the_time_is_over() -> None:
+    movable = Movable(experts=("none", "planned"), samples=("none", "netmoe"))
+    each = routed("hot_expert,hot_share=0.5", movable)
+    found = weigh(each, [CHOICE], ends=lambda: True)
+    assert not found.moves and found.best == found.still == weigh(each, [CHOICE]).still
+    assert any("planned" in line and "not weighed" in line for line in found.lines)
+
+
 def test_even_routing_needs_none_and_it_is_said() -> None:
     found = weigh(routed("even", Movable(experts=("none", "planned"))), [CHOICE])
     assert not found.moves and found.best == found.still

@@ -39,6 +39,7 @@ def sizes(draw: st.DrawFn) -> RoutingSizes:
 
 SETTINGS = {
     "zipf_exponent": st.sampled_from([0.0, 0.7, 3.0, 10.0]),
+    "gini": st.sampled_from([0.0, 0.3, 0.99]),
     "dirichlet_concentration": st.sampled_from([1e-3, 0.05, 1.0, 1e6]),
     "hot_share": st.sampled_from([0.01, 0.5, 0.999]),
     "period": st.integers(4, 9),

@@ -56,7 +56,7 @@ def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
 
 
 def test_another_routing_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="must be one of even, zipf, dirichlet, hot_rank"):
+    with pytest.raises(ConfigError, match="must be one of even, zipf, gini, dirichlet, hot_rank"):
         load(VirtualConfig, None, ["routing=pareto"])
 
 
@@ -96,6 +96,7 @@ def test_what_outputs_say_begins_with_the_name(config: RoutingConfig) -> None:
     ("text", "config"),
     [
         ("hot_rank", RoutingConfig(routing="hot_rank")),
+        ("gini=0.5,seed=3", RoutingConfig(routing="gini", gini=0.5, seed=3)),
         ("zipf,zipf_exponent=1.5,seed=3", RoutingConfig(routing="zipf", zipf_exponent=1.5, seed=3)),
     ],
 )
@@ -109,7 +110,9 @@ def test_a_recorded_run_in_a_word(tmp_path: Path) -> None:
     assert RoutingConfig.parse(str(path)) == RoutingConfig(routing="recorded", recorded=path)
 
 
-@pytest.mark.parametrize("text", ["", "zipf,1.5", "zipf,exponent=2", "no/such/file.jsonl", "even,drift=0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "zipf,1.5", "zipf,exponent=2", "no/such/file.jsonl", "even,drift=0.1", "gini=2"]
+)
 def test_words_that_are_no_workload_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         RoutingConfig.parse(text)

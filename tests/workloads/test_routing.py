@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.apportion import Counts, apportion
 from penstock.workloads import Routing, RoutingConfig, RoutingSizes, routing_of
 from penstock.workloads.catalogue import GENERATED
-from penstock.workloads.preferences import inclusion
+from penstock.workloads.preferences import gini_of, inclusion
 from penstock.workloads.recorded import RecordedRouting
 from penstock.workloads.routing import GeneratedRouting
 from tests.workloads.strategies import generated, recording_of, recordings, routings, sizes
@@ -104,6 +104,20 @@ def test_zipf_popularity_falls_with_the_rank(exponent: float) -> None:
     popular = np.sort(counts, axis=-1)[:, ::-1][:, :4]
     law = np.arange(1, 5) ** -exponent
     assert popular / popular[:, :1] == pytest.approx(np.tile(law, (3, 1)), rel=0.15)
+
+
+@pytest.mark.parametrize(("gini", "top_k"), [(0.0, 1), (0.3, 8), (0.6, 8), (0.9, 1)])
+def test_experts_are_as_uneven_as_their_gini_coefficient_says(gini: float, top_k: int) -> None:
+    batch = replace(BATCH, num_experts=64, top_k=top_k, seq_len=2048)
+    rows_YE = loads(routing(batch, routing="gini", gini=gini).counts(0))
+    assert [gini_of(rows_E) for rows_E in rows_YE] == pytest.approx([gini] * 3, abs=0.02)
+    assert len({int(rows_E.argmax()) for rows_E in rows_YE}) > 1, "every layer has an order of its own"
+
+
+def test_gini_coefficient_written_out() -> None:
+    assert gini_of(np.array([5, 5, 5, 5])) == 0
+    assert gini_of(np.array([0, 0, 0, 8])) == pytest.approx(3 / 4)
+    assert gini_of(np.array([3, 1])) == pytest.approx(1 / 4)
 
 
 def test_layers_have_popular_experts_of_their_own() -> None:
@@ -206,13 +220,13 @@ def test_slow_drift_is_zipf_that_drifts() -> None:
 # ---- how it moves ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["zipf", "dirichlet"])
+@pytest.mark.parametrize("kind", ["zipf", "gini", "dirichlet"])
 def test_without_drift_preferences_stay(kind: str) -> None:
     still = routing(routing=kind).preferences
     assert (still.at(0) == still.at(1000)).all()
 
 
-@pytest.mark.parametrize("kind", ["zipf", "dirichlet"])
+@pytest.mark.parametrize("kind", ["zipf", "gini", "dirichlet"])
 def test_drift_is_continuous(kind: str) -> None:
     """Half the drift, half the way, also over the border from one draw to the next (every 100 steps)."""
     moving = routing(routing=kind, drift=0.01).preferences
@@ -224,7 +238,7 @@ def test_drift_is_continuous(kind: str) -> None:
     assert slower.at(20) == pytest.approx(moving.at(10))
 
 
-@pytest.mark.parametrize("kind", ["zipf", "dirichlet"])
+@pytest.mark.parametrize("kind", ["zipf", "gini", "dirichlet"])
 def test_drift_leads_away_and_stays_as_uneven(kind: str) -> None:
     uneven: dict[str, Any] = {"zipf_exponent": 1.5} if kind == "zipf" else {}
     moving = routing(routing=kind, drift=0.01, **uneven)

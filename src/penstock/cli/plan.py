@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,10 @@ SEARCHED = (
 
 EXAMPLE = "plan.json"
 
-FITTING_S = 15.0
+PLACING_S = 20.0
+"""Seconds of processor time after which no more moves of samples and experts are weighed."""
+
+FITTING_S = 5.0
 """Seconds of processor time to look for what would fit."""
 
 
@@ -201,7 +205,7 @@ def _add_choices(plan: argparse.ArgumentParser) -> None:
         "--routing",
         metavar="NAME|FILE",
         help="also say whether it would pay to move samples or experts if steps are routed like a workload, "
-        "such as zipf or zipf,zipf_exponent=1.5, or like a recorded run",
+        "such as zipf or gini=0.3, or like a recorded run (routing.jsonl)",
     )
     plan.add_argument(
         "--price",
@@ -284,7 +288,8 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         explanation = explain(subject.problem, found, memory, lambda then: search.quick(then, known))
         if options.routing is not None:
             routed = replace(subject.problem, evidence=subject.problem.observed, movable=subject.movable)
-            weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}")
+            over = time_limit(time.process_time, budget, PLACING_S)
+            weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}", over)
     instead = stages_instead(options, cluster, whole_s(subject.problem, found.best))
     moves = weighed is not None and weighed.moves
     best = weighed.best if weighed is not None and moves else found.best
@@ -317,9 +322,15 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
     return 128 + signal.SIGINT if search.stopped() else 0
 
 
-def _weighed(problem: Problem, choice: Decision, memory: MemoryBudget | None, routing: str) -> Weighed:
+def _weighed(
+    problem: Problem,
+    choice: Decision,
+    memory: MemoryBudget | None,
+    routing: str,
+    over: Callable[[], bool],
+) -> Weighed:
     """Return the chosen plan with and without moving, in the chosen order. routing: in words."""
-    return in_full(problem, weigh(problem, [choice], memory=memory, routing=routing), choice)
+    return in_full(problem, weigh(problem, [choice], memory, routing, ends=over), choice)
 
 
 def _show(options: argparse.Namespace, width: int) -> int:

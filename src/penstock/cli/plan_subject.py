@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.cli.paths import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
-from penstock.cost import ClusterFile, StateTypes
+from penstock.cost import ClusterFile, StateTypes, routing_sizes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import in_line
 from penstock.mesh import holders
@@ -34,6 +34,9 @@ PLANNED_ONLY = "planned only: Penstock trains float32 parameters, gradients and 
 
 SHARDED = "3"
 """The stage of ZeRO in which parameters are sharded, too."""
+
+MOST_NUMBERS = 1 << 28
+"""The most numbers in a table of a known routing: two gigabytes."""
 
 MOST_PASSES = 1 << 16
 """The most passes for an update."""
@@ -235,10 +238,22 @@ def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
 
+    _check_routable(subject.problem, options.routing)
+
     def observing(problem: Problem) -> Problem:
         return replace(problem, observed=with_routing(problem, routing, subject.movable).evidence)
 
     return subject.changed(observing)
+
+
+def _check_routable(problem: Problem, routing: str) -> None:
+    """Raise ConfigError for a step whose routing would need too large tables, of ranks or of experts."""
+    sizes = routing_sizes(problem.workload, sum(problem.shape.moe_layers))
+    numbers = max(math.prod(sizes.shape), problem.workload.world_size**2)
+    if numbers > MOST_NUMBERS:
+        why = f"asks for tables of {numbers:.1e} numbers: what every sample sends to every expert of a layer"
+        hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."
+        raise ConfigError("--routing", routing, why, hint)
 
 
 def _configured(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ DENSE_ROWS, DENSE_COLUMN = ("gate_proj", "up_proj"), "down_proj"
 
 @dataclass(frozen=True)
 class _Layer:
-    """Bytes of the parameters of a layer on one rank.
+    """Bytes of the parameters of a layer, whole or on one rank.
 
     Attributes:
         cut: Of weights of which ranks that share attention have each a part.
@@ -82,6 +83,17 @@ def _partial(layers: list[_Layer], shape: StepShape) -> tuple[int, ...]:
 
 
 def _layers(found: Found, layout: Layout) -> list[_Layer]:
+    """Return the bytes of every layer on one rank."""
+    held, places = _held(found, layout), found.num_experts * layout.etp_size
+    return [
+        replace(each, cut=each.cut // layout.tp_size, experts=each.experts // places * held)
+        for each in _whole(found)
+    ]
+
+
+@lru_cache(maxsize=4)  # planning asks for the same model in dozens of layouts
+def _whole(found: Found) -> list[_Layer]:
+    """Return the bytes of every layer, all of its experts included."""
     seen: set[int] = set()
 
     def fresh(parameters: Iterable[nn.Parameter]) -> int:
@@ -92,16 +104,16 @@ def _layers(found: Found, layout: Layout) -> list[_Layer]:
             seen.add(id(each))
         return total
 
-    size, cut, model = layout.tp_size, found.family.attention, found.model
+    cut, model = found.family.attention, found.model
     layers: list[_Layer] = []
     for number, (layer, block) in enumerate(zip(found.layers, found.blocks, strict=True)):
         last, base = number == len(found.layers) - 1, found.family.decoder(model)
         experts = [] if block is None else list(core_of(found.family.experts_of(block)).parameters())
-        of_experts = fresh(experts) // (found.num_experts * layout.etp_size) * _held(found, layout)
+        of_experts = fresh(experts)
         vocabulary = list(model.get_input_embeddings().parameters()) if number == 0 else []
         vocabulary += model.get_output_embeddings().parameters() if last else []
         parts = [] if cut is None else _cut(layer, block, cut, found.family.block)
-        shared = fresh([*parts, *vocabulary]) // size
+        shared = fresh([*parts, *vocabulary])
         norm = list(base.get_submodule(found.family.norm).parameters()) if last else []
         inner = fresh([*([] if cut is None else _inner(layer, cut)), *norm])
         layers.append(_Layer(shared, inner, fresh(layer.parameters()), of_experts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.placement import ExpertPlacement
 from penstock.topology import Layout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
     """A model in its parts.
 
@@ -91,7 +92,7 @@ class Found:
             z_loss_coeff=0.0,
         )
 
-    @property
+    @cached_property
     def sizes(self) -> ModelSizes:
         """Sizes of the model for a plan."""
         shared = [block and self.shared_of(block) for block in self.blocks]

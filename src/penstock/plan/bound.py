@@ -133,7 +133,7 @@ class QuickBounds:
 
     def seconds(self, choice: Decision) -> float:
         """Return a time that no order of this cut beats, whatever the priority rule of `choice`."""
-        cut = replace(choice, priority=USUAL.priority)
+        cut = _unordered(choice)
         if cut not in self._known_seconds:
             self._known_seconds[cut] = self._ratio * self._seconds(cut)
         return self._known_seconds[cut]
@@ -143,7 +143,7 @@ class QuickBounds:
 
         Such a step has all tasks and edges of the one that recomputes nothing, and more.
         """
-        cut = replace(choice, priority=USUAL.priority)
+        cut = _unordered(choice)
         return self.seconds(cut if cut in self._known_seconds else replace(cut, recompute=USUAL.recompute))
 
     def _seconds(self, choice: Decision) -> float:
@@ -242,6 +242,10 @@ class QuickBounds:
                 self._known_reductions[key] = _reduced(cost, layer, cut, parts)
             found.append(self._known_reductions[key])
         return found
+
+
+def _unordered(choice: Decision) -> Decision:
+    return choice if choice.priority == USUAL.priority else replace(choice, priority=USUAL.priority)
 
 
 def _kinds(problem: Problem) -> tuple[Problem, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from penstock.words import counted
 
 Effort = Literal["low", "quick", "usual"]
 
-PLACEMENTS = {"low": 30_000, "quick": 30_000, "usual": 300_000}
+PLACEMENTS = {"low": 30_000, "quick": 30_000, "usual": 200_000}
 """Task placements in a budget of 1: one per task when its cut is ordered, and one on each timeline."""
 
 PER_PLANNER = 5_000

@@ -132,16 +132,21 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
     whole, loads = replace(cut, recompute="none"), _loads(problem, choice, cut)
+    kinds = [(is_moe, load_P.tobytes()) for is_moe, load_P in zip(layers, loads, strict=True)]
+    examples = dict(zip(kinds, loads, strict=True))  # layers of a kind are worked out once
     kept, per_layer = (
-        [_layer_bytes(work, each, *layer) for layer in zip(layers, loads, strict=True)]
+        {kind: _layer_bytes(work, each, kind[0], load_P) for kind, load_P in examples.items()}
         for each in (cut, whole)
     )
     microbatches = cut.microbatches
     logits = work.tokens(0, 1) * work.vocab_size * FLOAT32_BYTES * LOGIT_COPIES / work.tp_size
     piece_rows = work.rows(0, microbatches, 0, 1, *_row_shares(work, cut)) * work.etp_size
     wire_bytes = work.wire_bytes(piece_rows) if any(layers) else 0.0
-    buffers_P = np.maximum.reduce(per_layer) / microbatches + (1 + np.maximum.reduce(loads)) * wire_bytes
-    kept_P = np.add.reduce(kept)
+    buffers_P = (
+        np.maximum.reduce([*per_layer.values()]) / microbatches
+        + (1 + np.maximum.reduce([*examples.values()])) * wire_bytes
+    )
+    kept_P = np.add.reduce([kept[kind] for kind in kinds])
     most = int(np.argmax(kept_P + buffers_P))
     weights, gradients, moments = _state_shares(work.state)
     added = _gradients_bytes(problem, choice) + _added_bytes(problem) + guests

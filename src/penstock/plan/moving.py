@@ -8,7 +8,7 @@ residuals, weights, gradients) is part of the simulated step as tasks, so one nu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -40,6 +40,10 @@ class _Priced:
 
     found: list[Candidate] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
+
+
+LATE: Final = "not in the time there is; --budget 10 gives more"
+"""Why moves are not weighed on a busy machine, or with very many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +83,23 @@ def weigh(
     memory: MemoryBudget | None = None,
     routing: str = "the given routing",
     lost: Sequence[LostTrial] = (),
+    ends: Callable[[], bool] = lambda: False,
 ) -> Weighed:
     """Compare the best of `choices` with itself moving. problem: with evidence, and what may move.
 
     memory: of a rank, into which what moves must fit; None = not
-    known. routing: the evidence in words. lost: trials by which the predictions of moves are corrected.
+    known. routing: the evidence in words. lost: trials by which the predictions of moves are corrected. ends:
+    tells whether the time is over; moves that are left then are not weighed.
     Raises RefusalError if no choice is possible without moves.
     """
     assert problem.evidence is not None, "without it nothing is known of routing"
 
-    def price(tried: Iterable[Decision]) -> _Priced:
+    def price(tried: Iterable[Decision], *, always: bool = False) -> _Priced:
         priced = _Priced()
         for choice in tried:
+            if not always and ends():
+                priced.refused.setdefault(LATE, []).append(_moves(choice))
+                continue
             try:
                 found = evaluate(problem, choice)
                 priced.found.append(corrected(found, miss(lost, choice, staying(problem, choice))))
@@ -98,7 +107,7 @@ def weigh(
                 priced.refused.setdefault(str(error), []).append(_moves(choice))
         return priced
 
-    plain = price(_settled(problem, choice) for choice in choices)
+    plain = price((_settled(problem, choice) for choice in choices), always=True)
     if not plain.found:
         raise RefusalError(f"there is no plan to compare moves with: {'; '.join(plain.refused)}")
     still = _least(plain.found)

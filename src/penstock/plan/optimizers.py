@@ -20,7 +20,8 @@ Find = Callable[[Problem], FoundPlan]
 SHARDED = "a sharded AdamW"
 
 NEAR = 1.005
-"""How many times as long as the shorter iteration, by quick plans, the other may be to be planned in full."""
+"""How many times as long as the shorter iteration, by quick plans, another layout's may be to be planned in
+full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ def find_updated(
     """Return the problem of the optimiser whose whole iteration is shorter, or that fits; its plan;
     and a line that compares both.
 
-    find: finds the plan of a problem. quick: finds one that is nearly as good, by which the optimiser that is
-    clearly slower is left out; None = no such way. Raises the ConfigError of the sharded problem if neither
+    find: finds the plan of a problem. quick: finds one that is nearly as good, by which the optimiser is
+    chosen; None = no such way. Raises the ConfigError of the sharded problem if neither
     fits.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
@@ -83,10 +84,10 @@ def find_updated(
     if best.found is None:
         assert both[1].refusal is not None, "nothing was found"
         raise both[1].refusal
-    if quick is not None:
-        near_s = NEAR * best.iteration_s
-        both = [_found(each.problem, find) if each.iteration_s <= near_s else each for each in both]
-        best = min(both, key=lambda each: each.iteration_s)
+    if quick is not None:  # the longer one may be better ordered, but hardly by more than orders bring
+        full = _found(best.problem, find)
+        at = both.index(best)
+        best = both[at] = min(best, full, key=lambda each: each.iteration_s)
     assert best.found is not None, "it has the shorter iteration"
     line = f"Update   predicted whole iterations: {both[0].words}, {both[1].words}"
     return best.problem, best.found, line

@@ -342,9 +342,12 @@ class Problem:
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:
     """Return the choice with whole microbatches, large pieces of gradients and a quick order: what memory
-    depends on where guests do not move."""
+    depends on where guests do not move, and neither on how rows travel where no routing is known."""
+    known = problem.evidence or problem.observed
     return replace(
         choice,
+        dispatch=choice.dispatch if known else problem.workload.dispatch,
+        comm_dtype=choice.comm_dtype if known else ANY.comm_dtype,
         chunks=ANY.chunks,
         backward_chunks=ANY.backward_chunks,
         all_reduce_chunk_bytes=max(ANY.all_reduce_chunk_bytes, problem.least_chunk_bytes),

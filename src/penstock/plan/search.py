@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from penstock.config import ConfigError
@@ -275,10 +276,9 @@ class _Search:
         screen, meter = self._screen, self._meter
         if self._effort != "usual" or meter.used_up:
             raise OutOfBudgetError
-        bounds = sorted((self._bounds.seconds(choice), number) for number, choice in enumerate(choices))
         begin = checked = meter.spent
         doubled = CHECKPOINT
-        for bound_s, number in bounds:
+        for bound_s, number in self._by_bounds(choices):
             if bound_s >= screen.best_s:
                 break
             self._stage = "all cuts by their bounds"
@@ -290,6 +290,20 @@ class _Search:
                 self._finish(orders=orders)
                 checked = meter.spent
         self._finish(orders=True)
+
+    def _by_bounds(self, choices: list[Decision]) -> Iterator[tuple[float, int]]:
+        """Yield bounds and places of choices, the least bound first.
+
+        A choice's own bound is worked out when its looser one, which costs less, is the least.
+        """
+        loose = [(self._bounds.loose(choice), number, False) for number, choice in enumerate(choices)]
+        heapify(loose)
+        while loose:
+            bound_s, number, own = heappop(loose)
+            if own:
+                yield bound_s, number
+            else:
+                heappush(loose, (self._bounds.seconds(choices[number]), number, True))
 
     def _finish(self, *, orders: bool) -> None:
         """Simulate the best cuts in full, if wanted also in the best orders that local search finds."""

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.apportion import Counts
 from penstock.workloads.config import SLOW_DRIFT, RoutingConfig
 from penstock.workloads.hot_spots import STAYS, Burst, HotSpot, each_expert, each_holder, starts
-from penstock.workloads.preferences import DirichletDraw, Draw, Movement, Preferences, ZipfDraw
+from penstock.workloads.preferences import DirichletDraw, Draw, LogNormalDraw, Movement, Preferences, ZipfDraw
 from penstock.workloads.recorded import recorded_routing
 from penstock.workloads.routing import PREFERENCES, GeneratedRouting, Routing, RoutingSizes
 
@@ -33,6 +33,13 @@ def _slow_drift(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
 
 def _even(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
     return _moving(_zipf_draw(0.0, sizes), config, 0.0)
+
+
+def _gini(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
+    draw = LogNormalDraw(
+        gini=config.gini, moe_layers=sizes.moe_layers, num_experts=sizes.num_experts, top_k=sizes.top_k
+    )
+    return _moving(draw, config, config.drift)
 
 
 def _dirichlet(config: RoutingConfig, sizes: RoutingSizes) -> Movement:
@@ -59,6 +66,7 @@ def _burst(config: RoutingConfig, sizes: RoutingSizes) -> Burst:
 GENERATED: Mapping[str, Make] = {
     "even": _even,
     "zipf": _zipf,
+    "gini": _gini,
     "dirichlet": _dirichlet,
     "hot_rank": _hot_rank,
     "hot_expert": _hot_expert,

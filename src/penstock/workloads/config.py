@@ -11,11 +11,21 @@ from penstock.config import ConfigError, Within, asked, check_bounds, load
 from penstock.config.bounds import MOST_STEPS, FilePath, Seed
 
 RoutingName = Literal[
-    "even", "zipf", "dirichlet", "hot_rank", "hot_expert", "rotating", "burst", "slow_drift", "recorded"
+    "even",
+    "zipf",
+    "gini",
+    "dirichlet",
+    "hot_rank",
+    "hot_expert",
+    "rotating",
+    "burst",
+    "slow_drift",
+    "recorded",
 ]
 
 Exponent = Annotated[float, Within(0, 10, "0 is even, at 10 nearly all choose one expert")]
 Concentration = Annotated[float, Within(1e-3, 1e6, "beyond, all samples choose alike, or one expert each")]
+Gini = Annotated[float, Within(0, 0.99, "0 is even, at 1 one expert would get all")]
 Drift = Annotated[float, Within(0, 1, "1 means new preferences in every step; 0.01, in 100")]
 Share = Annotated[float, Within(0.001, 0.999, "it is the part of all token copies at the hot spot")]
 Period = Annotated[int, Within(1, MOST_STEPS, "it is a number of steps")]
@@ -28,6 +38,7 @@ MOVES: Final = ("drift", "change_at")
 READ_BY: Final[Mapping[RoutingName, tuple[str, ...]]] = {
     "even": (),
     "zipf": ("zipf_exponent", *MOVES),
+    "gini": ("gini", *MOVES),
     "dirichlet": ("dirichlet_concentration", *MOVES),
     "hot_rank": ("hot_share",),
     "hot_expert": ("hot_share",),
@@ -42,6 +53,7 @@ ABOUT: Final[Mapping[RoutingName, str]] = {
     "even": "every expert is chosen alike, up to chance",
     "zipf": "the expert of popularity rank r is chosen in proportion to r to the power of -zipf_exponent, in "
     "another order in every layer",
+    "gini": "log-normal popularity, whose Gini coefficient over the experts of a layer is gini",
     "dirichlet": "every sample has preferences of its own: strong locality with a small concentration, weak "
     "with a large one",
     "hot_rank": "the experts of one rank get hot_share of all rows, in every layer another rank's",
@@ -55,6 +67,7 @@ ABOUT: Final[Mapping[RoutingName, str]] = {
 
 WORDS: Final = {
     "zipf_exponent": "exponent {:g}",
+    "gini": "coefficient {:g}",
     "dirichlet_concentration": "concentration {:g}",
     "hot_share": "{:.0%} at the hot spot",
     "period": "period {} steps",
@@ -71,13 +84,15 @@ class RoutingConfig:
     """A workload: where tokens go in every step. `penstock bench`, `penstock plan` and tests name it alike.
 
     routing: `even`: every expert is chosen alike, up to chance. `zipf`: the expert of popularity rank r is
-        chosen in proportion to r ** -zipf_exponent, in another order in every layer. `dirichlet`: every
-        sample has preferences of its own. `hot_rank`: the experts of one rank get hot_share of all token
-        copies, another rank's in every layer. `hot_expert`: one expert does, as far as a token that chooses
-        several can choose it. `rotating`: a hot rank, after every `period` steps the next one. `burst`: even,
-        and a hot expert in the last burst_steps of every `period` steps. `slow_drift`: zipf that drifts by
-        0.01 per step, or by `drift`. `recorded`: the loads of a training run.
+        chosen in proportion to r ** -zipf_exponent, in another order in every layer. `gini`: popularity is
+        log-normal, with this Gini coefficient. `dirichlet`: every sample has preferences of its own.
+        `hot_rank`: the experts of one rank get hot_share of all token copies, another rank's in every layer.
+        `hot_expert`: one expert does, as far as a token that chooses several can choose it. `rotating`: a hot
+        rank, after every `period` steps the next one. `burst`: even, and a hot expert in the last burst_steps
+        of every `period` steps. `slow_drift`: zipf that drifts by 0.01 per step, or by `drift`. `recorded`:
+        the loads of a training run.
     zipf_exponent: 0 is even, 1 gives the first expert twice the tokens of the second.
+    gini: coefficient of the rows of a layer's experts: 0 is even, near 1 few experts get nearly all.
     dirichlet_concentration: small numbers send a sample to few experts (strong locality), large ones to all
         alike.
     drift: how far preferences move in one step: 1 / drift steps lead to preferences that have nothing to do
@@ -88,6 +103,7 @@ class RoutingConfig:
 
     routing: RoutingName = "even"
     zipf_exponent: Exponent = 1.0
+    gini: Gini = 0.3
     dirichlet_concentration: Concentration = 0.3
     hot_share: Share = 0.5
     period: Period = 10
@@ -103,13 +119,15 @@ class RoutingConfig:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, or the path of a recorded run.
+        """Read `zipf`, `zipf,zipf_exponent=1.5,seed=3`, `gini=0.3`, or the path of a recorded run.
 
         Raises ConfigError for any other text.
         """
         name, *settings = text.split(",")
         if name not in READ_BY and asked(Path(name).is_file):
             return load(cls, None, ["routing=recorded", f"recorded={name}", *settings])
+        if name.partition("=")[0] == "gini" != name:  # the one number that the workload has
+            return load(cls, None, ["routing=gini", name, *settings])
         return load(cls, None, [f"routing={name}", *settings])
 
     @property

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from statistics import NormalDist
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float64]
+
+
+WIDEST, HALVINGS = 30.0, 50
+"""Standard deviations beyond which logarithms of popularity change no coefficient, and steps of a search."""
 
 
 class Preferences(Protocol):
@@ -43,6 +49,46 @@ class ZipfDraw:
         ranks = np.tile(np.arange(1.0, self.num_experts + 1), (self.moe_layers, 1))
         logits: Logits = -self.exponent * np.log(rng.permuted(ranks, axis=1))
         return logits[None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogNormalDraw:
+    """Log-normal popularity with a Gini coefficient, in a different order in every layer. [1, 1, Y, E].
+
+    The quantiles of the distribution are dealt out, so that no draw is more uneven than another. No expert
+    can be chosen more than once by a token, so where that limits it, experts are as uneven as they can be.
+    """
+
+    gini: float
+    moe_layers: int
+    num_experts: int
+    top_k: int
+
+    def __call__(self, rng: np.random.Generator) -> Logits:
+        ranks = np.tile(self._width * self._quantiles, (self.moe_layers, 1))
+        return rng.permuted(ranks, axis=1)[None, None]
+
+    @property
+    def _quantiles(self) -> Logits:
+        quantile = NormalDist().inv_cdf
+        return np.array([quantile((i + 0.5) / self.num_experts) for i in range(self.num_experts)])
+
+    @cached_property
+    def _width(self) -> float:
+        """The standard deviation of logarithms."""
+        normal_E, least, most = self._quantiles, 0.0, WIDEST
+        for _ in range(HALVINGS):
+            middle = (least + most) / 2
+            below = gini_of(inclusion(middle * normal_E, self.top_k)) < self.gini
+            least, most = (middle, most) if below else (least, middle)
+        return least
+
+
+def gini_of(rows_E: npt.NDArray[Any]) -> float:
+    """Return the Gini coefficient: half the mean difference of two experts, over the mean."""
+    ordered, count = np.sort(rows_E), len(rows_E)
+    ranks = 2 * np.arange(1, count + 1) - count - 1
+    return float((ranks * ordered).sum() / (count * ordered.sum()))
 
 
 @dataclass(frozen=True, kw_only=True)
