@@ -37,7 +37,7 @@ class Setup:
 
 SETUPS: Final[Mapping[str, Setup]] = {
     "nemo-automodel": Setup("qwen3-30b-a3b", "1x8xH100"),
-    "xtuner-h800": Setup("qwen3-235b-a22b", "32x8xH800,net=8x400gbit"),
+    "xtuner-h800": Setup("qwen3-235b-a22b", "32x8xH800,net=8x400gbit,fabric=ib"),
     "simumax-b200": Setup("deepseek-v2", "1x8xB200", (("num_hidden_layers", 4),)),
     "mlperf-6.0": Setup("gpt-oss-20b", "1x8xGB300,products=float8,graphs=full"),
     "aws-efa": Setup(
