@@ -75,6 +75,16 @@ def test_the_shorter_iteration_is_taken_and_both_are_told(
     assert line.count("MiB per rank") == 2 and "with AdamW" in line and "with a sharded AdamW (" in line
 
 
+def test_of_equal_plans_the_one_of_the_full_search_is_taken() -> None:
+    """It knows other plans and a bound."""
+    plain = problem()
+    full, quick = finds(ROOM), finds(ROOM)
+    _, found, _ = find_updated(
+        plain, sharing_updates(plain), lambda each: replace(full(each), lower_bound_s=0.5), quick
+    )
+    assert found.lower_bound_s == 0.5
+
+
 def test_both_optimisers_count_the_same_updates() -> None:
     """Without anything to wait for, a rank updates its share of what it replicates and all of its experts."""
     cluster = ClusterConfig(

@@ -76,8 +76,7 @@ def find_updated(
     and a line that compares both.
 
     find: finds the plan of a problem. quick: finds one that is nearly as good, by which the optimiser is
-    chosen; None = no such way. Raises the ConfigError of the sharded problem if neither
-    fits.
+    chosen; None = no such way. Raises the ConfigError of the sharded problem if neither fits.
     """
     both = [_found(each, quick or find) for each in (plain, sharded)]
     best = min(both, key=lambda each: each.iteration_s)
@@ -86,8 +85,8 @@ def find_updated(
         raise both[1].refusal
     if quick is not None:  # the longer one may be better ordered, but hardly by more than orders bring
         full = _found(best.problem, find)
-        at = both.index(best)
-        best = both[at] = min(best, full, key=lambda each: each.iteration_s)
+        at = both.index(best)  # of equal ones the full search, which knows more of the other plans
+        best = both[at] = min(full, best, key=lambda each: each.iteration_s)
     assert best.found is not None, "it has the shorter iteration"
     line = f"Update   predicted whole iterations: {both[0].words}, {both[1].words}"
     return best.problem, best.found, line
