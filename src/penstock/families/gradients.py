@@ -97,10 +97,12 @@ def _whole(found: Found) -> list[_Layer]:
     seen: set[int] = set()
 
     def fresh(parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of trained parameters that no layer has had before: a run's are float32."""
+        """Return the bytes of trained parameters that no layer has had before: a run's are float32 at
+        least."""
         total = 0
         for each in parameters:
-            total += FLOAT32_BYTES * each.numel() if each.requires_grad and id(each) not in seen else 0
+            size = max(FLOAT32_BYTES, each.element_size()) * each.numel()
+            total += size if each.requires_grad and id(each) not in seen else 0
             seen.add(id(each))
         return total
 
