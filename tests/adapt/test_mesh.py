@@ -157,7 +157,7 @@ def test_what_is_no_layout_is_refused_on_all_ranks(ranks: Pools) -> None:
         "tp of rank 0 are the ranks 0, 2, and must be 0, 1: .* Make tp the last dimension",
         "cp = 2: ranks that share a sample's tokens share attention, too: that is `tp`",
         "pp = 2: every rank runs all layers",
-        "no dimension is called 'experts'. There are tp, tp, ep",
+        "no dimension is called 'experts'. There are tp, mp, ep",
         r"^mesh = \[2, 2\]: its dimensions have no names",
         r"it has 2 of 4 ranks, and all of them train the model. .*\{\"ep\": mesh\[\"ep\"\]\}",
         "'ep' is DeviceMesh, and no process group or mesh of one dimension",

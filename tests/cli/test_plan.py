@@ -190,7 +190,7 @@ def test_what_a_budget_cut_short_is_said_everywhere(
 ) -> None:
     path = tmp_path / "plan.json"
     words = [*SMALL, "--budget", "0.0001", "--out", str(path)]
-    said = "The budget of 0.0001 (30 simulated tasks) was used up in stage 'better cuts'"
+    said = "The budget of 0.0001 (20 simulated tasks) was used up in stage 'better cuts'"
     assert said in " ".join(run(words, capsys).split())
     found = json.loads(run([*words, "--json"], capsys))
     assert found["search"]["stopped"] == "better cuts" and not found["complete"]

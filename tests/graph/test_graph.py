@@ -58,7 +58,7 @@ def test_the_text_form_has_a_line_per_task() -> None:
     assert Graph.of([*CHAIN[:2], there]).text() == (
         "L0.EM.m0.F compute -\n"
         "L0.AT.m0.F compute - hidden=L0.EM.m0.F\n"
-        "L0.D.m0.c1.F inter dpxmp rows=L0.AT.m0.F\n"
+        "L0.D.m0.c1.F inter dpxtp rows=L0.AT.m0.F\n"
     )
 
 

@@ -40,7 +40,7 @@ WORLDS = [
 ]
 
 
-IN_SHARES = "optimizer.zero_stage=2"
+IN_SHARES = ("optimizer.zero_stage=2",)
 SHARDED = World(4, 2, ("parallel.tp_size=2", "parallel.ep_size=2", *IN_SHARES))
 SCHEDULES = {
     name: World(4, 2, ("parallel.tp_size=2", "parallel.etp_size=2", f"schedule.name={name}"))

@@ -246,17 +246,17 @@ MANY = ("schedule.name=penstock", "schedule.microbatches=4", "data.batch_per_dev
 
 
 @pytest.mark.parametrize(
-    ("source", "more"),
-    [("given", ()), ("auto", ()), ("given", ("moe.bound_factor=1.5", "train.eval_every=3"))],
+    ("mode", "more"),
+    [("fixed", ()), ("auto", ()), ("fixed", ("moe.bound_factor=1.5", "train.eval_every=3"))],
 )
 def test_the_very_same_losses_where_the_plan_is_continued(
-    tmp_path: Path, source: str, more: tuple[str, ...]
+    tmp_path: Path, mode: str, more: tuple[str, ...]
 ) -> None:
     folder = folder_of(tmp_path, "one", 1)
     settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false", *more]
     settings += (
-        ["plan.mode=replay", f"plan.file={source}", f"plan.cluster={folder / 'cluster.json'}"]
-        if source == "auto"
+        [f"plan.mode={mode}", f"plan.cluster={folder / 'cluster.json'}"]
+        if mode == "auto"
         else []
     )
     run(folder, *settings)
