@@ -254,11 +254,7 @@ def test_the_very_same_losses_where_the_plan_is_continued(
 ) -> None:
     folder = folder_of(tmp_path, "one", 1)
     settings = [*MANY, "train.checkpoint_every=7", "plan.watch=false", *more]
-    settings += (
-        [f"plan.mode={mode}", f"plan.cluster={folder / 'cluster.json'}"]
-        if mode == "auto"
-        else []
-    )
+    settings += [f"plan.mode={mode}", f"plan.cluster={folder / 'cluster.json'}"] if mode == "auto" else []
     run(folder, *settings)
     expected = [(m.step, m.loss, m.grad_norm, m.plan) for m in metrics(folder)]
     shutil.rmtree(checkpoint(folder, 12))
