@@ -149,6 +149,7 @@ def test_a_class_that_steps_follow_is_taken(kind: type) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2_moe", "dbrx", "llama4_text", "gpt_oss"])
+@pytest.mark.slow
 def test_a_family_with_a_harmless_class_agrees_with_itself(family: str, dtype: torch.dtype) -> None:
     model = small(family, dtype=dtype)
     plain = type(model)

@@ -211,6 +211,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
         (of_no_known_family, "AriaTextForCausalLM is of no family .* load it with from_pretrained"),
     ],
 )
+@pytest.mark.slow
 def test_what_is_not_the_model_is_refused(tmp_path: Path, change: Callable[[Path], None], words: str) -> None:
     small("mixtral").save_pretrained(tmp_path)
     change(tmp_path)

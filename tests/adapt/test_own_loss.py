@@ -347,6 +347,7 @@ def check_shared(rank: int, world: int, tp_size: int) -> dict[str, dict[str, flo
     }
 
 
+@pytest.mark.slow
 def test_on_one_rank() -> None:
     for name, found in check_all(0, 1, list(CASES)).items():
         assert max(found.values()) < LIMIT, (name, found)

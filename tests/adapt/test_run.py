@@ -182,6 +182,7 @@ def written(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.slow
 def test_tensors_of_files_are_views_of_every_family(family: str, tmp_path: Path) -> None:
     """What a rank saves is what transformers would write, and is read in place."""
     trained = Trained(0, Case(family), folder_of(family, tmp_path / "start"), tmp_path / "out")

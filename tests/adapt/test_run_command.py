@@ -204,6 +204,7 @@ def test_a_folder_is_planned_for_as_it_is(start: Path) -> None:
         assert work.held is not None and subject.title == str(path)
 
 
+@pytest.mark.slow
 def test_another_file_at_the_same_place_is_no_continuation(tmp_path: Path, start: Path) -> None:
     """Whatever it is that the model computes otherwise; settings of generation do not count."""
     table = json.loads((start / "config.json").read_text())
@@ -248,6 +249,7 @@ def test_ranks_with_other_files_are_told_apart(ranks: Pools, tmp_path: Path, sta
     assert set(ranks(2).run(other_files, tmp_path / "weights")) == {"model.config"}
 
 
+@pytest.mark.slow
 def test_what_a_folder_says_of_generation_and_losses_is_kept(tmp_path: Path) -> None:
     """By a run that begins with it, one that goes on, and one with fresh weights; a weight of 0, too."""
     start = folder_of("mixtral", tmp_path / "start", router_aux_loss_coef=0.5)
@@ -286,6 +288,7 @@ def test_a_model_in_the_folder_of_the_run_itself_is_refused(
         assert "penstock: model.config = " in refused(capsys, "train", path, *settings, each)
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_seed(tmp_path: Path) -> None:
     start = folder_of("mixtral", tmp_path / "start", attention_dropout=0.3)
     losses = [Trained(0, Case("mixtral"), start, tmp_path / "out").step(0) for _ in range(2)]

@@ -31,6 +31,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_faster_network_never_makes_a_longer_step(capsys: pytest.CaptureFixture[str]) -> None:
     swept = [*LINE, "--sweep", "net=25,100,2x400gbit"]
     rows = found(swept, capsys)["rows"]
@@ -42,12 +43,14 @@ def test_a_faster_network_never_makes_a_longer_step(capsys: pytest.CaptureFixtur
     assert "tokens/s" in text and "net=100: " in text
 
 
+@pytest.mark.slow
 def test_a_line_may_leave_the_rate_to_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     whole = found([*LINE, "--sweep", "net=25"], capsys)["rows"]
     without = [word.partition(",net=")[0] for word in LINE]
     assert without != LINE and found([*without, "--sweep", "net=25"], capsys)["rows"] == whole
 
 
+@pytest.mark.slow
 def test_a_value_with_which_nothing_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     rows = found([*STUDY, "--memory-gib", "2", "--sweep", "seq_len=128,65536"], capsys)["rows"]
     assert "step_s" in rows[0] and "no plan fits" in rows[1]["refused"]
@@ -133,6 +136,7 @@ def test_a_wrong_rate_names_the_part_of_the_line(capsys: pytest.CaptureFixture[s
     assert "net" in said and "fast" in said and "8x400gbit" in said
 
 
+@pytest.mark.slow
 def test_two_plans_tell_what_differs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     both = found([*STUDY, "--against", "seq_len=512"], capsys)
     assert "seq_len" in both["differing"] and both["b"]["step_s"] > both["a"]["step_s"]
@@ -146,6 +150,7 @@ def test_two_plans_tell_what_differs(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 @pytest.mark.parametrize("stage", ["0", "1"])
+@pytest.mark.slow
 def test_an_update_takes_its_passes(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Without shares a pass is a step without its update; shares are updated and gathered once."""
     words = [*STUDY, "--zero-stage", stage]

@@ -96,6 +96,7 @@ def test_no_bound_is_above_a_step_of_ranks_of_which_some_are_slow_and_others_bus
         assert bounds.seconds(choice) <= simulated_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_beside_a_busy_one_does_not_rule_out_what_is_faster() -> None:
     """Every cut of one schedule, simulated: none is faster than the plan that was found."""
     each = replace(problem(batch=4), slowness=(1.0, 1.0, 1.0, 3.0)).with_imbalance(3.5)

@@ -187,6 +187,7 @@ def test_latency_is_named_where_start_ups_take_most_of_the_communication(
 
 
 @pytest.mark.parametrize("slow", ["inter", "intra"])
+@pytest.mark.slow
 def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) -> None:
     rates = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e9, intra_bytes_per_s=1e9)
     each = problem(cluster=rates.faster(**{slow: 0.01}))

@@ -78,6 +78,7 @@ def answers(each: Problem) -> Iterator[tuple[str, Decision]]:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("each", "name", "value"), FORCED)
+@pytest.mark.slow
 def test_a_forced_setting_holds_in_every_answer(
     each: Problem, name: str, value: object, shared: bool
 ) -> None:

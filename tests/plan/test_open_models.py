@@ -87,6 +87,7 @@ def test_a_run_of_them_has_float32_weights_whatever_the_file_says() -> None:
 
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "deepseek-v2-lite"])
+@pytest.mark.slow
 def test_a_plan_says_what_comes_out(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--model", name, "--cluster", "2x8xH100,net=8x400gbit", "--budget", "0.01"]
     assert main([*words, "--zero-stage", "1", "--price", "2", "--json"]) == 0

@@ -236,6 +236,7 @@ def test_neighbours_of_valid_choices_are_valid(each: Problem) -> None:
         assert choice in everything and choice != start
 
 
+@pytest.mark.slow
 def test_small_steps_are_cut_less_where_one_thread_hands_out_all_tasks() -> None:
     """Where handing out the tasks of a step takes as long as the device needs for them."""
     threads = problem()

@@ -150,6 +150,7 @@ def most_bytes(rank: int, step: Case) -> tuple[int, int]:
 
 
 @LATE
+@pytest.mark.slow
 def test_memory_is_that_of_one_run(cards: Pools, late: bool) -> None:
     """The first run leaves nothing, such as copies of the experts' weights, while the second one runs."""
     step = bounded("exceeded", batch=8, late=late)

@@ -165,6 +165,7 @@ def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any]
 
 
 @pytest.mark.parametrize("values", [*each_value(AXES, fits)], ids=named)
+@pytest.mark.slow
 def test_every_option(cards: Pools, values: Mapping[str, Any]) -> None:
     check_loop(cards, values)
 
@@ -210,6 +211,7 @@ def waits_by_step(rank: int, case: Case) -> list[int]:
     return [sum(n for (_, _, what), n in each.items() if what == "wait for the device") for each in waits]
 
 
+@pytest.mark.slow
 def test_the_first_task_of_each_kind_finds_nothing_that_runs() -> None:
     """Loading its kernels may wait for what runs, and that for other ranks."""
     case = layout_case((2, 1, 2, 1), "flowmoe", "gather")

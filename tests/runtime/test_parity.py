@@ -88,6 +88,7 @@ def plain(world_size: int, schedule: str, **moe: object) -> Case:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.quick) for n in (1, 2)), 4])
+@pytest.mark.slow
 def test_any_case_in_float64(ranks: Pools, world_size: int, schedule: str) -> None:
     @draws(20 if world_size < 4 else 15)
     @given(case=cases(world_size, schedule))

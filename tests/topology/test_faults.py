@@ -69,6 +69,7 @@ def test_all_answer_at_once(three: Ranks) -> None:
     assert found.answers.keys() == {1, 2}
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_at_once_make_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call wakes all ranks, which all answer: hundreds of calls would be millions of answers."""
     monkeypatch.setattr(faults, "ANSWER_S", HANG_S)

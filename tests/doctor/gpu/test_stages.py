@@ -212,6 +212,7 @@ def many_waits(rank: int) -> AbstractContextManager[Any]:
     return patch.object(Running, "step", step)
 
 
+@pytest.mark.slow
 def test_waits_of_the_card_are_few(cards: Pools) -> None:
     found = judged("waits", cards(2).run(run_on_card, "waits", nothing))
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
@@ -219,6 +220,7 @@ def test_waits_of_the_card_are_few(cards: Pools) -> None:
     assert found.figures["tasks"] > 0 and found.figures["issue_s"] > 0
 
 
+@pytest.mark.slow
 def test_more_waits_are_slow(cards: Pools) -> None:
     found = judged("waits", cards(2).run(run_on_card, "waits", many_waits))
     assert found.verdict is Verdict.SLOW
