@@ -50,7 +50,7 @@ def fitted(name: str) -> Fitted:
             ("intra_bytes_per_s", "link_bytes_per_s"),
         ):
             beliefs[between] = beliefs[inside]
-    told = [row for row in rows() if row.cluster == name and not row.left_out]
+    fitted = [row for row in rows() if row.cluster == name and not row.left_out]
 
     def built(logs: npt.NDArray[np.float64]) -> ClusterFile:
         found = {
@@ -61,11 +61,11 @@ def fitted(name: str) -> Fitted:
 
     def missed(logs: npt.NDArray[np.float64]) -> list[float]:
         file = built(logs)
-        of_rows = [math.log(row.predicted_ms(file) / row.measured_ms) / row.noise for row in told]
+        of_rows = [math.log(row.predicted_ms(file) / row.measured_ms) / row.noise for row in fitted]
         widths = [math.log(belief.factor) for belief in beliefs.values()]
         return [*of_rows, *(log / width for log, width in zip(logs.tolist(), widths, strict=True))]
 
-    if not told:
+    if not fitted:
         file = built(np.zeros(len(beliefs)))
         factors = {each: belief.factor for each, belief in beliefs.items()}
         return _described(Fitted(_rounded(file), factors), beliefs)

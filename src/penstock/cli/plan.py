@@ -144,6 +144,14 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="samples of all ranks for an update: gradients of several passes add up (default: one pass)",
     )
+    _add_stages(plan)
+    _add_choices(plan)
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+    plan.set_defaults(run=plan_command)
+
+
+def _add_stages(plan: argparse.ArgumentParser) -> None:
+    """Add options for pipeline stages."""
     plan.add_argument(
         SIZE,
         type=int,
@@ -156,9 +164,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="parts of every stage, which take turns (interleaved 1F1B; default: what is fastest)",
     )
-    _add_choices(plan)
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    plan.set_defaults(run=plan_command)
 
 
 def _add_choices(plan: argparse.ArgumentParser) -> None:

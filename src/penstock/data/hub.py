@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs
@@ -19,6 +20,7 @@ def is_on_hub(path: str) -> bool:
     return path.startswith(PREFIX)
 
 
+@cache  # a start asks for it a dozen times, and the hub is asked each time
 def parquet_of(path: str) -> Path:
     """Return the Parquet file of a dataset, downloaded and converted the first time, in constant memory.
 

@@ -15,10 +15,9 @@ from penstock.plan.room import NothingFitsError
 from penstock.plan.space import settled, usual_chunk_bytes, valid
 from penstock.plan.stages import Part, PipelinePlan, Stages, placed, stages_memory
 from penstock.plan.starts import first_choices
+from penstock.schedule.sequential import Sequential
 from penstock.step.shape import Recompute
 from penstock.words import gib
-
-BASELINE = "sequential"
 
 VIRTUAL_SIZES = (1, 2, 4)
 """Parts of a stage that are tried where their number is open."""
@@ -60,7 +59,7 @@ def pipelines(
     for more in VIRTUAL_SIZES[1:] if virtual is None and stages > 1 else ():
         if stages * more <= layers and problem.passes % stages == 0:
             found.append(replace(one, virtual_pipeline_parallel_size=more))
-    may_overlap = stages > 1 and dict(problem.forced).get("schedule") != BASELINE
+    may_overlap = stages > 1 and dict(problem.forced).get("schedule") != Sequential.name
     return found + [replace(each, overlaps=True) for each in found if may_overlap]
 
 

@@ -54,20 +54,8 @@ def in_line(text: str) -> ClusterFile | None:
     if nodes is None or per_node is None:
         _refuse(text, "nobody has so many devices")
     device, memory_gb = _device(text, found[3])
-    given: dict[str, str] = {}
-    for part in filter(None, found[4].split(",")):
-        key, _, value = (each.strip() for each in part.partition("="))
-        if key not in KEYS or key in given:
-            _refuse(text, f"{part!r} is none of {', '.join(KEYS)}, or stands there twice")
-        given[key] = value
-    fabric = given.get("fabric", "")
-    if fabric not in FABRICS:
-        _refuse(text, f"{fabric!r} is none of {', '.join(filter(None, FABRICS))}")
-    in_float8 = given.get("products") == "float8"
-    if "products" in given and not (in_float8 and device.architecture in HAS_FLOAT8):
-        _refuse(text, f"products={given['products']} is not float8, or {device.name} has no units for it")
-    if given.get("graphs", "full") != "full":
-        _refuse(text, f"graphs={given['graphs']} is not full")
+    given = _options(text, found[4], device)
+    fabric, in_float8 = given.get("fabric", ""), "products" in given
     joined = _joined(text, given.get("nvlink", str(per_node)), nodes, per_node)
     if nodes * per_node > joined and "net" not in given:
         _refuse(text, f"no rate joins its {nodes} nodes")
@@ -102,6 +90,25 @@ def in_line(text: str) -> ClusterFile | None:
         + f"; products in float8, as Penstock does not compute them: {FLOAT8:g} times as fast"
         * in_float8,
     )
+
+
+def _options(text: str, parts: str, device: Device) -> dict[str, str]:
+    """Return what follows the devices, by key; values that are words are known ones."""
+    given: dict[str, str] = {}
+    for part in filter(None, parts.split(",")):
+        key, _, value = (each.strip() for each in part.partition("="))
+        if key not in KEYS or key in given:
+            _refuse(text, f"{part!r} is none of {', '.join(KEYS)}, or stands there twice")
+        given[key] = value
+    if (fabric := given.get("fabric", "")) not in FABRICS:
+        _refuse(text, f"{fabric!r} is none of {', '.join(filter(None, FABRICS))}")
+    if (products := given.get("products")) is not None and (
+        products != "float8" or device.architecture not in HAS_FLOAT8
+    ):
+        _refuse(text, f"products={products} is not float8, or {device.name} has no units for it")
+    if (graphs := given.get("graphs", "full")) != "full":
+        _refuse(text, f"graphs={graphs} is not full")
+    return given
 
 
 def _device(text: str, name: str) -> tuple[Device, int]:
