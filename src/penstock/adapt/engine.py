@@ -218,7 +218,10 @@ class Engine:
         self.watch_outside()
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
         stack.minimise(moe, self._balance, valid, ending)
-        stack.compute_in(_autocast_dtype(stack.machinery.device))
+        device = stack.machinery.device
+        stack.compute_in(
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        )
         trains = torch.is_grad_enabled()  # a plan must be measured with backward
         if trains and (self._planned_for is None or self._needs_another()):
             self._ask(given)
@@ -270,11 +273,6 @@ class Engine:
             for layer, size_bytes in enumerate(trained)
             if size_bytes
         )
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the type in which the caller computes; None without autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def refuse_sharing(engine: Engine, what: str) -> None:

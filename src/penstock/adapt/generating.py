@@ -29,7 +29,9 @@ def _generate(plain: Any) -> Callable[..., Any]:
         if not passes.meetings:
             return plain.generate(self, *arguments, **named)
         named["synced_gpus"] = False  # would run every rank as long as the last one, beyond what caches hold
-        prompts = _prompts(arguments, named)
+
+        given = [*arguments[:1], *(named.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        prompts = next((each for each in given if isinstance(each, Tensor)), None)
 
         def run() -> Any:
             if prompts is not None and not len(prompts):
@@ -61,12 +63,6 @@ def _refuse_threads(plain: Any) -> Callable[..., Any]:
         return plain.init_continuous_batching(self, *arguments, **named)
 
     return init_continuous_batching
-
-
-def _prompts(arguments: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
-    """Return the prompts with which `generate` is called, tokens or embeddings; None without any."""
-    given = [*arguments[:1], *(named.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
-    return next((each for each in given if isinstance(each, Tensor)), None)
 
 
 def _nothing_new(model: Any, prompts: Tensor, named: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -193,7 +193,11 @@ def _compare_layers(decoder: Decoder, whole: Sequence[WatchedCall]) -> str | Non
 
 def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tensor]) -> str | None:
     with _same_numbers(), naming(decoder.model, "with labels"):
-        wanted = _loss_of(decoder, tokens_BL)
+        given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
+        try:
+            wanted: Tensor = decoder.plain(decoder.model, **given, output_router_logits=False).loss
+        except TypeError:  # the model has no such argument
+            wanted = decoder.plain(decoder.model, **given).loss
         whole = _outcome(wanted, trained)
     targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
     with _same_numbers():
@@ -203,17 +207,6 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
         return f"the loss ({float(whole[0]):.6g} by the model, {float(parts[0]):.6g} in a step)"
     different = [one for one, other in zip(whole[1:], parts[1:], strict=True) if not _agree(one, other)]
     return f"a gradient of the loss, of shape {list(different[0].shape)}" if different else None
-
-
-def _loss_of(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
-    """Return the loss by the model's own code, without that of its routers."""
-    given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
-    try:
-        out = decoder.plain(decoder.model, **given, output_router_logits=False)
-    except TypeError:  # the model has no such argument
-        out = decoder.plain(decoder.model, **given)
-    loss: Tensor = out.loss
-    return loss
 
 
 def _compare_experts(decoder: Decoder, caught: Sequence[Caught]) -> str | None:
@@ -243,10 +236,9 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
     That is so if a step would compute another loss, or if the model's own code for the loss fails. The loss
     is compared with that of the whole model for some random tokens.
     """
-    try:
+    with suppress(Exception):  # foreign code may raise anything, and the user has not asked for this loss yet
         return _coefficient(model, decoder)
-    except Exception:  # foreign code may raise anything, and the user has not asked for this loss yet
-        return None
+    return None
 
 
 def _coefficient(model: Any, decoder: Decoder) -> str | None:

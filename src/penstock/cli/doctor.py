@@ -141,15 +141,12 @@ def _be_rank(info: ProcessInfo, asked: Asked, wanted: Wanted) -> int:
         tell(why_unreachable(info, host, port, str(error)))
         return FAILED
     try:
-        found = examine(meeting, info, host, _folders(asked), asked.options.wait_s)
+        folder = Path() if asked.config is None else asked.config.output.dir
+        found = examine(meeting, info, host, [folder], asked.options.wait_s)
         return _report(meeting, found, asked, wanted)
     except MeetingError as error:
         tell(f"rank {info.rank} gave up: {error}")
         return FAILED
-
-
-def _folders(asked: Asked) -> list[Path]:
-    return [Path() if asked.config is None else asked.config.output.dir]
 
 
 def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: Wanted) -> int:

@@ -151,7 +151,7 @@ def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
     if waiting is not None:
         return _tokens(path, waiting.folder, f"{waiting.work.source}, ", share)
     if path is None:
-        return _load_standard_library()
+        return _join(None, f"Python {platform.python_version()} standard library", _standard_library(), 1.0)
     place = place_of(path)
     if not _is_prepared(path):
         place_files = files_of(path, config.suffixes)
@@ -217,10 +217,6 @@ def _standard_library() -> list[Path]:
         why = f"the sources of Python's standard library are not in {folder}"
         raise ConfigError("path", None, why, "Give a file or a folder of text.")
     return files
-
-
-def _load_standard_library() -> Corpus:
-    return _join(None, f"Python {platform.python_version()} standard library", _standard_library(), 1.0)
 
 
 def _join(path: str | None, place: str, files: Sequence[Path], share: float) -> Corpus:

@@ -25,7 +25,6 @@ from penstock.data.record import (
     MOST_SHARDS,
     UNFINISHED,
     WHOLE,
-    Position,
     Record,
     read_record,
     write_record,
@@ -136,7 +135,8 @@ class Preparation:
         return record
 
     def _write(self, folder: Path, record: Record) -> Iterator[Progress]:
-        total, read = self._total_bytes, self._read_before(record.position)
+        before = sum(file.stat().st_size for file in self.files[: record.position.file])
+        total, read = self._total_bytes, min(before + record.position.at, self._total_bytes)
         coming = pieces(self.files, self.field, record.position)
         while (piece := next(coming, None)) is not None:
             if len(record.shards) == MOST_SHARDS:
@@ -160,11 +160,6 @@ class Preparation:
     def _add(self, batch: Sequence[Piece], shard: ShardWriter) -> None:
         for piece, ids in zip(batch, self.tokenizer.encode([each.text for each in batch]), strict=True):
             shard.add(as_array(self.tokenizer, ids, shard.dtype, ends=piece.ends))
-
-    def _read_before(self, position: Position) -> int:
-        """Return the bytes of the inputs before a position; a row of a Parquet file counts as one byte."""
-        before = sum(file.stat().st_size for file in self.files[: position.file])
-        return min(before + position.at, self._total_bytes)
 
 
 def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -159,7 +159,13 @@ def look(model: Any, family: Family) -> Found:
         num_experts=_only(sizes, "have", model),
         top_k=_only(chosen, "choose", model),
     )
-    _check_unpatched(found)
+    modules = [found.model, found.family.decoder(found.model)]
+    for layer, block in zip(found.layers, found.blocks, strict=True):
+        if block is not None:
+            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
+    for module in modules:
+        if module is not None and is_patched(module):
+            raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
     return found
 
 
@@ -177,17 +183,6 @@ def _only(numbers: set[int], what: str, model: Any) -> int:
             "needs the same number in all layers that have any"
         )
     return numbers.pop()
-
-
-def _check_unpatched(found: Found) -> None:
-    """Raise ValueError if a module that steps run in parts does not call its class's `forward`."""
-    modules = [found.model, found.family.decoder(found.model)]
-    for layer, block in zip(found.layers, found.blocks, strict=True):
-        if block is not None:
-            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
-    for module in modules:
-        if module is not None and is_patched(module):
-            raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
 
 
 def _check_settings(model: Any, family: Family) -> None:

@@ -75,15 +75,6 @@ class ModelConfig:
         if self.model_type != QWEN3_MOE and self.config is None:
             why = "the sizes of such a model are in a config.json of transformers"
             raise ConfigError("model_type", self.model_type, why, "Give that file, or its folder, as config.")
-        self._check_heads()
-        for layer in self.moe_layers or ():
-            if layer >= self.num_layers:
-                why = f"layers are counted from 0 to {self.num_layers - 1}"
-                raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
-
-    def _check_heads(self) -> None:
-        """Raise ConfigError for heads of no whole or of an odd width, and for keys that serve no whole
-        number of queries."""
         if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
             valid = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
             why = f"must cut hidden_size ({self.hidden_size}) into heads of an even width"
@@ -98,6 +89,10 @@ class ModelConfig:
             why = f"must divide num_heads ({self.num_heads}), which share keys and values"
             nearest = min(valid, key=lambda n: abs(n - self.key_value_heads))
             raise ConfigError("num_key_value_heads", self.key_value_heads, why, f"Nearest valid: {nearest}.")
+        for layer in self.moe_layers or ():
+            if layer >= self.num_layers:
+                why = f"layers are counted from 0 to {self.num_layers - 1}"
+                raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
 
     @property
     def of_transformers(self) -> bool:

@@ -206,7 +206,19 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"{file}: {key}", UNSET, "is missing, and the model is not known without", "Add it."
             )
-    found["model"]["rope_theta"] = _theta(table, file)
+    theta = table.get("rope_theta", 10_000.0)  # earlier files have it outside of `rope_parameters`
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = table.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{file}: {key}", rope, "must be a table", "Leave it out.")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            why = "positions of the decoder are not scaled"
+            raise ConfigError(f"{file}: {key}.rope_type", kind, why, "Use default.")
+        theta = rope.get("rope_theta", theta)
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
+    found["model"]["rope_theta"] = float(theta)
     found["moe"] |= {"expert": "swiglu", "norm_topk_prob": found["moe"].get("norm_topk_prob", False)}
     checked: ModelConfig = from_dict(ModelConfig, found["model"], "model")
     from_dict(MoEConfig, found["moe"], "moe")
@@ -233,23 +245,6 @@ def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
         why = f"the decoder is a {QWEN3_MOE}"
         raise ConfigError(f"{file}: model_type", kind, why, "Train another family with penstock.parallelize.")
     return file, table
-
-
-def _theta(table: Mapping[str, Any], file: Path) -> float:
-    """Return the base of the rotary positions, which earlier files have outside of `rope_parameters`."""
-    theta = table.get("rope_theta", 10_000.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = table.get(key) or {}
-        if not isinstance(rope, dict):
-            raise ConfigError(f"{file}: {key}", rope, "must be a table", "Leave it out.")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            why = "positions of the decoder are not scaled"
-            raise ConfigError(f"{file}: {key}.rope_type", kind, why, "Use default.")
-        theta = rope.get("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
-    return float(theta)
 
 
 def _moe_layers(table: Mapping[str, Any], layers: int, file: Path) -> tuple[int, ...] | None:

@@ -183,8 +183,10 @@ class Trainer:
                 if vote.lost:
                     self._renew_output(done)
                 self._after_step(metrics, last=last, saves=vote.lost)
-                if not last:
-                    self._steer(vote.slowest_s)
+                if not last and self.pilot.after_step(vote.slowest_s, self.records):
+                    self.recent.clear()  # these steps ran under another plan
+                    assert self.history.last is not None, "a step has ended"
+                    self._save_settings(self.history.last.step)
             self.trained_s = time.perf_counter() - started_s
 
     def _summarise(self) -> RunSummary:
@@ -221,7 +223,11 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.batches.take(step)
-        self.stack.timed = self._is_timed(step)
+        left = (
+            self.config.train.steps - step
+        )  # the last steps are analysed, and metrics want some of the others
+        now_and_then = step % TIMED_EVERY == 0 or not self.recent
+        self.stack.timed = self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
         norm = self.update.backward(loss, step + 1)
@@ -263,16 +269,6 @@ class Trainer:
             iteration_s=iteration_s,
             accepted=accepted,
         )
-
-    def _is_timed(self, step: int) -> bool:
-        """Return whether a GPU measures when the tasks of a step run; `step` counts from 0.
-
-        It does while the pilot learns from that, for the analysis of the last steps, and now and then for
-        metrics.
-        """
-        left = self.config.train.steps - step
-        now_and_then = step % TIMED_EVERY == 0 or not self.recent
-        return self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
 
     def _after_step(self, metrics: StepMetrics, *, last: bool, saves: bool) -> None:
         """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
@@ -344,13 +340,6 @@ class Trainer:
     def config(self) -> RunConfig:
         """The run as it is now: sections [schedule] and [moe] say what the plan has chosen."""
         return self.pilot.config
-
-    def _steer(self, slowest_s: float) -> None:
-        """Let the pilot change the plan between two steps."""
-        if self.pilot.after_step(slowest_s, self.records):
-            self.recent.clear()  # these steps ran under another plan
-            assert self.history.last is not None, "a step has ended"
-            self._save_settings(self.history.last.step)
 
     def _save_settings(self, done: int) -> None:
         """Write the configuration and the plan as they are now, on rank 0."""

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -43,22 +43,15 @@ def names_here() -> dict[str, str]:
 def without_names(value: Any, names: Mapping[str, str]) -> Any:
     """Return plain data with every text in it cleaned, keys too. names: as `names_here` returns them."""
     if isinstance(value, str):
-        return _cleaned(value, _any_of(names), names)
+        longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+        text = ADDRESS.sub(_no_address, PATH.sub(_short, value))
+        known = rf"(?<![\w<])(?:{'|'.join(longest_first)})(?![\w>])"
+        return re.sub(known, lambda found: names[found[0]], text) if names else text
     if isinstance(value, Mapping):
         return {without_names(key, names): without_names(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [without_names(each, names) for each in value]
     return value
-
-
-def _cleaned(text: str, known: re.Pattern[str] | None, names: Mapping[str, str]) -> str:
-    text = ADDRESS.sub(_no_address, PATH.sub(_short, text))
-    return text if known is None else known.sub(lambda found: names[found[0]], text)
-
-
-def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
-    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
-    return re.compile(rf"(?<![\w<])(?:{'|'.join(longest_first)})(?![\w>])") if longest_first else None
 
 
 def _no_address(found: re.Match[str]) -> str:

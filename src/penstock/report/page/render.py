@@ -51,13 +51,9 @@ def render(
     )
     environment.filters["counted"] = counted
     environment.policies["json.dumps_kwargs"] = JSON
-    return environment.get_template(template).render(values, figures=figures, library=_library())
-
-
-def _library() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ConfigError("penstock report", UNSET, needs("plotly"), install("plotly")) from None
     text: Any = get_plotlyjs()
-    return str(text)
+    return environment.get_template(template).render(values, figures=figures, library=str(text))
