@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
 from penstock.adapt.folder import AsWhole
-from penstock.adapt.naming import ModelNaming
-from penstock.adapt.saving import check_names, close_model, model_state, numbered
+from penstock.adapt.saving import ModelNaming, check_names, close_model, model_state, numbered
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.saving import Saving, of_rank

@@ -22,9 +22,8 @@ from torch._compile import _disable_dynamo
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
-from penstock.adapt.generating import together_from
-from penstock.adapt.naming import expert_axes
-from penstock.adapt.saving import save_model
+from penstock.adapt.passes import together_from
+from penstock.adapt.saving import expert_axes, save_model
 from penstock.checkpoint.storage import together
 from penstock.partial_state import refuse_pickle
 from penstock.runtime import PipelinedStack

@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.cli.codes import BAD_USAGE
-from penstock.cli.failing import say
-from penstock.cli.paths import config_and_settings, user_path
+from penstock.cli.failing import BAD_USAGE, say
+from penstock.cli.out import config_and_settings, user_path
 from penstock.cli.run import exit_code
 from penstock.config import ConfigError, load, to_dict
 from penstock.config.described import help_text, json_schema, page

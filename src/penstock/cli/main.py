@@ -15,7 +15,7 @@ from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.paths import config_and_settings, user_path
+from penstock.cli.out import config_and_settings, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.paths import user_path
+from penstock.cli.out import user_path
 from penstock.config import UNSET, ConfigError, check_name, is_folder
 from penstock.cost import ClusterFile, StateTypes, routing_sizes
 from penstock.cost.clusters import UNNAMED, find_cluster

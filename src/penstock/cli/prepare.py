@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from penstock.cli.codes import FAILED
-from penstock.cli.paths import user_path
+from penstock.cli.failing import FAILED
+from penstock.cli.out import user_path
 from penstock.config import ConfigError, shorten
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT

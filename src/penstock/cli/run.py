@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from penstock.cli.codes import BAD_USAGE
-from penstock.cli.failing import CommandError, tell
+from penstock.cli.failing import BAD_USAGE, CommandError, tell
 from penstock.config import ConfigError, HintWarning
 from penstock.graph import ScheduleError
 from penstock.stops import STOPS

@@ -18,9 +18,9 @@ from penstock.config.files import (
     read_json,
     read_text,
 )
+from penstock.config.kinds import Table
 from penstock.config.load import from_dict, load, to_dict, to_toml
 from penstock.config.other_names import HintWarning, OtherNameWarning
-from penstock.config.table import Table
 from penstock.config.validate import check_bounds, check_value
 
 __all__ = [

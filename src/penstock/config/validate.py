@@ -21,6 +21,7 @@ from pydantic_core import SchemaValidator
 from penstock.config.error import UNSET, ConfigError, dotted, shorten, shown
 from penstock.config.files import MOST_LEVELS, expanded
 from penstock.config.kinds import (
+    Table,
     default_of,
     example,
     inner,
@@ -33,7 +34,6 @@ from penstock.config.kinds import (
     types_of,
 )
 from penstock.config.other_names import NOT_HERE, rename
-from penstock.config.table import Table
 
 STRICT: Final = ConfigDict(extra="forbid")
 MOST_BITS = 4096

@@ -18,8 +18,7 @@ from pathlib import Path
 from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
-from penstock.data.hub import is_on_hub
-from penstock.data.listing import files_below, files_of, is_folder, place_of
+from penstock.data.listing import files_below, files_of, is_folder, is_on_hub, place_of
 from penstock.data.prepare import Preparation
 from penstock.data.record import WHOLE, is_prepared, whole_record
 from penstock.data.text import Readable, Text

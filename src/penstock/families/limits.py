@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from penstock.config import UNSET, ConfigError
-from penstock.topology.cgroup import free_memory_bytes
+from penstock.topology.local import free_memory_bytes
 from penstock.words import gib
 
 COPY = "Copy it again from where the model's files come from"

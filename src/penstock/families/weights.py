@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.finite import NOT_FINITE, first_not_finite
 from penstock.checkpoint.folder import INDEX, ONE, model_files
+from penstock.checkpoint.storage import NOT_FINITE, first_not_finite
 from penstock.config import UNSET, ConfigError
 from penstock.families.described import refuse_cut_off
 from penstock.families.limits import COPY, Held

@@ -29,24 +29,21 @@ from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.train.alike import resolved_alike
-from penstock.train.assemble import build_machinery, build_optimizer, on_device
+from penstock.train.assemble import MakeModel, build_machinery, build_optimizer, decoder_of, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
 from penstock.train.curves import TensorBoard, check_wandb, open_logs
-from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.logs import RankLog, show
-from penstock.train.measuring import measured
+from penstock.train.measuring import batch_loss, evaluate, measured
 from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
-from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
-from penstock.train.resume import checkpoints_folder, find_resumption, restore
-from penstock.train.resume_settings import changes
+from penstock.train.resume import changes, checkpoints_folder, find_resumption, restore
 from penstock.train.routing_file import RoutingFile
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests

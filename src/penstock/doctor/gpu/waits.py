@@ -8,10 +8,17 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.device import device_of
-from penstock.doctor.gpu.given import given_machinery, given_run, settled
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import MODEL, Case, small_machinery, small_run
+from penstock.doctor.gpu.small import (
+    MODEL,
+    Case,
+    given_machinery,
+    given_run,
+    settled,
+    small_machinery,
+    small_run,
+)
 from penstock.schedule import SCHEDULES
 from penstock.words import counted, percent
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from penstock.cli.failing import NO_RESULT
-from penstock.cli.paths import user_path
+from penstock.cli.out import user_path
 from penstock.config import ConfigError
 from penstock.lab.commands.emulate import add_emulation_options, emulation
 from penstock.stops import STOPS
