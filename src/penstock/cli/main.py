@@ -15,7 +15,7 @@ from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.out import config_and_settings, user_path
+from penstock.cli.out import add_overrides, config_and_settings, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
@@ -94,9 +94,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SECTION",
         help="say what every setting means, or those of a section",
     )
-    train.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(train)
     train.add_argument(
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
@@ -200,9 +198,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     profile.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
     )
-    profile.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(profile)
     profile.add_argument(
         "--budget",
         type=float,
@@ -244,9 +240,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="CONFIG",
         help="a TOML file: is there room for that run, at its output.dir?",
     )
-    doctor.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(doctor)
     doctor.add_argument(
         "--cluster",
         metavar="NAME|FILE",

@@ -78,6 +78,12 @@ def user_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error
 
 
+def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -> None:
+    """Add the words `section.key=value` to a command line."""
+    what = f"settings that override {overridden}"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=what)
+
+
 def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
     """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
     words = [*([] if options.config is None else [options.config]), *options.overrides]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import UNSET, ConfigError, from_dict, is_folder, read_json
+from penstock.config import UNSET, ConfigError, asked, from_dict, read_json
 from penstock.models.config import QWEN3_MOE, ModelConfig
 from penstock.moe import MoEConfig
 
@@ -228,7 +228,7 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def model_type_of(path: Path) -> str:
     """Return the architecture of a `config.json`, or of that in a folder. Raises ConfigError if none."""
-    file = path / CONFIG if is_folder(path) else path
+    file = path / CONFIG if asked(path.is_dir) else path
     table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
     kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
     if not isinstance(kind, str):
@@ -238,7 +238,7 @@ def model_type_of(path: Path) -> str:
 
 def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
     """Return the file and the table of a Qwen3-MoE. Raises ConfigError for any other."""
-    file = path / CONFIG if is_folder(path) else path
+    file = path / CONFIG if asked(path.is_dir) else path
     table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
     if not isinstance(table, dict) or table.get("model_type") != QWEN3_MOE:
         kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET

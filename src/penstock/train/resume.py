@@ -78,19 +78,17 @@ def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> N
         for field in fields(now):
             key = f"{section}.{field.name}"
             if key == OF_FILE and getattr(then, field.name) != getattr(now, field.name):
-                raise _other_file(config.model.config, path)
+                file = config.model.config
+                why = f"describes another model, and {path} was trained with its own: they would compute "
+                why += "something else"
+                hint = f"Give the file with which the run began, or a copy of {path / CONFIG} outside of "
+                hint += "output.dir."
+                raise ConfigError("model.config", UNSET if file is None else str(file), why, hint)
             if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
                 was, value = _shown(getattr(then, field.name)), getattr(now, field.name)
                 why = f"{path} was trained with {was}; its parameters would compute something else"
                 hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
                 raise ConfigError(key, list(value) if isinstance(value, tuple) else value, why, hint)
-
-
-def _other_file(file: Path | None, path: Path) -> ConfigError:
-    """Return the error about a `config.json` that describes another model than a checkpoint has."""
-    why = f"describes another model, and {path} was trained with its own: they would compute something else"
-    hint = f"Give the file with which the run began, or a copy of {path / CONFIG} outside of output.dir."
-    return ConfigError("model.config", UNSET if file is None else str(file), why, hint)
 
 
 def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
