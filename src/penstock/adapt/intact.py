@@ -11,7 +11,7 @@ from torch.nn.modules import module as _modules
 from penstock.adapt.cut import READERS, is_foreign
 from penstock.adapt.decoder import CutLayer, Decoder
 from penstock.families.adapters import around
-from penstock.families.code import code_of, is_patched, patched
+from penstock.families.look import code_of, is_patched, patched
 
 COUNTERS = ("torch.",)
 """Package of hooks on all modules that only count, such as those of torch's counter of operations."""

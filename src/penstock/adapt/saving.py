@@ -39,8 +39,7 @@ from penstock.dtensors import local_state, taken_state
 from penstock.families.adapters import ExpertAxis, InTurn, axes_of
 from penstock.families.described import quiet
 from penstock.families.experts import sharding_of_experts
-from penstock.families.in_files import Place, cut_in_file, places_of, saved_tensors
-from penstock.families.weights import EXPERT
+from penstock.families.weights import EXPERT, Place, cut_in_file, places_of, saved_tensors
 from penstock.mesh import Group
 from penstock.partial_state import ShareError, check_marks, without_marks
 from penstock.sharding import Sharding, shardings_of

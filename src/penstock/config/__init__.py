@@ -19,8 +19,7 @@ from penstock.config.files import (
 )
 from penstock.config.kinds import Table
 from penstock.config.load import from_dict, load, to_dict, to_toml
-from penstock.config.other_names import HintWarning, OtherNameWarning
-from penstock.config.validate import check_bounds, check_value
+from penstock.config.validate import HintWarning, OtherNameWarning, check_bounds, check_value
 
 __all__ = [
     "UNSET",

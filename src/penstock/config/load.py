@@ -30,8 +30,7 @@ from penstock.config.kinds import (
     settable,
     types_of,
 )
-from penstock.config.other_names import own_name
-from penstock.config.validate import example_override, plain_data, prepared, validated
+from penstock.config.validate import example_override, own_name, plain_data, prepared, validated
 
 T = TypeVar("T")
 NOT_TEXT = (bool, float, list, dict)

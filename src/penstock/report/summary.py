@@ -12,7 +12,7 @@ from penstock.config import Items, from_dict, read_json, to_dict
 from penstock.config.bounds import MOST_RANKS
 from penstock.cost.json_file import write_json
 from penstock.report.timeline import duration_text
-from penstock.trace.stragglers import Straggler
+from penstock.trace.analysis import Straggler
 from penstock.words import UNKNOWN, counted, folded
 
 LABEL_WIDTH = 12

@@ -20,9 +20,8 @@ from penstock.mesh import Mesh, Seconds
 from penstock.runtime import PipelinedStack
 from penstock.simulate import lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
-from penstock.trace.analysis import Link, critical_path
+from penstock.trace.analysis import Kind, Link, Straggler, critical_path, stragglers, typical_seconds
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
-from penstock.trace.stragglers import Kind, Straggler, stragglers, typical_seconds
 from penstock.train.pilot import Forecast
 
 DIGITS = 7

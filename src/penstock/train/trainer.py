@@ -220,10 +220,8 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.batches.take(step)
-        left = (
-            self.config.train.steps - step
-        )  # the last steps are analysed, and metrics want some of the others
-        now_and_then = step % TIMED_EVERY == 0 or not self.recent
+        left = self.config.train.steps - step  # the last steps are analysed
+        now_and_then = step % TIMED_EVERY == 0 or not self.recent  # for metrics
         self.stack.timed = self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
