@@ -12,7 +12,6 @@ from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
 from penstock.decision import Decision
 from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
-from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.graph import RefusalError
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig, build_layer
@@ -21,6 +20,7 @@ from penstock.moe.orders.merged import MOST_EXPERTS_THERE
 from penstock.plan import PlanFile, Problem
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect
+from penstock.routing.joined import MOST_NODE_SIZE
 from penstock.runtime.makers import maker_of
 from penstock.step import build_graph
 from penstock.topology import Layout, ParallelConfig
