@@ -14,7 +14,7 @@ from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
 from penstock.routing.sizes import split_sizes
 from penstock.topology import Control, Layout
-from penstock.topology.cgroup import memory_limit
+from penstock.topology.local import memory_limit
 from penstock.train.assemble import gradient_bytes, model_of
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS
