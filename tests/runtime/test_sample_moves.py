@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.apportion import Counts
 from penstock.decision import ScheduleConfig
 from penstock.decision.moving import Prediction
 from penstock.dispatch import FlatDispatch, Place
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig, RouteMaker
-from penstock.moe.routes import Counts
-from penstock.moe.sample_moves import Company, SampleTable, TableSize, settle
 from penstock.placement import ExpertPlacement, Hosting
+from penstock.routing.samples import Company, SampleTable, TableSize, settle
 from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.runtime.test_moe_parity import DISPATCHES
