@@ -267,7 +267,7 @@ def _configured(
     memory = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]
     subject = run_subject(config, given, file, layout=options.layout, memory=memory)
-    return subject if title is None else replace(subject, title=title)
+    return subject if title is None else subject.called(title)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:

@@ -98,6 +98,7 @@ class Workload:
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
     GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
     = hidden_size, and attention_size. attention: where it is not made of such heads alone.
+    tied_embeddings: whether embedding and head are one weight, which counts with the first layer.
     dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none = all of them
     are trained, in float32. state: the types of parameters, gradients and moments.
     """
@@ -135,6 +136,7 @@ class Workload:
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
     held: HeldBytes | None = None
+    tied_embeddings: bool = False
     state: StateTypes = StateTypes()  # frozen
 
     @property

@@ -203,6 +203,7 @@ def workload(config: RunConfig, layout: Layout, gradients: GradientBytes | None 
         devices_per_node=layout.node_size,
         held=_held(config, layout) if model.of_transformers else None,
         attention=_attention(model),
+        tied_embeddings=model.tie_word_embeddings,
         **_named(layout, "world_size", "ep_size", "tp_size", "etp_size"),
         **_named(model, "seq_len", "hidden_size", "vocab_size", "attention_size", "key_value_size"),
         **_named(moe, "num_experts", "top_k", "expert_matrices", "expert_groups", "min_capacity"),
