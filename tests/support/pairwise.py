@@ -19,7 +19,7 @@ def pairwise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkD
     """Parametrise a test by cases in which any two values of two axes meet, if they can.
 
     Most faults need one value or two to show. The whole product belongs into a test for `make soak`.
-    fits: whether there can be a case with these values, of all axes or of the first few.
+    fits: whether there can be a case with these values, of all axes or of some.
     """
     values = {axis: list(each) for axis, each in axes.items()}
     return pytest.mark.parametrize(tuple(axes), [tuple(case.values()) for case in covering(values, fits)])
@@ -85,7 +85,7 @@ def _completed(
     every = [seed[axis]] if axis in seed else sorted(range(len(axes[axis])), key=worth, reverse=True)
     for place in every:
         longer = {**begun, axis: place}
-        if fits({name: axes[name][at] for name, at in longer.items()}):
+        if fits({name: axes[name][at] for name, at in {**longer, **seed}.items()}):
             case = _completed(longer, seed, axes, fits, missing)
             if case is not None:
                 return case

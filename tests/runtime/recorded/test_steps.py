@@ -54,7 +54,7 @@ def fits(known: Mapping[str, Any]) -> bool:
     """Whether a step can be of all this."""
     layout, dispatch = known.get("layout"), known.get("dispatch", "flat")
     moves, sizes = known.get("moves", "nothing"), known.get("sizes", "counted")
-    form = SCHEDULES[known["schedule"]].expert_form or "gather"
+    form = SCHEDULES[known.get("schedule", "penstock")].expert_form or "gather"
     if layout is not None and form != "gather" and layout not in SHARED:
         return False
     if (moves in ("samples", "both") and form != "gather") or (
