@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.progress import BOARD
 from benchmarks.stopping import Stop
-from penstock.cli.codes import INTERRUPTED
+from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import (
     NOTHING_MEASURED,
     end_of_rank,

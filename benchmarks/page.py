@@ -22,8 +22,7 @@ from benchmarks.views import (
     tint,
     view,
 )
-from penstock.report.page.render import Row, render
-from penstock.report.page.style import BOX, LIMIT, QUIET, TEXT, Figure
+from penstock.report.page.render import BOX, LIMIT, QUIET, TEXT, Figure, Row, render
 
 SHIPPED_SHARE: Final = 0.45
 

@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, NoReturn
 
 from benchmarks.progress import BOARD
-from penstock.cli.codes import INTERRUPTED
+from penstock.cli.failing import INTERRUPTED
 from penstock.cli.ranks import NOTHING_MEASURED
 from penstock.stops import POLL_S, SAME_REQUEST_S, SIGNALS, Patience
 

@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "cost/moves.py",
-        "(task.microbatch, task.cut.held, task.layer, task.op in HOME)",
-        "(task.microbatch, task.cut.held, task.op in HOME)",
+        "key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op",
+        "key = task.microbatch, task.cut.held, outward(task.op) == task.op",
         "all layers have the joined rows of the first: a stale key",
         "cost runtime/test_node_once.py",
     ),

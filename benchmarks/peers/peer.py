@@ -11,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.peers.frame import Frame
 from benchmarks.peers.transport import receives_first
-from penstock.cost.workload import capacity_slots
 from penstock.lab.bench.config import BenchConfig
 from penstock.lab.bench.contender import TransportName
 from penstock.models import MoEDecoder
 from penstock.moe import MoEConfig
+from penstock.routing.sizes import capacity_slots
 from penstock.runtime.transport.sockets import Sockets
 from penstock.topology import Layout
 from penstock.trace import TaskRecord

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ import numpy.typing as npt
 Axes = tuple[str, ...]
 """Names of axes of one view; () = the rank alone."""
 Seconds = npt.NDArray[np.float64]
+Ranks = TypeVar("Ranks", int, npt.NDArray[np.int64])
+"""A rank, or an array of ranks."""
 
 
 class Group:
@@ -104,14 +106,19 @@ def _described() -> str:
     return "; ".join(f"{view}: {' x '.join(own)}" for view, own in VIEWS.items())
 
 
-def node_of(rank: int, node_size: int) -> int:
-    """Return the node of a rank: ranks of a node are consecutive."""
+def node_of(rank: Ranks, node_size: int) -> Ranks:
+    """Return the node of a rank, or of every one: ranks of a node are consecutive."""
     return rank // node_size
 
 
-def place_in_node(rank: int, node_size: int) -> int:
-    """Return the place of a rank among the ranks of its node."""
+def place_in_node(rank: Ranks, node_size: int) -> Ranks:
+    """Return the place of a rank, or of every one, among the ranks of its node."""
     return rank % node_size
+
+
+def first_of_node(rank: Ranks, node_size: int) -> Ranks:
+    """Return the first rank of a rank's node, or of every one's."""
+    return rank - rank % node_size
 
 
 def num_nodes(ranks: int, node_size: int) -> int:

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
+import numpy as np
+
+from penstock.apportion import Counts
+
 SPLIT = 4096
 """Parts into which an expert's rows that start on one rank are cut, where several positions share them."""
 
@@ -38,6 +42,29 @@ class Part(NamedTuple):
 
     position: int
     parts: int
+
+
+class SplitPairs(NamedTuple):
+    """Splits of rows among positions, for the K pairs of an expert's rows on a rank and a position; all [K].
+
+    Attributes:
+        rank: Where the rows start.
+        expert: Whose rows they are.
+        position: Where they go.
+        before: Of the SPLIT parts of these rows, those for positions below this one.
+        upto: Those up to this one.
+    """
+
+    rank: Counts
+    expert: Counts
+    position: Counts
+    before: Counts
+    upto: Counts
+
+    @property
+    def parts(self) -> Counts:
+        """Parts, of SPLIT, that go to each position."""
+        return self.upto - self.before
 
 
 Splits = tuple[tuple[tuple[Part, ...], ...], ...]
@@ -226,6 +253,18 @@ class Hosting:
     def guest(self, rank: int, slot: int) -> int:
         """Return the position of a rank's guest slot."""
         return rank * self.slots + self.placement.slots + slot
+
+    @cached_property
+    def pairs(self) -> SplitPairs:
+        """The splits as arrays: by rank, then expert, then position."""
+        found = []
+        for rank, splits in enumerate(self.splits):
+            for expert, parts in enumerate(splits):
+                upto = 0
+                for part in sorted(parts):
+                    found.append((rank, expert, part.position, upto, upto + part.parts))
+                    upto += part.parts
+        return SplitPairs(*np.array(found, np.int64).reshape(-1, 5).T)
 
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:

@@ -170,8 +170,31 @@ def iteration_s(
         return simulate(schedule, graph, known.__getitem__, mesh, issuing).iteration_s
     if issuing is None:
         return max(path_ends(schedule.places(graph), graph.links, seconds))
-    clock = _AlikeClock(cost)
-    last_s: float = max(span.end for _, span in _issued(schedule, graph, clock, cost, issuing))
+    return _issued_s(schedule, graph, seconds, issuing)
+
+
+def _issued_s(schedule: Schedule, graph: Graph, seconds: Sequence[float], issuing: Issuing) -> float:
+    """Return the end of the last task, as `_issued` has it, where ranks are alike: in plain numbers."""
+    tasks, links, ends = graph.tasks, graph.links, [0.0] * len(graph.tasks)
+    order = slot_order(schedule.places(graph), links, tasks, halves=issuing.halves)
+    _check_ends(schedule, graph, len(order))
+    free, host_s, last_s = dict.fromkeys(Lane, 0.0), 0.0, 0.0
+    heard = [not task.lane.is_issued or issuing.reads(task) for task in tasks]
+    for place in order:
+        task, own_s = tasks[place], seconds[place]
+        lane = task.lane
+        start_s = free[lane]
+        for need in links[place]:
+            end_s = ends[need]
+            start_s = max(start_s, end_s)
+            if heard[need] and end_s > host_s:
+                host_s = end_s
+        start_s = max(start_s, host_s)
+        if lane.is_issued:
+            host_s += issuing.seconds(task)
+            start_s = max(start_s, host_s - own_s)
+        ends[place] = free[lane] = end_s = start_s + own_s
+        last_s = max(last_s, end_s)
     return last_s
 
 

@@ -19,7 +19,7 @@ from penstock.adapt import FAMILIES
 from penstock.adapt.run import model_of_run, sample_moving_of
 from penstock.data import DataConfig
 from penstock.decision import GradientBytes, PlacementConfig, ScheduleConfig
-from penstock.families.in_files import saved_tensors
+from penstock.families.weights import saved_tensors
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.plan.plan_config import PlanConfig

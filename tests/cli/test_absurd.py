@@ -136,4 +136,4 @@ def test_ranks_that_nobody_has_checked_do_not_wait_either(tmp_path: Path) -> Non
     given = ["parallel.processes=1", "plan.mode=replay", f"plan.file={path}"]
     done = run_forked(1, "train", write_config(tmp_path), *given)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("penstock: ") == 1 and "is a named pipe, not a file" in done.stderr
+    assert done.stderr.count("penstock: ") == 1 and "is a device or a pipe, not a file" in done.stderr

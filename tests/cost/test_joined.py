@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost.joined import distinct_parts, distinct_rows
+from penstock.routing.joined import distinct_parts, distinct_rows
 
 
 @pytest.mark.parametrize(("top_k", "nodes", "fewer"), [(8, 4, 2.22), (2, 2, 1.33), (8, 8, 1.52), (1, 4, 1.0)])

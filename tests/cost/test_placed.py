@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes, split_sizes
+from penstock.cost import ClusterConfig, RoutedCost, Workload, placed_moves, routing_sizes
 from penstock.cost.links import NodeLinks
 from penstock.cost.placed import (
     Placed,
@@ -22,14 +22,15 @@ from penstock.cost.placed import (
     _by_position,
     device_groups,
     rank_loads,
-    seated,
 )
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
-from penstock.mesh import Group
+from penstock.mesh import Group, Mesh
 from penstock.ops import Op
 from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing import copies_of
+from penstock.routing.replicas import rows_by_position
+from penstock.routing.sizes import split_sizes
 from penstock.runtime.sample_moving import company_of
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, ParallelConfig
@@ -163,9 +164,9 @@ def halved() -> Hosting:
 
 def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
     rows_PE = np.arange(64).reshape(8, 8)
-    none = seated(rows_PE, Hosting.none(ExpertPlacement.even(8, 8), 1), WORK).reshape(8, 8, 2)
+    none = rows_by_position(rows_PE, Hosting.none(ExpertPlacement.even(8, 8), 1), WORK.mesh).reshape(8, 8, 2)
     assert (none[:, :, 0] == rows_PE).all() and not none[:, :, 1].any()
-    some = seated(rows_PE, halved(), WORK).reshape(8, 8, 2)
+    some = rows_by_position(rows_PE, halved(), WORK.mesh).reshape(8, 8, 2)
     assert some[7, 7, 1] == rows_PE[7, 0] and some[7, 0, 0] == 0
     assert (some[:7] == none[:7]).all()
 
@@ -188,7 +189,8 @@ def test_rows_are_split_as_the_whole_table_of_shares_says(slots: int, ep_size: i
     place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(8)])
     shares_PEH = shares(hosting)[place_P]
     upto_PEH = np.cumsum(shares_PEH, axis=2) * rows_PE[:, :, None] // SPLIT
-    assert (seated(rows_PE, hosting, work) == np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)).all()
+    wanted_PH = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)
+    assert (rows_by_position(rows_PE, hosting, work.mesh) == wanted_PH).all()
     by_position_PH = (rows_PE[:, :, None] * shares_PEH).sum(axis=1) // SPLIT
     assert (_by_position(rows_PE, place_P, hosting) == by_position_PH).all()
 
@@ -201,7 +203,7 @@ def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
     rows_PE = np.ones((ranks, ranks), np.int64)
     whole_bytes = hosting.positions * rows_PE.nbytes
     for make in (
-        lambda: seated(rows_PE, hosting, work),
+        lambda: rows_by_position(rows_PE, hosting, work.mesh),
         lambda: _by_position(rows_PE, np.arange(ranks), hosting),
     ):
         tracemalloc.start()
@@ -276,11 +278,11 @@ def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() ->
 def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[Hosting]()
 
-    def counted(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
+    def counted(rows_PE: Counts, hosting: Hosting, mesh: Mesh) -> Counts:
         calls.append(hosting)
-        return seated(rows_PE, hosting, work)
+        return rows_by_position(rows_PE, hosting, mesh)
 
-    monkeypatch.setattr(placed_moves, "seated", counted)
+    monkeypatch.setattr(placed_moves, "rows_by_position", counted)
     work = replace(WORK, dispatch="hierarchical_2d")
     shape = replace(SHAPE, replica_slots=1, dispatch=DISPATCHES["hierarchical_2d"].hops)
     counts = counts_of("zipf")

@@ -12,16 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import ProfiledCluster, RoutedCost, StepCost, Workload, split_sizes
+from penstock.cost import ProfiledCluster, RoutedCost, StepCost, Workload
 from penstock.cost.cluster_file import ClusterFile, TaskModel
 from penstock.cost.legs import even_leg
-from penstock.cost.rows import by_source_and_target
 from penstock.dispatch import DISPATCHES
 from penstock.graph import Lane, Phase, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import HOME, TRANSFERS
 from penstock.placement import ExpertPlacement
+from penstock.routing.rows import by_source_and_target
+from penstock.routing.sizes import split_sizes
 from penstock.schedule import SCHEDULES
 from penstock.simulate import lower_bound, simulate
 from penstock.step import Sharing, StepShape, build_graph

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost import Workload, split_sizes
-from penstock.cost.workload import capacity_slots
+from penstock.cost import Workload
+from penstock.routing.sizes import capacity_slots, split_sizes
 
 counts = st.integers(1, 64)
 

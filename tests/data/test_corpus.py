@@ -19,8 +19,7 @@ from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
 from penstock.data.corpus import MIN_TEXT_BYTES, check_alike
 from penstock.data.prepare import Preparation
-from penstock.data.scan import entropy_nats, scan
-from penstock.data.text import Text
+from penstock.data.text import Text, entropy_nats, scan
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
 
 TEXT = b"Water runs downhill.\n" * 100

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.mixture import CYCLE, Dealer
+from penstock.data.order import CYCLE, Dealer
 
 shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=6).map(lambda each: [x / sum(each) for x in each])
 

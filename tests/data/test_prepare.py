@@ -376,7 +376,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from penstock.data.prepare import Preparation
-from penstock.data.scan import scan
+from penstock.data.text import scan
 from penstock.data.tokenizer import Bytes
 from penstock.data.tokens import Tokens
 

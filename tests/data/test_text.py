@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.config import ConfigError
 from penstock.data.files import MOST_OPEN
-from penstock.data.scan import SAMPLED_BLOCKS, Scan, entropy_nats, scan
-from penstock.data.text import BLOCK_BYTES, Text, TextError
+from penstock.data.text import BLOCK_BYTES, SAMPLED_BLOCKS, Scan, Text, TextError, entropy_nats, scan
 
 
 def text_of(*contents: bytes) -> Text:

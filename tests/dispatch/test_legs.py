@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
-from penstock.dispatch.base import place_in
 from penstock.graph import Lane
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
+from penstock.routing.legs import place_in
 from tests.support.draws import draws
 
 BY_RANK = {name: dispatch for name, dispatch in DISPATCHES.items() if not dispatch.joins_rows}

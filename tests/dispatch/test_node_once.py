@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dispatch import Leg, NodeOnceDispatch, Place
-from penstock.dispatch.node_once import arrivals, joined_legs, joined_sizes, num_sets, sets_of
+from penstock.routing.joined import arrivals, joined_legs, num_sets, sets_of
 from tests.dispatch.test_legs import exchanged, permuted
 from tests.support.draws import draws
 
@@ -25,6 +25,12 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, int]:
     seed, most = draw(st.integers(0, 999)), draw(st.sampled_from([1, 2, 4]))
     shape = (nodes * size, nodes, num_sets(size))
     return np.random.default_rng(seed).integers(0, most, shape), size
+
+
+def legs_at(table: np.ndarray, place: Place) -> tuple[Leg, Leg]:
+    """The legs of one piece on one rank."""
+    (legs,) = joined_legs(table[place.rank, :, :, None], table[:, place.node, :, None], place)
+    return legs
 
 
 def came_home(received: list[Row], leg: Leg) -> Counter[int]:
@@ -42,7 +48,7 @@ def test_rows_reach_all_ranks_that_they_are_for_and_all_copies_come_back(
     table, size = case
     ranks, nodes = len(table), table.shape[1]
     places = [Place(rank, ranks, size) for rank in range(ranks)]
-    legs = [joined_legs(table[p.rank], table[:, p.node], p) for p in places]
+    legs = [legs_at(table, p) for p in places]
     home: list[list[Row]] = [
         [(s, n, each) for n in range(nodes) for each, count in enumerate(table[s, n]) for _ in range(count)]
         for s in range(ranks)
@@ -58,7 +64,7 @@ def test_rows_reach_all_ranks_that_they_are_for_and_all_copies_come_back(
             row for source in home for row in source if row[1] == place.node and row[2] + 1 >> place.local & 1
         ]
         assert sorted(arrived) == sorted(wanted)
-        assert sum(arrivals(table[:, place.node], place)) == len(arrived)
+        assert arrivals(table[:, place.node, :, None], place).sum() == len(arrived)
         order = [(row[0] % size, row[0] // size, row[2]) for row in arrived]
         assert order == sorted(order), "by the place of who sent it, then its node, then set"
     for place, mine, gateway in zip(places, legs, held[1], strict=True):
@@ -66,23 +72,6 @@ def test_rows_reach_all_ranks_that_they_are_for_and_all_copies_come_back(
         copies = came_home(back, mine[1])
         reached = sets_of(size).sum(axis=1)
         assert [copies[i] for i in range(len(gateway))] == [reached[row[2]] for row in gateway]
-
-
-@draws(40)
-@given(case=tables())
-def test_sizes_are_those_of_the_legs(case: tuple[np.ndarray, int]) -> None:
-    table, size = case
-    nodes_PN, ranks_PNG = table.sum(axis=2), table @ sets_of(size)
-    for rank in range(len(table)):
-        place = Place(rank, len(table), size)
-        exact = joined_legs(table[rank], table[:, place.node], place)
-        sizes = joined_sizes(nodes_PN, ranks_PNG.reshape(len(table), -1), place)
-        for leg, other in zip(exact, sizes, strict=True):
-            assert (leg.axes, leg.input_splits, leg.output_splits) == (
-                other.axes,
-                other.input_splits,
-                other.output_splits,
-            )
 
 
 @draws(60)
@@ -96,9 +85,17 @@ def test_rows_for_one_rank_each_are_rows_for_sets_of_one_place(
     by_set[:, :, 2 ** np.arange(size) - 1] = table.reshape(ranks, nodes, size)
     for rank in range(ranks):
         place = Place(rank, ranks, size)
-        assert NodeOnceDispatch().legs(table, place) == joined_legs(
-            by_set[rank], by_set[:, place.node], place
-        )
+        plain, joined = NodeOnceDispatch().legs(table, place), legs_at(by_set, place)
+        for one, other in zip(plain, joined, strict=True):
+            assert (one.axes, one.input_splits, one.output_splits) == (
+                (other.axes, other.input_splits, other.output_splits)
+            )
+        for legs in (plain, joined):
+            assert legs[0].sorted_already
+        sent = [
+            [leg.sizes[block] for block in leg.order if leg.sizes[block]] for leg in (plain[1], joined[1])
+        ]
+        assert sent[0] == sent[1]
 
 
 def test_legs_of_a_thousand_ranks_take_little_memory() -> None:

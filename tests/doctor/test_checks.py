@@ -10,9 +10,8 @@ import pytest
 
 from penstock.cost import ClusterConfig, ClusterFile
 from penstock.doctor import Examination, Facts, Finding, Wanted, judge
-from penstock.doctor.examine import Link
+from penstock.doctor.examine import Link, Pair, nodes_of, rounds_of
 from penstock.doctor.facts import Folder
-from penstock.doctor.pairs import Pair, nodes_of, rounds_of
 from penstock.doctor.wire import Clock, Rates
 
 GIB = 1 << 30

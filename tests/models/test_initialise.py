@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.models import ModelConfig, MoEDecoder
-from penstock.models.initialise import fill_normal
+from penstock.models.decoder import fill_normal
 from penstock.moe import MoEConfig
 
 MODEL = ModelConfig(num_layers=3, hidden_size=32, num_heads=2, seq_len=8, vocab_size=50, moe_layers=(0, 2))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cost.workload import split_sizes
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
-from penstock.moe.sample_moves import Company, SampleHomes, SampleTable, TableSize, settle
 from penstock.placement import PlacementError
+from penstock.routing.samples import Company, SampleHomes, SampleTable, TableSize, settle
+from penstock.routing.sizes import split_sizes
 from tests.support.placers import RandomHomes
 
 Row = tuple[int, int, int, int]

@@ -208,6 +208,61 @@ def test_ranks_that_share_attention_send_a_part_each() -> None:
     assert split.update_s < plain.update_s
 
 
+def tied(each: Problem) -> Problem:
+    """The same model with one weight for embedding and head: the last layer has none of its own."""
+    work = each.workload
+    return replace(each, workload=replace(work, tied_embeddings=True))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_weight_of_embedding_and_head_is_held_twice_and_its_gradients_meet(sharded: bool) -> None:
+    whole = sharing_updates(LARGE) if sharded else LARGE
+    own_bytes = 4 * 64 * 128
+    plain, both = (
+        predict_pipeline(each, pipeline(3, 1, 4), Decision(), (2, 2, 2)) for each in (whole, tied(whole))
+    )
+    all_of_it = estimate_memory(tied(whole), Decision()).weights_bytes
+    assert (plain.tied_bytes, both.tied_bytes) == (0, own_bytes)
+    assert sum(each.weights_bytes for each in both.memory) == all_of_it + own_bytes
+    assert both.memory[-1].weights_bytes - plain.memory[-1].weights_bytes == own_bytes
+    rates = LARGE.cluster
+    assert both.tied_s == pytest.approx(rates.link_latency_s + own_bytes / rates.link_bytes_per_s)
+    one = predict_pipeline(tied(whole), pipeline(1, 1, 4), Decision())
+    assert one.tied_bytes == 0
+    assert one.memory[0].weights_bytes == all_of_it
+
+
+def test_gradients_of_a_tied_weight_end_an_update_no_earlier_than_they_meet() -> None:
+    each = pipeline(4, 1, 8)
+    times = PipelineTimes(slot=lambda slot: (1.0,), link=lambda *_: 0.0)
+    free_s, tied_s = (run_pipeline(each, replace(times, tied_s=n)).seconds for n in (0.0, 3.0))
+    assert tied_s == pytest.approx(free_s + 3.0)
+
+
+def test_transfers_between_stages_share_the_card_with_those_of_a_stage() -> None:
+    """A stage on two nodes that does little but send: its own rows and hidden states pass one card."""
+    fast = replace(LARGE.cluster, flops_per_s=1e15, memory_bytes_per_s=1e15, task_overhead_s=1e-9)
+    each = replace(LARGE, cluster=fast)
+    stages, order = Stages(each, Decision()), replace(pipeline(2, 1, 6), node_size=2)
+    parts = stages.cut((3, 3))
+    found = predict_pipeline(each, order, Decision(), (3, 3))
+    assert found.link_alone_s < found.link_s <= 2 * found.link_alone_s
+    own_s = sum(stages.network_s(parts[0], forward=way, across=True) for way in (True, False))
+    both_s = stages.both_s(parts[0])
+    assert found.shared_s == pytest.approx(own_s + 2 * found.link_alone_s - both_s, rel=1e-2)
+    alone = [stages.both_s(part) for part in parts]
+    assert found.update_s > 6 * max(alone) + 5 * found.shared_s
+
+
+def test_a_stage_inside_a_node_does_not_slow_what_leaves_it() -> None:
+    """Its rows take links inside the node, and hidden states the card."""
+    work = replace(LARGE.workload, world_size=4, node_size=4, devices_per_node=4)
+    inside = replace(LARGE, workload=work)
+    found = predict_pipeline(inside, replace(pipeline(2, 1, 6), node_size=4), Decision())
+    assert found.link_s == found.link_alone_s > 0
+    assert found.shared_s == 0
+
+
 def test_more_parts_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         predict_pipeline(LARGE, pipeline(9, 1, 9), Decision())

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.report import RunSummary
-from penstock.trace.stragglers import Straggler
+from penstock.trace.analysis import Straggler
 
 SUMMARY = RunSummary(
     schedule="flowmoe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.moe.routes import Counts
+from penstock.apportion import Counts
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.runtime.sample_moving import Habits, Visit
 

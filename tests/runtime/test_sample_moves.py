@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.apportion import Counts
 from penstock.decision.moving import Prediction
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
-from penstock.moe.routes import Counts
-from penstock.moe.sample_moves import Company, SampleTable, TableSize, settle
 from penstock.placement import ExpertPlacement, Hosting
+from penstock.routing.samples import Company, SampleTable, TableSize, settle
 from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.support.cases import moving_case as case

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from penstock.config import ConfigError
-from penstock.cost import step, workload
+from penstock.cost import step
 from penstock.decision import Decision
 from penstock.plan import evaluate
 from penstock.plan.published import PUBLISHED
 from penstock.plan.tuner import SizeRange
+from penstock.routing import sizes
 from penstock.runtime.gradients import buckets
 from penstock.runtime.gradients.buckets import GradientBucket
 from penstock.schedule.system import MOST_REDUCTIONS, least_chunk_bytes, pieces_of
@@ -39,14 +40,14 @@ def test_work_is_linear_in_the_pieces(schedule: str) -> None:
 def test_a_layer_is_cut_once_however_many_its_pieces() -> None:
     """What seconds were lost by: every piece used to cut the whole layer again."""
     each = problem((True, True), all_reduce_bytes=1 << 20)
-    with mock.patch.object(step, "part_sizes", wraps=workload.part_sizes) as cut:
+    with mock.patch.object(step, "part_sizes", wraps=sizes.part_sizes) as cut:
         evaluate(each, Decision(schedule="flowmoe", all_reduce_chunk_bytes=1024))
     assert cut.call_count <= 8
 
 
 def test_a_bucket_is_cut_once_per_step() -> None:
     bucket, parts = GradientBucket([nn.Parameter(torch.zeros(5000))]), (1,) * 1000
-    with mock.patch.object(buckets, "part_sizes", wraps=workload.part_sizes) as cut:
+    with mock.patch.object(buckets, "part_sizes", wraps=sizes.part_sizes) as cut:
         bucket.begin()
         pieces = [bucket.chunk(index, parts)[0] for index in range(1000)]
         assert cut.call_count == 1

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.moe.routes import Counts
-from penstock.moe.sample_moves import SampleTable
+from penstock.apportion import Counts
 from penstock.placement import Hosting
+from penstock.routing.samples import SampleTable
 from penstock.runtime.sample_moving import NetMoE
 
 

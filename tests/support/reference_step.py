@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
-from penstock.cost import split_sizes
+from penstock.routing.sizes import split_sizes
 from penstock.schedule import SCHEDULES
 from penstock.train.optimizer import OptimizerConfig
 from tests.support.reference import Settings

@@ -13,8 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from penstock.topology.cgroup import cpu_limit, memory_limit
-from penstock.topology.local import Places, limit_threads
+from penstock.topology.local import Places, cpu_limit, limit_threads, memory_limit
 from tests.support.patience import HANG_S
 from tests.support.ranks import forking
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.ops import Op
 from penstock.step import StepShape, build_graph
 from penstock.trace import TaskRecord
-from penstock.trace.stragglers import SLOW, stragglers, typical_seconds
+from penstock.trace.analysis import SLOW, stragglers, typical_seconds
 
 GRAPH = build_graph(StepShape(moe_layers=(True, True)))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.config import ConfigError
-from penstock.train.evaluate import evaluate
+from penstock.train.measuring import evaluate
 from tests.train.test_trainer import joined, trainer
 
 __all__ = ["joined"]  # the fixture of that module serves this one, too

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.finite import first_not_finite
 from penstock.checkpoint.folder import complete_checkpoints
+from penstock.checkpoint.storage import first_not_finite
 from penstock.cli.train_rank import EXPECTED
 from penstock.report import RunSummary
 from penstock.runtime import PipelinedStack

@@ -13,7 +13,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.batches import Batch
 from penstock.train.config import RunConfig
-from penstock.train.evaluate import evaluate
+from penstock.train.measuring import evaluate
 from penstock.train.update import build_update
 from tests.support.ranks import Pools
 

@@ -14,7 +14,7 @@ from penstock.moe import MoEConfig
 from penstock.topology import ParallelConfig
 from penstock.train.config import OutputConfig, RunConfig, TrainConfig
 from penstock.train.optimizer import OptimizerConfig
-from penstock.train.resume_settings import MAY_CHANGE, OF_FILE, changes, check_model
+from penstock.train.resume import MAY_CHANGE, OF_FILE, changes, check_model
 
 PATH = Path("step-00000020")
 BEFORE = RunConfig(moe=MoEConfig(num_experts=8, num_groups=4, group_top_k=2, capacity_factor=1.5))

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
-from penstock.moe.sample_moves import SampleTable
 from penstock.placement import Hosting
+from penstock.routing.samples import SampleTable
 from penstock.runtime import PipelinedStack
 from penstock.runtime.bounds import Passes, RowBounds
 from penstock.train.run_state import (

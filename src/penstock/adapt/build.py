@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Cut, CutGate
 from penstock.adapt.decoder import Calls, CutLayer, Decoder, Layers, WholeLayer
 from penstock.adapt.engine import Engine
-from penstock.adapt.ep_plan import EpPlan, brought_by, check_ep_plan, check_spread
-from penstock.adapt.guess import check, coefficient_of, guess
+from penstock.adapt.guess import EpPlan, brought_by, check, check_ep_plan, check_spread, coefficient_of, guess
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import choice_of, moving_of, planner_of
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, saved_together, schedule

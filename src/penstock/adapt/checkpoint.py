@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from penstock.adapt.engine import Engine
 from penstock.adapt.folder import AsWhole
-from penstock.adapt.naming import ModelNaming
-from penstock.adapt.saving import check_names, close_model, model_state, numbered
+from penstock.adapt.saving import ModelNaming, check_names, close_model, model_state, numbered
 from penstock.adapt.scheduled import engine_of, is_wrapped_by_peft, plain_class, saved_together
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.saving import Saving, of_rank
@@ -283,7 +282,14 @@ class _States:
         try:
             stored = Stored(folder, [path.name for path in folder.glob(f"*{SUFFIX}")], prefix=OPTIMIZER)
             places = {name: name.removeprefix(OPTIMIZER).rpartition(".") for name in stored.whole}
-            _check_complete(folder, {name for name, _, _ in places.values()}, saved)
+            held = {name for name, _, _ in places.values()}
+            names, bare = (set(chain(*(group[kind] for group in saved))) for kind in ("parameters", WITHOUT))
+            missing, unexpected = sorted(names - bare - held), sorted(held - names)
+            if missing or unexpected:
+                raise ValueError(
+                    f"{folder} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
+                    f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
+                )
             for logical, (shape, dtype) in () if sharded else stored.whole.items():
                 name, _, key = places[logical]
                 parameter = parameters[numbers[name]]
@@ -318,17 +324,6 @@ class _States:
                 kept = states[number].items()
                 states[number] = {key: part.spread(each) if each.dim() else each for key, each in kept}
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-
-def _check_complete(folder: Path, found: Set[str], saved: Sequence[Group]) -> None:
-    """Raise ValueError unless a folder has the state of the parameters that the groups name, and no other."""
-    names, bare = (set(chain(*(group[key] for group in saved))) for key in ("parameters", WITHOUT))
-    missing, unexpected = sorted(names - bare - found), sorted(found - names)
-    if missing or unexpected:
-        raise ValueError(
-            f"{folder} is not what {GROUPS} says: missing {some_of(missing)}, unexpected "
-            f"{some_of(unexpected)}. Copy both again, or go on from another checkpoint"
-        )
 
 
 def _number(setting: object) -> object:

@@ -1,6 +1,9 @@
-"""The engine, which runs the steps of a scheduled model.
+"""The engine, which runs the steps of a scheduled model, and the balance loss of these steps.
 
-Shapes: B samples, L tokens per sample.
+transformers judges balance over all MoE layers together: aux = E * sum_e f_e * P_e, where f_e is the number
+of choices of expert e per token and layer, and P_e its mean probability, over the tokens of all MoE layers
+that the attention mask shows (`load_balancing_loss_func`, Switch Transformer, equations 4-6).
+Shapes: B samples (of a microbatch), L tokens per sample, E experts, Y MoE layers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.intact import check_intact
@@ -24,11 +26,39 @@ from penstock.adapt.planning import Planner
 from penstock.config import ConfigError
 from penstock.device import device_of
 from penstock.moe import MoEConfig
+from penstock.moe.balance import GlobalBalance
 from penstock.runtime import ParameterMismatchError, PipelinedStack
 from penstock.runtime.handlers import Ending
 from penstock.runtime.ops.head import RankLoss, StepStates, TokenLoss
 from penstock.step.shape import Recompute
 from penstock.topology import Layout
+
+
+class BalanceOverLayers(GlobalBalance):
+    """Balance judged as in transformers: over the batch of all ranks, and over all layers at once.
+
+    top_k: choices of a token, from which the number of tokens follows: padding may have a label, and go to
+    experts.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+
+    def by_layer(self, pieces_Y: Tensor, chosen_YE: Tensor, probability_YE: Tensor, tokens: Tensor) -> Tensor:
+        """Return every layer's part of the single loss of all layers, [Y]."""
+        del pieces_Y, tokens
+        products_Y = (chosen_YE.sum(0) * probability_YE).sum(dim=1)
+        return chosen_YE.shape[-1] * products_Y / self._rows(chosen_YE) ** 2
+
+    def slope(self, chosen_BE: Tensor, chosen_YE: Tensor, layer: int, tokens: Tensor) -> Tensor:
+        del layer, tokens
+        factors_E = chosen_YE.shape[-1] * chosen_YE.sum(0) / self._rows(chosen_YE) ** 2
+        return factors_E.expand(chosen_BE.shape)
+
+    def _rows(self, chosen_YE: Tensor) -> Tensor:
+        """Return the number of tokens of all MoE layers together."""
+        return (chosen_YE.sum() / self._top_k).clamp(min=1)
+
 
 NO_LABEL = -100
 
@@ -218,7 +248,10 @@ class Engine:
         self.watch_outside()
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
         stack.minimise(moe, self._balance, valid, ending)
-        stack.compute_in(_autocast_dtype(stack.machinery.device))
+        device = stack.machinery.device
+        stack.compute_in(
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        )
         trains = torch.is_grad_enabled()  # a plan must be measured with backward
         if trains and (self._planned_for is None or self._needs_another()):
             self._ask(given)
@@ -270,11 +303,6 @@ class Engine:
             for layer, size_bytes in enumerate(trained)
             if size_bytes
         )
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the type in which the caller computes; None without autocast."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def refuse_sharing(engine: Engine, what: str) -> None:

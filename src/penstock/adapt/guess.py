@@ -6,10 +6,10 @@ Shapes: B samples, L tokens per sample, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,59 @@ from torch import Tensor, nn
 from penstock.adapt.chain import WatchedCall, chain_of, naming
 from penstock.adapt.cut import Caught
 from penstock.adapt.decoder import CutLayer, Decoder, Inputs, WholeLayer
-from penstock.adapt.ep_plan import EpPlan, modules_of
+from penstock.config import ConfigError
 from penstock.families.adapters import core_of
 from penstock.families.family import Family
 from penstock.families.forms import TRAITS
 from penstock.moe import SampleKeys
+
+EpPlan = Mapping[str, str]
+"""Paths in the decoder, with `*` for the number of a layer, and the style of the module at each."""
+
+EXPERTS: Final = "ep_dispatch_experts"
+"""The style of modules whose experts are spread over ranks."""
+
+WEIGHTS: Final = "grouped_gemm"
+"""The style of the stacked weights of such modules, which follow the modules."""
+
+
+def check_ep_plan(ep_plan: EpPlan) -> None:
+    """Raise ConfigError for a plan with modules that cannot be spread, or without experts."""
+    for path, style in ep_plan.items():
+        if style not in (EXPERTS, WEIGHTS):
+            why = f"only modules of experts ({EXPERTS}) and their weights ({WEIGHTS}) are spread over ranks"
+            raise ConfigError(
+                "ep_plan", f"{path}: {style}", why, "Leave it out; the model's own code runs it."
+            )
+    if EXPERTS not in ep_plan.values():
+        why = "names no module of experts"
+        raise ConfigError("ep_plan", dict(ep_plan), why, f'Add "layers.*.mlp.experts": "{EXPERTS}".')
+
+
+def brought_by(model: nn.Module) -> EpPlan | None:
+    """Return the plan in a model's configuration; None if it has none that spreads experts."""
+    config = getattr(model, "config", None)
+    text = None if config is None else config.get_text_config()
+    plan: EpPlan | None = getattr(text, "base_model_ep_plan", None)
+    return plan if plan and EXPERTS in plan.values() else None
+
+
+def modules_of(ep_plan: EpPlan, model: nn.Module) -> list[str]:
+    """Return the paths of the modules that a plan spreads."""
+    wanted = [re.escape(path).replace(r"\*", r"\d+") for path, style in ep_plan.items() if style == EXPERTS]
+    pattern = re.compile(rf"(?:.+\.)?(?:{'|'.join(wanted)})")
+    return [path for path, _ in model.named_modules() if pattern.fullmatch(path)]
+
+
+def check_spread(ep_plan: EpPlan, model: nn.Module, experts: list[nn.Module]) -> None:
+    """Raise ConfigError unless a plan spreads exactly the experts that a model is known to have."""
+    named = modules_of(ep_plan, model)
+    if {id(model.get_submodule(path)) for path in named} != {id(each) for each in experts}:
+        there = [path for path, each in model.named_modules() if any(each is one for one in experts)]
+        why = f"names {', '.join(named) or 'no module'}, and the experts are {', '.join(there)}"
+        hint = "Leave it out: where this model has its experts is known."
+        raise ConfigError("ep_plan", dict(ep_plan), why, hint)
+
 
 INSIDE = ".base_layer"
 """Part of a path that peft adds where it has put a wrapper around a module."""
@@ -193,7 +241,11 @@ def _compare_layers(decoder: Decoder, whole: Sequence[WatchedCall]) -> str | Non
 
 def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tensor]) -> str | None:
     with _same_numbers(), naming(decoder.model, "with labels"):
-        wanted = _loss_of(decoder, tokens_BL)
+        given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
+        try:
+            wanted: Tensor = decoder.plain(decoder.model, **given, output_router_logits=False).loss
+        except TypeError:  # the model has no such argument
+            wanted = decoder.plain(decoder.model, **given).loss
         whole = _outcome(wanted, trained)
     targets_BL = F.pad(tokens_BL[:, 1:], (0, 1), value=-100)
     with _same_numbers():
@@ -203,17 +255,6 @@ def _compare_losses(decoder: Decoder, tokens_BL: Tensor, trained: Sequence[Tenso
         return f"the loss ({float(whole[0]):.6g} by the model, {float(parts[0]):.6g} in a step)"
     different = [one for one, other in zip(whole[1:], parts[1:], strict=True) if not _agree(one, other)]
     return f"a gradient of the loss, of shape {list(different[0].shape)}" if different else None
-
-
-def _loss_of(decoder: Decoder, tokens_BL: Tensor) -> Tensor:
-    """Return the loss by the model's own code, without that of its routers."""
-    given = {"input_ids": tokens_BL, "labels": tokens_BL, "use_cache": False}
-    try:
-        out = decoder.plain(decoder.model, **given, output_router_logits=False)
-    except TypeError:  # the model has no such argument
-        out = decoder.plain(decoder.model, **given)
-    loss: Tensor = out.loss
-    return loss
 
 
 def _compare_experts(decoder: Decoder, caught: Sequence[Caught]) -> str | None:
@@ -243,10 +284,9 @@ def coefficient_of(model: Any, decoder: Decoder) -> str | None:
     That is so if a step would compute another loss, or if the model's own code for the loss fails. The loss
     is compared with that of the whole model for some random tokens.
     """
-    try:
+    with suppress(Exception):  # foreign code may raise anything, and the user has not asked for this loss yet
         return _coefficient(model, decoder)
-    except Exception:  # foreign code may raise anything, and the user has not asked for this loss yet
-        return None
+    return None
 
 
 def _coefficient(model: Any, decoder: Decoder) -> str | None:

@@ -11,7 +11,7 @@ from torch.nn.modules import module as _modules
 from penstock.adapt.cut import READERS, is_foreign
 from penstock.adapt.decoder import CutLayer, Decoder
 from penstock.families.adapters import around
-from penstock.families.code import Code, code_of, is_patched, patched
+from penstock.families.look import code_of, is_patched, patched
 
 COUNTERS = ("torch.",)
 """Package of hooks on all modules that only count, such as those of torch's counter of operations."""
@@ -70,7 +70,8 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
         if is_patched(module):
             raise ValueError(patched(module, "parallelize the model without it"))
     for module, code in part.code.items():
-        _check_code(module, code)
+        if code_of(module) != code:
+            raise ValueError(_exchanged(type(module)))
     if not cut.is_whole():
         raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
     for module in (layer, block, *around(experts), shared):
@@ -124,12 +125,6 @@ def _check_global_hooks() -> None:
                 "experts. Remove it (register_module_forward_hook and the like return a handle), or "
                 "register it on the modules that it is meant for"
             )
-
-
-def _check_code(module: nn.Module, code: Code) -> None:
-    """Raise ValueError if a module's class has other functions than this code."""
-    if code_of(module) != code:
-        raise ValueError(_exchanged(type(module)))
 
 
 def _exchanged(kind: type) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from penstock.adapt.build import machinery_for, scheduled, shared_as
-from penstock.adapt.ep_plan import brought_by
-from penstock.adapt.guess import guess
+from penstock.adapt.guess import brought_by, guess
 from penstock.adapt.planning import choice_of
 from penstock.adapt.scheduled import engine_of, plain_class
 from penstock.adapt.tensor import TensorShares
@@ -21,10 +20,9 @@ from penstock.decision import Decision
 from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
 from penstock.families.family import Family
-from penstock.families.hub import folder_of
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.look import Found, look
-from penstock.families.model_folder import ModelFolder
+from penstock.families.model_folder import ModelFolder, folder_of
 from penstock.families.weights import share_of_experts
 from penstock.moe.experts.base import ExpertShard
 from penstock.placement import ExpertPlacement

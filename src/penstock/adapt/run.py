@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.adapt.balance import BalanceOverLayers
 from penstock.adapt.build import pieces_of, spread_parts
 from penstock.adapt.decoder import Decoder, Inputs
+from penstock.adapt.engine import BalanceOverLayers
 from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
-from penstock.adapt.naming import ModelNaming
+from penstock.adapt.saving import ModelNaming
 from penstock.adapt.tensor import TensorShares, check_can_narrow
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
@@ -37,9 +37,16 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
-from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
+from penstock.train.assemble import (
+    Files,
+    RunModel,
+    assumed_moving,
+    base_shape,
+    decoder_of,
+    first_plan,
+    updating_of,
+)
 from penstock.train.config import RunConfig
-from penstock.train.model import Files, RunModel, decoder_of
 from penstock.train.pretrained import COPY, files_alike
 
 

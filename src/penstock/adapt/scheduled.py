@@ -22,9 +22,8 @@ from torch._compile import _disable_dynamo
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder
 from penstock.adapt.engine import Engine, StepInputs, refuse_sharing
-from penstock.adapt.generating import together_from
-from penstock.adapt.naming import expert_axes
-from penstock.adapt.saving import save_model
+from penstock.adapt.passes import together_from
+from penstock.adapt.saving import expert_axes, save_model
 from penstock.checkpoint.storage import together
 from penstock.partial_state import refuse_pickle
 from penstock.runtime import PipelinedStack
@@ -33,6 +32,7 @@ from penstock.sharding import sharding_of
 
 DECODED = ("input_ids", "attention_mask", "position_ids")
 """Arguments of a step that its decoder gets, in their order."""
+
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments of documents that are packed into one row, which some kernels read in place of `position_ids`."""
@@ -239,26 +239,17 @@ def _hidden_states(base: Any, engine: Engine, named: dict[str, Any]) -> Any:
 
     from penstock.adapt.outputs import LastOnly
 
-    given_flags = {name: named.get(name) for name in ("output_hidden_states", "output_router_logits")}
     wanted = {
-        name: getattr(base.config, name, False) if flag is None else flag
-        for name, flag in given_flags.items()
+        name: getattr(base.config, name, False) if named.get(name) is None else named[name]
+        for name in ("output_hidden_states", "output_router_logits")
     }
     others = (*wanted, "use_cache", "return_dict", "num_items_in_batch")
     _check_known(named, (*DECODED, *others, *PACKED), "a training step without labels")
     request = engine.balance_request
     routers: RouterUse = "handed_out" if wanted["output_router_logits"] and request is None else "unused"
-    given = StepInputs(
-        tokens_BL=named["input_ids"],
-        labels_BL=None,
-        shift_labels_BL=None,
-        mask_BL=named.get("attention_mask"),
-        positions_BL=named.get("position_ids"),
-        packed=_packed(named),
-        valid=None,
-        routers="balanced" if request is not None and request.wanted else routers,
-    )
-    found = engine.hidden_states(given)
+    if request is not None and request.wanted:
+        routers = "balanced"
+    found = engine.hidden_states(_inputs_of(named, None, routers))
     normed_BLM = engine.decoder.normed(found.hidden_BLM)
     if request is not None:
         request.balance = found.balance
@@ -305,7 +296,9 @@ def _step(model: Any, engine: Engine, named: dict[str, Any]) -> Any:
     from penstock.adapt.outputs import LOGITS, StepOutput
 
     _check_known(named, (*KNOWN, *PACKED), "a training step")
-    given = _inputs_of(model, named, engine.decoder)
+    items = named.get("num_items_in_batch")
+    routers: RouterUse = "balanced" if _balances(model, named, engine.decoder) else "unused"
+    given = _inputs_of(named, None if items is None else float(items), routers)
     if named.get("logits_to_keep") is not None:
         refuse_sharing(engine, "logits_to_keep in a training step")
     loss, aux = engine.step(given)
@@ -339,28 +332,23 @@ def _check_known(named: dict[str, Any], known: Sequence[str], what: str) -> None
         )
 
 
-def _packed(named: dict[str, Any]) -> dict[str, Any]:
-    """Return what tells documents apart in a row. Raises ValueError where it is that of several rows."""
+def _inputs_of(named: dict[str, Any], valid: float | None, routers: RouterUse) -> StepInputs:
+    """Return the inputs of a step. Raises ValueError where several rows have packed documents."""
     packed = {name: named[name] for name in PACKED if named.get(name) is not None}
     if packed and len(named["input_ids"]) != 1:
         raise ValueError(
             f"{', '.join(packed)}: documents are packed into one row, and input_ids are "
             f"{list(named['input_ids'].shape)}, of which a step makes microbatches: give one row"
         )
-    return packed
-
-
-def _inputs_of(model: Any, named: dict[str, Any], decoder: Decoder) -> StepInputs:
-    items = named.get("num_items_in_batch")
     return StepInputs(
         tokens_BL=named["input_ids"],
         labels_BL=named.get("labels"),
         shift_labels_BL=named.get("shift_labels"),
         mask_BL=named.get("attention_mask"),
         positions_BL=named.get("position_ids"),
-        packed=_packed(named),
-        valid=None if items is None else float(items),
-        routers="balanced" if _balances(model, named, decoder) else "unused",
+        packed=packed,
+        valid=valid,
+        routers=routers,
     )
 
 
@@ -409,10 +397,8 @@ def _num_parameters(plain: Any) -> Callable[..., int]:
 def saved_together(adapted: Any) -> Any:
     """Make all ranks save a model of peft around a scheduled model together, rank 0 its files; returns it."""
     plain = type(adapted)
-    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
     if getattr(plain.save_pretrained, "__wrapped__", None) is None:
-        own = {**named, "save_pretrained": _save_adapters(plain)}
-        adapted.__class__ = type(plain.__name__, (plain,), own)
+        _change(adapted, {"save_pretrained": _save_adapters(plain)})
     return adapted
 
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from penstock.adapt.cut import Inside, is_foreign
 from penstock.config import ConfigError
 from penstock.families.adapters import core_of
-from penstock.families.family import AttentionCut
 from penstock.families.gradients import DENSE_COLUMN, DENSE_ROWS
 from penstock.families.look import Found
 from penstock.graph import Lane
@@ -326,7 +325,11 @@ class TensorShares:
             self._parts(module, {name: 0 for name, _ in module.named_parameters()})
         for layer, block in zip(found.layers, found.blocks, strict=True):
             attention = layer.get_submodule(cut.module)
-            self._cut_attention(attention, cut)
+            self._parts(
+                attention, {**_of_linear(attention, cut.rows, cut.columns), **dict.fromkeys(cut.heads, 0)}
+            )
+            self._stands += [Summed(getattr(attention, name), self.ranks) for name in cut.columns]
+            self._stands += [Narrowed(getattr(attention, name), self.ranks) for name in cut.narrowed]
             dense = None
             if block is None:
                 part = layer.get_submodule(family.block)
@@ -336,13 +339,6 @@ class TensorShares:
             self._stands += [stand := Attended(attention, self.ranks)]
             norm = None if cut.norm is None else layer.get_submodule(cut.norm)
             self.layers.append(SharedLayer(stand, norm, dense))
-
-    def _cut_attention(self, attention: Any, cut: AttentionCut) -> None:
-        self._parts(
-            attention, {**_of_linear(attention, cut.rows, cut.columns), **dict.fromkeys(cut.heads, 0)}
-        )
-        self._stands += [Summed(getattr(attention, name), self.ranks) for name in cut.columns]
-        self._stands += [Narrowed(getattr(attention, name), self.ranks) for name in cut.narrowed]
 
     def _parts(self, module: nn.Module, dims: dict[str, int]) -> None:
         """Keep of every parameter this rank's part along a dimension, and declare it."""

@@ -32,7 +32,7 @@ from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import open_stored, verify
 from penstock.train.pretrained import TYPES
-from penstock.train.resume_settings import check_sizes_given
+from penstock.train.resume import check_sizes_given
 from penstock.train.run_state import DecoderNaming, of_model
 
 

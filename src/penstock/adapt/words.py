@@ -95,9 +95,12 @@ class FolderWords:
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        self._files, self._vocabulary = _files_in(folder), vocabulary
+        self._vocabulary = vocabulary
+        self._files = " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
         self._tokenizer = _read(folder, self._files)
-        self._first = self._put_before(PROBE)
+        whole, bare = self._tokens(PROBE, add_special_tokens=True), self._tokens(PROBE)
+        places = range(len(whole) - len(bare) + 1)
+        self._first = next((whole[:n] for n in places if whole[n : n + len(bare)] == bare), [])
 
     def encode(self, text: str) -> list[int]:
         return self._known(self._tokens(text, split_special_tokens=True))
@@ -110,11 +113,6 @@ class FolderWords:
 
     def _tokens(self, text: str, **how: bool) -> list[int]:
         return list(self._tokenizer.encode(text, **{"add_special_tokens": False, "verbose": False, **how}))
-
-    def _put_before(self, text: str) -> list[int]:
-        whole, bare = self._tokens(text, add_special_tokens=True), self._tokens(text)
-        places = range(len(whole) - len(bare) + 1)
-        return next((whole[:n] for n in places if whole[n : n + len(bare)] == bare), [])
 
     def _known(self, tokens: list[int]) -> list[int]:
         if (largest := max(tokens, default=0)) >= self._vocabulary:
@@ -207,11 +205,6 @@ def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None)
     where = "" if named is None else f", and {named} is not there any more or has changed"
     why = f"{path} was trained on tokens of a tokenizer{known}{where}"
     return f"{why}: name its tokenizer.json with --tokenizer FILE"
-
-
-def _files_in(folder: Path) -> str:
-    """Return the names of the files from which a tokenizer is read, for people."""
-    return " or ".join(str(folder / name) for name in TOKENIZERS if (folder / name).exists())
 
 
 def _read(folder: Path, files: str) -> Any:

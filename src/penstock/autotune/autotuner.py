@@ -36,7 +36,7 @@ from penstock.plan.plan_config import AUTO, DROPPED_STEPS
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.runtime.moving import ExpertMoving
 from penstock.schedule import StepPlan
-from penstock.trace.stragglers import stragglers, typical_seconds
+from penstock.trace.analysis import stragglers, typical_seconds
 from penstock.train.config import RunConfig
 from penstock.train.pilot import Forecast, Ranks, Resumption
 from penstock.words import milliseconds

@@ -12,7 +12,6 @@ from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster
 from penstock.decision import Decision
 from penstock.decision.record import RowForm
 from penstock.dispatch import DISPATCHES, runnable
-from penstock.dispatch.node_once import MOST_NODE_SIZE
 from penstock.graph import RefusalError
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig, build_layer
@@ -21,6 +20,7 @@ from penstock.moe.orders.merged import MOST_EXPERTS_THERE
 from penstock.plan import PlanFile, Problem
 from penstock.plan.plan_config import AUTO, FIXED
 from penstock.plan.space import in_effect
+from penstock.routing.joined import MOST_NODE_SIZE
 from penstock.runtime.makers import maker_of
 from penstock.step import build_graph
 from penstock.topology import Layout, ParallelConfig
@@ -190,7 +190,16 @@ def check_compatible(config: RunConfig, layout: Layout, *, computes: bool = True
         except ConfigError as error:
             raise error if "." in error.key else error.under("schedule")  # noqa: B904 - the same error
         if computes and any(problem.shape.moe_layers):
-            _check_layer(config, layout, choice)
+            with on_meta():
+                layer = build_layer(
+                    config.model.hidden_size,
+                    with_choice(config, choice).moe,
+                    ep_size=layout.ep_size,
+                    ep_rank=layout.ep_rank,
+                    node_size=layout.ep_node_size,
+                    shard=ExpertShard(layout.etp_rank, layout.etp_size),
+                )
+            maker_of(layer, layout, choice.form)
 
 
 def _planned(config: RunConfig, layout: Layout) -> Iterator[tuple[Problem, Decision]]:
@@ -205,17 +214,3 @@ def _planned(config: RunConfig, layout: Layout) -> Iterator[tuple[Problem, Decis
     for run in open_runs(config):
         problem = assumed_problem(run, layout)
         yield problem, given_choice(run, problem)
-
-
-def _check_layer(config: RunConfig, layout: Layout, choice: Decision) -> None:
-    """Raise ConfigError for parts of an MoE layer that do not fit each other or the form of their experts."""
-    with on_meta():
-        layer = build_layer(
-            config.model.hidden_size,
-            with_choice(config, choice).moe,
-            ep_size=layout.ep_size,
-            ep_rank=layout.ep_rank,
-            node_size=layout.ep_node_size,
-            shard=ExpertShard(layout.etp_rank, layout.etp_size),
-        )
-    maker_of(layer, layout, choice.form)

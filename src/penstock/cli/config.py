@@ -7,9 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from penstock.cli.codes import BAD_USAGE
-from penstock.cli.failing import say
-from penstock.cli.paths import config_and_settings, user_path
+from penstock.cli.failing import BAD_USAGE, say
+from penstock.cli.out import add_overrides, config_and_settings, user_path
 from penstock.cli.run import exit_code
 from penstock.config import ConfigError, load, to_dict
 from penstock.config.described import help_text, json_schema, page
@@ -36,7 +35,7 @@ def add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     show.add_argument(
         "config", nargs="?", metavar="FILE", help="TOML, YAML or JSON (default: defaults alone)"
     )
-    show.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="override FILE")
+    add_overrides(show, "FILE")
     show.add_argument("--format", choices=("toml", "yaml", "json"), default="toml", help="(default: toml)")
     show.set_defaults(run=_show)
     validate = actions.add_parser("validate", help="print everything that is wrong with files; code 2 if so")

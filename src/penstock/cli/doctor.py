@@ -16,15 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.codes import FAILED
-from penstock.cli.failing import tell, tell_torchrun
+from penstock.cli.failing import FAILED, tell, tell_torchrun
 from penstock.cli.ranks import Emulated, on_ranks, processes_of
 from penstock.config import ConfigError, load
 from penstock.cost import ClusterFile
 from penstock.cost.clusters import find_cluster
 from penstock.doctor import Check, Examination, Wanted, examine, judge
+from penstock.doctor.findings import why_unreachable
 from penstock.doctor.meeting import Meeting, MeetingError
-from penstock.doctor.unreachable import why_unreachable
 from penstock.plan.plan_config import AUTO, given_schedule
 from penstock.topology import Layout, ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
@@ -141,15 +140,12 @@ def _be_rank(info: ProcessInfo, asked: Asked, wanted: Wanted) -> int:
         tell(why_unreachable(info, host, port, str(error)))
         return FAILED
     try:
-        found = examine(meeting, info, host, _folders(asked), asked.options.wait_s)
+        folder = Path() if asked.config is None else asked.config.output.dir
+        found = examine(meeting, info, host, [folder], asked.options.wait_s)
         return _report(meeting, found, asked, wanted)
     except MeetingError as error:
         tell(f"rank {info.rank} gave up: {error}")
         return FAILED
-
-
-def _folders(asked: Asked) -> list[Path]:
-    return [Path() if asked.config is None else asked.config.output.dir]
 
 
 def _report(meeting: Meeting, found: Examination | None, asked: Asked, wanted: Wanted) -> int:

@@ -1,4 +1,7 @@
-"""Why a command fails, told on the terminal, and to torchrun, which ends with what it knows of its ranks."""
+"""Why a command fails, told on the terminal, and to torchrun, which ends with what it knows of its ranks.
+
+Exit codes are the same for every subcommand. Success is 0.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.cli.codes import FAILED
 from penstock.writing import write_whole
+
+FAILED = 1
+BAD_USAGE = 2
+"""Wrong arguments or a setting that cannot be used."""
+
+INTERRUPTED = 130
+"""Ctrl-C before the work was done; the number is the one that shells use: 128 and that of the signal."""
 
 NOT_BEGUN = "stopped before training began; nothing was saved"
 NO_RESULT = "stopped before there was a result"

@@ -11,19 +11,18 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from penstock.cli.codes import FAILED
-from penstock.cli.failing import tell
+from penstock.cli.failing import FAILED, tell
 from penstock.cli.out import check_out, save_out
 from penstock.cli.ranks import Emulated, on_ranks, processes_of
 from penstock.config import ConfigError, load
 from penstock.cost.json_file import write_json
 from penstock.device import best_kind, count_gpus, device_of
+from penstock.doctor.findings import why_unreachable
 from penstock.doctor.gpu.outcome import Verdict
 from penstock.doctor.gpu.report import last_line, report_of, result_text, worst_of
 from penstock.doctor.gpu.run import Crew, Met, OneRank, Result, run_stages
 from penstock.doctor.gpu.stages import STAGES, Stage
 from penstock.doctor.meeting import Meeting, MeetingError
-from penstock.doctor.unreachable import why_unreachable
 from penstock.topology import ProcessInfo, detect
 from penstock.topology.join import ALONE, meeting_place
 from penstock.train.config import RunConfig

@@ -15,7 +15,7 @@ from penstock.cli.failing import NO_RESULT, NOT_BEGUN
 from penstock.cli.lab import lab
 from penstock.cli.listing import add_list
 from penstock.cli.models import add_models
-from penstock.cli.paths import config_and_settings, user_path
+from penstock.cli.out import add_overrides, config_and_settings, user_path
 from penstock.cli.plan import add_plan
 from penstock.cli.prepare import add_prepare
 from penstock.cli.report import add_report
@@ -37,19 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     if given[:1] == ["help"]:
         given = [*(word for word in given[1:2] if word != "help"), "--help"]
-    _check_command(parser, given)
-    options = parse(parser, given)
-    return exit_code(lambda: options.run(options, given), getattr(options, "left", STOPPED))
-
-
-def _check_command(parser: argparse.ArgumentParser, given: Sequence[str]) -> None:
-    """Say which command was meant; argparse lists them all."""
     known = list(commands(parser))
     for word in given[:1]:
         if not word.startswith("-") and word not in known:
             near = get_close_matches(word, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(known)}."
             parser.error(f"there is no command {word!r}. {hint}")
+    options = parse(parser, given)
+    return exit_code(lambda: options.run(options, given), getattr(options, "left", STOPPED))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,9 +94,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SECTION",
         help="say what every setting means, or those of a section",
     )
-    train.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(train)
     train.add_argument(
         "--json", action="store_true", help="print only one JSON object, at the end, on stdout"
     )
@@ -134,21 +127,6 @@ def _add_schedule(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="K",
         help="chunks per layer's all-reduce (default: 4)",
     )
-    _add_sharing(schedule)
-    _add_moving(schedule)
-    schedule.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=(0, 1, 2),
-        default=0,
-        help="1: every rank updates a share of the parameters, by tasks of the step; 2: besides, whole "
-        "gradients are kept of two layers at a time (default: 0)",
-    )
-    schedule.add_argument("--json", action="store_true", help="print one JSON object")
-    schedule.set_defaults(run=_schedule)
-
-
-def _add_sharing(schedule: argparse.ArgumentParser) -> None:
     own = ", ".join(name for name, system in SCHEDULES.items() if system.expert_form)
     schedule.add_argument(
         "--tp-size",
@@ -170,6 +148,17 @@ def _add_sharing(schedule: argparse.ArgumentParser) -> None:
         metavar="FORM",
         help=f"how rows meet all shards of their experts: {', '.join(FORM_TOKENS)} (default: gather)",
     )
+    _add_moving(schedule)
+    schedule.add_argument(
+        "--zero-stage",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="1: every rank updates a share of the parameters, by tasks of the step; 2: besides, whole "
+        "gradients are kept of two layers at a time (default: 0)",
+    )
+    schedule.add_argument("--json", action="store_true", help="print one JSON object")
+    schedule.set_defaults(run=_schedule)
 
 
 def _add_moving(schedule: argparse.ArgumentParser) -> None:
@@ -209,9 +198,7 @@ def _add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     profile.add_argument(
         "config", nargs="?", metavar="CONFIG", help="a TOML file (default: the model of penstock bench)"
     )
-    profile.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(profile)
     profile.add_argument(
         "--budget",
         type=float,
@@ -253,9 +240,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="CONFIG",
         help="a TOML file: is there room for that run, at its output.dir?",
     )
-    doctor.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(doctor)
     doctor.add_argument(
         "--cluster",
         metavar="NAME|FILE",

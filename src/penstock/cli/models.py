@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from penstock.cli.codes import BAD_USAGE, FAILED
-from penstock.cli.paths import user_path
+from penstock.cli.failing import BAD_USAGE, FAILED
+from penstock.cli.out import user_path
 from penstock.cli.progress import progress_line
 from penstock.config import UNSET, ConfigError, open_regular, shorten
 from penstock.extras import install, needs

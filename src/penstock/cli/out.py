@@ -1,12 +1,16 @@
-"""Where a command saves its results: checked before the work, since the work may take minutes."""
+"""Where a command saves its results: checked before the work, since the work may take minutes.
+
+Shells leave `--out=~/x` as it is, so `path` reads paths on the command line.
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from penstock.config import ConfigError
+from penstock.config import ConfigError, expanded
 from penstock.writing import try_to_write
 
 
@@ -64,3 +68,24 @@ def _obstacle(path: Path) -> str | None:
         return "is not a regular file (a device, for example), and writing would replace it"
     above = next((folder for folder in path.parents if folder.exists()), None)
     return None if above is None or above.is_dir() else f"{above} is a file, not a folder"
+
+
+def user_path(text: str) -> Path:
+    """Return the path with a home folder (`~`) expanded; for argparse, which names the option."""
+    try:
+        return expanded(text, "path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.why}") from error
+
+
+def add_overrides(parser: argparse.ArgumentParser, overridden: str = "CONFIG") -> None:
+    """Add the words `section.key=value` to a command line."""
+    what = f"settings that override {overridden}"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=what)
+
+
+def config_and_settings(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
+    """Return the file, which may be missing, and the settings: argparse takes the first word for the file."""
+    words = [*([] if options.config is None else [options.config]), *options.overrides]
+    path = expanded(words.pop(0), "CONFIG") if words and "=" not in words[0] else None
+    return path, words

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.cli.codes import FAILED
+from penstock.cli.failing import FAILED
 from penstock.cli.fitting import Changes, Fitting
-from penstock.cli.out import check_out, save_out
-from penstock.cli.paths import user_path
+from penstock.cli.out import add_overrides, check_out, save_out, user_path
 from penstock.cli.plan_compare import compared, swept
 from penstock.cli.plan_search import find_best, searching
 from penstock.cli.plan_stages import planned_in_stages, stages_instead, wants_stages
@@ -102,9 +101,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="a training configuration, such as configs/tiny.toml; or the config.json of a model of "
         "transformers, or its folder",
     )
-    plan.add_argument(
-        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that override CONFIG"
-    )
+    add_overrides(plan)
     plan.add_argument(
         "--model",
         type=model_name,

@@ -20,7 +20,7 @@ from penstock.cli.plan_subject import (
     option,
     subject_of,
 )
-from penstock.config import ConfigError, asked, expanded, is_folder, read_json
+from penstock.config import ConfigError, asked, expanded, read_json
 from penstock.config.files import found_or_shipped
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.plan import PlanFile
@@ -131,7 +131,7 @@ def _other(options: argparse.Namespace, what: str) -> Callable[[], Side]:
     alone: dict[str, Any] = {"config": None, "model": None, "overrides": []}
     if found_or_shipped(path).suffix in (".toml", ".yaml", ".yml") or _has_settings(path):
         return _searched(_replaced(options, {**alone, "config": path}))
-    if path.suffix == ".json" and not is_folder(path) and not asked(path.is_file):
+    if path.suffix == ".json" and not asked(path.is_dir) and not asked(path.is_file):
         raise ConfigError("--against", what, "there is no such file", "Give a plan file or a config.json.")
     return _searched(_replaced(options, {**alone, "model": model_name(what)}))
 

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Final
 
@@ -19,11 +19,15 @@ from penstock.cli.progress import Lines
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.plan import MemoryBudget, Problem, Progress, Subject, find_plan
+from penstock.plan.basis import Basis
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import COMMAND_S, Effort, time_limit
 from penstock.plan.optimizers import NEAR, Find, find_updated
 from penstock.plan.search import FoundPlan
 from penstock.words import milliseconds
+
+KEPT: Final = 4
+"""The number of steps of which the basis is kept: with either optimiser, in two layouts."""
 
 LINE_EVERY_S: Final = 10.0
 """Seconds between lines on progress where standard error is no terminal."""
@@ -33,7 +37,8 @@ LINE_EVERY_S: Final = 10.0
 class Searching:
     """What the searches of one command share.
 
-    stopped: tells whether they have been asked to end. over: whether their processor time is over.
+    stopped: tells whether they have been asked to end. over: whether their processor time is over. bases: of
+    the last steps that plans were sought for.
     """
 
     memory: MemoryBudget | None
@@ -41,6 +46,7 @@ class Searching:
     progress: Callable[[Progress], None]
     stopped: Callable[[], bool]
     over: Callable[[], bool]
+    bases: list[Basis] = field(default_factory=list)
 
     def find(
         self, problem: Problem, starts: tuple[Decision, ...] = (), effort: Effort = "usual"
@@ -54,7 +60,17 @@ class Searching:
             ends=lambda: self.stopped() or self.over(),
             starts=starts,
             effort=effort,
+            basis=self._basis(problem),
         )
+
+    def _basis(self, problem: Problem) -> Basis:
+        """Return what other searches for this very step have worked out."""
+        for basis in self.bases:
+            if basis.given is problem:
+                return basis
+        del self.bases[: -KEPT + 1]
+        self.bases.append(Basis(problem, self.memory))
+        return self.bases[-1]
 
     def quick(self, problem: Problem, starts: tuple[Decision, ...] = ()) -> FoundPlan:
         """Return a plan that is nearly as good as that of a search in full."""

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.paths import user_path
-from penstock.config import UNSET, ConfigError, check_name, is_folder
+from penstock.cli.out import user_path
+from penstock.config import UNSET, ConfigError, asked, check_name
 from penstock.cost import ClusterFile, StateTypes, routing_sizes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import in_line
@@ -202,7 +202,7 @@ def of_transformers(model: str) -> Path | None:
     if (found := open_models().get(model)) is not None or model in MODELS:
         return found
     path = user_path(model)
-    if is_folder(path) or path.suffix == ".json":
+    if asked(path.is_dir) or path.suffix == ".json":
         return path
     check_name("--model", model, (*open_models(), *MODELS), "model")
     return None
@@ -238,22 +238,17 @@ def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
 
-    _check_routable(subject.problem, options.routing)
+    sizes = routing_sizes(subject.problem.workload, sum(subject.problem.shape.moe_layers))
+    numbers = max(math.prod(sizes.shape), subject.problem.workload.world_size**2)
+    if numbers > MOST_NUMBERS:
+        why = f"asks for tables of {numbers:.1e} numbers: what every sample sends to every expert of a layer"
+        hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."
+        raise ConfigError("--routing", options.routing, why, hint)
 
     def observing(problem: Problem) -> Problem:
         return replace(problem, observed=with_routing(problem, routing, subject.movable).evidence)
 
     return subject.changed(observing)
-
-
-def _check_routable(problem: Problem, routing: str) -> None:
-    """Raise ConfigError for a step whose routing would need too large tables, of ranks or of experts."""
-    sizes = routing_sizes(problem.workload, sum(problem.shape.moe_layers))
-    numbers = max(math.prod(sizes.shape), problem.workload.world_size**2)
-    if numbers > MOST_NUMBERS:
-        why = f"asks for tables of {numbers:.1e} numbers: what every sample sends to every expert of a layer"
-        hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."
-        raise ConfigError("--routing", routing, why, hint)
 
 
 def _configured(
@@ -265,14 +260,14 @@ def _configured(
     """
     from penstock.autotune.choose.subject import has_settings, run_subject
 
-    if title is not None and not is_folder(config) and has_settings(config):
+    if title is not None and not asked(config.is_dir) and has_settings(config):
         why = "has settings of a run, and is no model's config.json"
         raise ConfigError("--model", title, why, f"Write penstock plan {title}, without --model.")
     settings = [] if title is None else _settings(options)
     memory = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]
     subject = run_subject(config, given, file, layout=options.layout, memory=memory)
-    return subject if title is None else replace(subject, title=title)
+    return subject if title is None else subject.called(title)
 
 
 def _settings(options: argparse.Namespace) -> list[str]:

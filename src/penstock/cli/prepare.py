@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from penstock.cli.codes import FAILED
-from penstock.cli.paths import user_path
+from penstock.cli.failing import FAILED
+from penstock.cli.out import user_path
 from penstock.config import ConfigError, shorten
 from penstock.data.config import DataConfig
 from penstock.data.files import HINT
@@ -75,7 +75,11 @@ def add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_prepare(options: argparse.Namespace) -> int:
     """Prepare the folder and print its contents; return the exit code."""
     folder: Path = options.out
-    _check_out(folder)
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        why = "is not UTF-8, and data.path could not name it"
+        raise ConfigError("--out", str(folder), why, "Choose another name.") from error
     work = _preparation(options)
     if (folder / WHOLE).exists() and (damage := first_damage(folder)) is not None:
         print(f"penstock: {damage}", file=sys.stderr)
@@ -93,15 +97,6 @@ def run_prepare(options: argparse.Namespace) -> int:
     STOPS.finish(0)
     _tell(read_record(folder / WHOLE), folder, json_wanted=options.json)
     return 0
-
-
-def _check_out(folder: Path) -> None:
-    """Raise ConfigError for a folder that no configuration could name."""
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError as error:
-        why = "is not UTF-8, and data.path could not name it"
-        raise ConfigError("--out", str(folder), why, "Choose another name.") from error
 
 
 def _problem(folder: Path, error: OSError) -> str:

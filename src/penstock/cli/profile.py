@@ -17,7 +17,7 @@ from penstock.autotune.problem import candidates, check_compatible
 from penstock.autotune.profile import profile_run
 from penstock.autotune.profile.sample import Limits
 from penstock.autotune.profile.tasks import cuts, sample_of
-from penstock.cli.codes import FAILED
+from penstock.cli.failing import FAILED
 from penstock.cli.out import check_folder, check_out, save_out
 from penstock.cli.progress import progress_line
 from penstock.cli.ranks import Emulated, measure_as_rank, on_ranks, processes_of

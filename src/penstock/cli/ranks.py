@@ -10,8 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from penstock.cli.codes import BAD_USAGE, FAILED, INTERRUPTED
-from penstock.cli.failing import say, tell, tell_torchrun
+from penstock.cli.failing import BAD_USAGE, FAILED, INTERRUPTED, say, tell, tell_torchrun
 from penstock.config import ConfigError
 from penstock.device import pick_device
 from penstock.graph import RefusalError

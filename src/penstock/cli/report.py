@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.codes import FAILED
-from penstock.cli.out import check_out, save_out
-from penstock.cli.paths import user_path
+from penstock.cli.failing import FAILED
+from penstock.cli.out import check_out, save_out, user_path
 from penstock.words import folded, mib, terminal_width
 from penstock.writing import write_whole
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from penstock.cli.codes import BAD_USAGE
-from penstock.cli.failing import CommandError, tell
+from penstock.cli.failing import BAD_USAGE, CommandError, tell
 from penstock.config import ConfigError, HintWarning
 from penstock.graph import ScheduleError
 from penstock.stops import STOPS
@@ -32,7 +31,7 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
         if hasattr(options, "overrides") and rest[0].startswith("--"):
             setting = rest[0].lstrip("-")
             text += f"; settings are written without dashes: {setting if _is_setting(setting) else EXAMPLE}"
-        _parser_of(parser, given).error(text)
+        commands(parser).get(given[0], parser).error(text)  # the usage of the subcommand helps more
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
@@ -40,11 +39,6 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
 
 def _is_setting(word: str) -> bool:
     return re.fullmatch(r"\w+(\.\w+)+=.+", word) is not None
-
-
-def _parser_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the subcommand, whose usage helps more."""
-    return next((commands(parser)[word] for word in given[:1] if word in commands(parser)), parser)
 
 
 def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -11,17 +11,15 @@ from penstock.config.files import (
     asked,
     check_no_link,
     expanded,
-    is_folder,
     is_missing,
     open_regular,
     parse_json,
     read_json,
     read_text,
 )
+from penstock.config.kinds import Table
 from penstock.config.load import from_dict, load, to_dict, to_toml
-from penstock.config.other_names import HintWarning, OtherNameWarning
-from penstock.config.table import Table
-from penstock.config.validate import check_bounds, check_value
+from penstock.config.validate import HintWarning, OtherNameWarning, check_bounds, check_value
 
 __all__ = [
     "UNSET",
@@ -40,7 +38,6 @@ __all__ = [
     "expanded",
     "from_dict",
     "in_any_case",
-    "is_folder",
     "is_missing",
     "load",
     "open_regular",

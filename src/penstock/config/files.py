@@ -24,14 +24,6 @@ MOST_JSON_BYTES = 64 * MEBIBYTE
 SHIPPED = Path(__file__).parent / "shipped"
 """Configurations installed with the package; `configs/` in the source code is a link to them."""
 
-KINDS = (
-    (stat.S_ISDIR, "is a folder"),
-    (stat.S_ISFIFO, "is a named pipe"),
-    (stat.S_ISCHR, "is a device"),
-    (stat.S_ISBLK, "is a device"),
-    (stat.S_ISSOCK, "is a socket"),
-)
-
 
 def found_or_shipped(path: Path) -> Path:
     """Return the path; for a name such as `tiny` that is no file here, that of the shipped configuration."""
@@ -44,7 +36,7 @@ def asked(question: Callable[[], bool]) -> bool:
     """Return the system's answer about a path; False where it has none: too long a name, a locked folder."""
     try:
         return question()
-    except OSError:
+    except (OSError, ValueError):  # of a path with a NUL in it
         return False
 
 
@@ -90,8 +82,8 @@ def open_regular(path: Path, key: str, hint: str, value: object = UNSET) -> Bina
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        kind = next((words for test, words in KINDS if test(mode)), "is no ordinary file")
-        raise ConfigError(key, value, f"{kind}, not a file", hint)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+        raise ConfigError(key, value, f"is {kind}, not a file", hint)
     return os.fdopen(descriptor, "rb")
 
 
@@ -115,14 +107,6 @@ def read_text(path: Path, key: str, hint: str, most_bytes: int) -> str:
         raise ConfigError(key, UNSET, f"is not UTF-8 text (line {line})", "Save it as UTF-8.") from error
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether there is a folder; a name that no file can have is none."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def read_json(path: Path, hint: str, most_bytes: int = MOST_JSON_BYTES) -> Any:
     """Return the content of a JSON file, by the strict rules of `parse_json`; errors begin with the path."""
     text = read_text(path, str(path), hint, most_bytes)
@@ -142,7 +126,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 DEEP = "it is nested too deeply"
-LONG = "it has a number of thousands of digits"
 
 
 def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
@@ -151,10 +134,6 @@ def _parsed(parse: Callable[[Any], Any], text: str | bytes) -> Any:
         return parse(text)
     except RecursionError:
         raise ValueError(DEEP) from None
-    except ValueError as error:
-        if "set_int_max_str_digits" in str(error):  # advice for programmers
-            raise ValueError(LONG) from None
-        raise
 
 
 def _object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

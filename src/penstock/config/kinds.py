@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from penstock.config.bounds import bare
 from penstock.config.error import dotted, toml_value
-from penstock.config.table import Table
+
+
+class Table(tuple[tuple[str, Any], ...]):
+    """Pairs of a name and a value, sorted by name, so that equal tables compare equal and can be hashed."""
+
+    def __new__(cls, items: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> Self:
+        return super().__new__(cls, sorted(dict(items).items()))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._read)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"type": "object"}
+
+    @classmethod
+    def _read(cls, items: Any) -> Self:
+        try:
+            return cls(items)
+        except TypeError as error:
+            raise ValueError("must be pairs of a name and a value") from error
+
 
 PLAIN: Final[Mapping[Any, tuple[str, str]]] = {
     bool: ("true or false", "true"),

@@ -19,6 +19,7 @@ from penstock.config.bounds import bare
 from penstock.config.error import UNSET, ConfigError, dotted, toml_value
 from penstock.config.files import parse_toml, read_table
 from penstock.config.kinds import (
+    Table,
     default_of,
     example,
     inner,
@@ -29,9 +30,7 @@ from penstock.config.kinds import (
     settable,
     types_of,
 )
-from penstock.config.other_names import own_name
-from penstock.config.table import Table
-from penstock.config.validate import example_override, plain_data, prepared, validated
+from penstock.config.validate import example_override, own_name, plain_data, prepared, validated
 
 T = TypeVar("T")
 NOT_TEXT = (bool, float, list, dict)

@@ -9,7 +9,7 @@ from penstock.cost.profiled import ProfiledCluster
 from penstock.cost.routed import RoutedCost, SlowRanks, routing_sizes
 from penstock.cost.span import Span
 from penstock.cost.step import StepCost, UnevenRanks
-from penstock.cost.workload import HeldBytes, StateTypes, Workload, split_sizes
+from penstock.cost.workload import HeldBytes, StateTypes, Workload
 
 __all__ = [
     "AlphaBeta",
@@ -28,5 +28,4 @@ __all__ = [
     "UnevenRanks",
     "Workload",
     "routing_sizes",
-    "split_sizes",
 ]

@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 
 from penstock.dispatch import DISPATCHES, Dispatch, Place
-from penstock.dispatch.base import place_in
 from penstock.graph import Lane
 from penstock.ops.transfers import outward
+from penstock.routing.legs import place_in
 
 
 @dataclass(frozen=True)

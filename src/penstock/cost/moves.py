@@ -6,7 +6,7 @@ Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.apportion import Counts
-from penstock.cost.joined import distinct_rows
 from penstock.cost.legs import even_leg
 from penstock.cost.links import NodeLinks
-from penstock.cost.rows import by_source_and_target, dealt, in_turn
 from penstock.cost.step import StepCost
-from penstock.cost.workload import split_sizes
 from penstock.dispatch import DISPATCHES, Dispatch, Leg, Place
-from penstock.dispatch.base import place_in
-from penstock.dispatch.node_once import joined_sizes, num_sets
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, place_in_node
 from penstock.ops import Op, shards, tensor
 from penstock.ops.transfers import HOME, TRANSFERS, outward
 from penstock.ops.work import Collective
 from penstock.placement import ExpertPlacement
+from penstock.routing.joined import distinct_rows, num_sets
+from penstock.routing.legs import busier_rows
+from penstock.routing.routes import RouteMaker, ShardPlace, in_turn
+from penstock.routing.rows import by_source_and_target
+from penstock.routing.sizes import split_sizes
 
 Rows = npt.NDArray[np.float64]
 SizesOf = Callable[[Task], Counts]
@@ -121,6 +121,19 @@ class RowMoves:
         sent, received = (there, back) if to_experts(task) else (back, there)
         return Move("all_to_all", leg.axes, sent, received, row_bytes)
 
+    def _leg(self, task: Task, rank: int) -> Leg:
+        """Return the leg of a task towards the experts, without regard to where blocks are stored."""
+        group, place, shard = self._place(rank)
+        work, shape = self.even.workload, self.even.shape
+        there = Place(place, work.ep_size, work.ranks_per_node)
+        if not self._fused(task):
+            return self._legs.legs(self._planes(task)[group, shard], there)[self._number(task)]
+        shards = ShardPlace.of(shape.expert_form, work.mesh, rank)
+        assert shards is not None, task
+        table = self._table(task)[group].sum(axis=3).reshape(-1, work.ep_size)
+        maker = RouteMaker(self._legs, there, shards=replace(shards, dealt=1))
+        return maker.from_table(table[:, :, None, None]).cuts[1][0][0]
+
     def row_bytes(self, task: Task) -> float:
         """Return the bytes of a row as the task moves it."""
         return self.even.row_bytes(outward=task.op in HOME)
@@ -133,21 +146,30 @@ class RowMoves:
         """
         assert task.microbatch is not None, task
         rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
-        cut = [self._with_rows(self._by_target(rows_PCE[:, c], task)) for c in range(rows_PCE.shape[1])]
+        cut = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
         group, place, shard = self._place(rank)
-        tables_SHTCN = np.stack([table[group] for table in cut], axis=3)
-        sent = tables_SHTCN[place, shard]
-        if self.needs_table:
-            whole = tables_SHTCN if task.axes == Group.EXPERT_SHARDS else tables_SHTCN[:, shard]
-            return sent, whole.reshape(-1, *sent.shape)
-        return sent, tables_SHTCN[:, shard, place]
+        sent = self._with_rows(np.stack([table[group, place, shard] for table in cut], axis=1))
+        if not self.needs_table:
+            return sent, self._with_rows(np.stack([table[group, :, shard, place] for table in cut], axis=1))
+        shards = slice(None) if task.axes == Group.EXPERT_SHARDS else slice(shard, shard + 1)
+        whole = np.stack([table[group, :, shards] for table in cut], axis=3)
+        return sent, self._with_rows(whole.reshape(-1, *whole.shape[2:]))
+
+    def _with_rows(self, counts: Counts) -> Counts:
+        """Append room for the numbers of joined rows, of any value, to the inputs of experts, [..., N]."""
+        work = self.even.workload
+        if not work.joins_rows:
+            return counts
+        kinds = num_sets(work.ranks_per_node) if self._legs.joins_rows else 1
+        return np.concatenate([counts, np.zeros((*counts.shape[:-1], kinds), np.int64)], axis=-1)
 
     @property
     def needs_table(self) -> bool:
         """Whether every rank tells every other everything that it sends."""
         work, form = self.even.workload, self.even.shape.expert_form
-        repeated = work.tp_size > 1 and form in ("s2", "baseline")
-        return work.etp_size > 1 or repeated or (self._legs.needs_table and not self._legs.joins_rows)
+        shards = ShardPlace.of(form, work.mesh, 0)
+        joins = self._legs.joins_rows
+        return RouteMaker(self._legs, Place(0, work.ep_size, work.ranks_per_node), joins, shards).needs_table
 
     # ---- of all ranks --------------------------------------------------------------------------------------
 
@@ -181,13 +203,19 @@ class RowMoves:
 
     def _remote(self, task: Task) -> Rows:
         """Return rows to or from other ranks in this leg, whichever are more, [P]."""
-        if not self._legs.needs_table and not self._fused(task):
-            planes_GHST = self._planes(task)
-            busier = np.maximum(planes_GHST.sum(axis=3), planes_GHST.sum(axis=2))
-            away_GHS = busier - planes_GHST.diagonal(axis1=2, axis2=3)
-            away: Rows = away_GHS.transpose(0, 2, 1).reshape(-1).astype(np.float64)
-            return away
-        return np.array([self._remote_of(task, rank) for rank in range(self.even.workload.world_size)])
+        work = self.even.workload
+        if self._fused(task):
+            table_GSHT = self._table(task).sum(axis=4)
+            sent_GSH, came_GT = table_GSHT.sum(axis=3) * work.etp_size, table_GSHT.sum(axis=(1, 2))
+            own_GSH = np.einsum("gshs->gsh", table_GSHT)
+            away: Rows = (np.maximum(sent_GSH, came_GT[:, :, None]) - own_GSH).astype(np.float64)
+            return away.reshape(-1)
+        number, size = self._number(task), work.ranks_per_node
+        away_GHP = [
+            [busier_rows(self._legs, number, plane, size) for plane in planes]
+            for planes in self._planes(task)
+        ]
+        return np.array(away_GHP).transpose(0, 2, 1).reshape(-1).astype(np.float64)
 
     def crossing(self, task: Task) -> float:
         """Return the rows that leave their node, or their rank where there is one node."""
@@ -216,15 +244,6 @@ class RowMoves:
     def _links(self) -> NodeLinks:
         return NodeLinks(self.even.workload, self.even.cluster)
 
-    def _remote_of(self, task: Task, rank: int) -> float:
-        leg, (_, place, shard) = self._leg(task, rank), self._place(rank)
-        if self._fused(task):
-            own = place * self.even.workload.etp_size + shard
-        else:
-            own = place_in(leg.axes, self._dispatch_place(place))
-        sent, received = sum(leg.input_splits), sum(leg.output_splits)
-        return float(max(sent - leg.input_splits[own], received - leg.output_splits[own]))
-
     def _share(self, task: Task) -> float:
         """Return the part of an even leg's argument that goes over the busiest rank's link."""
         work = self.even.workload
@@ -235,65 +254,45 @@ class RowMoves:
 
     # ---- tables --------------------------------------------------------------------------------------------
 
-    def _leg(self, task: Task, rank: int) -> Leg:
-        """Return the leg of a task towards the experts."""
-        group, place, shard = self._place(rank)
-        if self._fused(task):
-            table_SHT = self._table(task)[group].sum(axis=3)
-            sent = tuple(int(n) for n in table_SHT[place, shard] for _ in range(table_SHT.shape[1]))
-            return Leg(task.axes, (), (), sent, tuple(map(int, table_SHT[:, :, place].reshape(-1))))
-        number = [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
-        there = self._dispatch_place(place)
-        if self._legs.joins_rows:
-            nodes_GPN, ranks_GPP = self._joined(task)
-            return joined_sizes(nodes_GPN[group], ranks_GPP[group], there)[number]
-        return self._legs.legs(self._planes(task)[group, shard], there)[number]
+    def _number(self, task: Task) -> int:
+        """Return which leg of the dispatch a task is."""
+        return [hop.op for hop in self.even.shape.dispatch].index(outward(task.op))
 
     def _planes(self, task: Task) -> Counts:
         """Return rows from rank to rank that a leg between nodes carries for every shard, [G, H, S, T]."""
-        if self._legs.joins_rows:
-            return self._along_rails(task)
-        if self.even.workload.one_copy_per_rank:
-            return self._joined(task)[1][:, None]
+        work = self.even.workload
+        if work.joins_rows:
+            return self._joined(task)[:, None]
         table_GSHT: Counts = self._table(task).sum(axis=4)
         if task.cut.row_copies > 1:  # rows are gathered before they leave
             table_GSHT = np.broadcast_to(table_GSHT.sum(axis=2, keepdims=True), table_GSHT.shape)
         return table_GSHT.transpose(0, 2, 1, 3)
 
-    def _joined(self, task: Task) -> tuple[Counts, Counts]:
-        """Return joined rows of every rank for every node, [G, S, nodes], and for every rank, [G, S, T]."""
-        work, key = self.even.workload, (task.microbatch, task.cut.held, task.layer, task.op in HOME)
+    def _joined(self, task: Task) -> Counts:
+        """Return joined rows from rank to rank, [G, S, T], as a leg carries them.
+
+        What crosses nodes goes to the rank of the same place there, for all ranks that a row is for.
+        """
+        work = self.even.workload
+        across = self._legs.joins_rows and self._number(task) == 0
+        key = task.microbatch, task.cut.held, task.layer, task.op in HOME, across
         if key not in self._known_joined:
             table_GSTN = self._table(task)[:, :, 0]
             groups, ranks = table_GSTN.shape[:2]
-            found = []
-            for parts in (work.nodes, ranks):
-                inputs = table_GSTN.reshape(groups * ranks, parts, -1)
-                near = work.nearness(parts)
-                found.append(distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts))
-            self._known_joined[key] = found[0], found[1]
+            parts = work.nodes if across else ranks
+            inputs, near = table_GSTN.reshape(groups * ranks, parts, -1), work.nearness(parts)
+            found = distinct_rows(inputs, work.top_k, near).reshape(groups, ranks, parts)
+            if across:
+                nodes_GPN, found = found, np.zeros((groups, ranks, ranks), np.int64)
+                source, node = np.indices((ranks, parts))
+                size = work.ranks_per_node
+                found[:, source, node * size + place_in_node(source, size)] = nodes_GPN
+            self._known_joined[key] = found
         return self._known_joined[key]
 
     @cached_property
-    def _known_joined(self) -> dict[object, tuple[Counts, Counts]]:
+    def _known_joined(self) -> dict[object, Counts]:
         return {}
-
-    def _with_rows(self, table_GSHTN: Counts) -> Counts:
-        """Append room for the numbers of joined rows, of any value, to the inputs of experts."""
-        work = self.even.workload
-        if not work.joins_rows:
-            return table_GSHTN
-        kinds = num_sets(work.ranks_per_node) if self._legs.joins_rows else 1
-        return np.concatenate([table_GSHTN, np.zeros((*table_GSHTN.shape[:4], kinds), np.int64)], axis=4)
-
-    def _along_rails(self, task: Task) -> Counts:
-        """Return rows from rank to rank of the same place in its node, [G, 1, S, T]."""
-        nodes_GPN, size = self._joined(task)[0], self.even.workload.ranks_per_node
-        groups, ranks, nodes = nodes_GPN.shape
-        found = np.zeros((groups, ranks, nodes, size), dtype=np.int64)
-        for rank in range(ranks):
-            found[:, rank, :, place_in_node(rank, size)] = nodes_GPN[:, rank]
-        return found.reshape(groups, 1, ranks, ranks)
 
     def _sizes(self, task: Task) -> Counts:
         """Return the rows of every member of a task's group, by rank, [P, W]."""
@@ -350,7 +349,12 @@ class RowMoves:
 
     @cached_property
     def _dealt(self) -> Counts:
-        return dealt(self.rows_PRCYE, self.even.shape, self.even.workload)
+        """The rows that every rank sends of those it brings: ranks with the same rows may deal them."""
+        work = self.even.workload
+        if self.even.shape.expert_form != "s2" or work.tp_size == 1:
+            return self.rows_PRCYE
+        turns = [work.mesh.place(rank, Group.TENSOR) for rank in range(work.world_size)]
+        return in_turn(self.rows_PRCYE, np.array(turns)[:, None, None, None, None], work.tp_size)
 
     def _held(self, rows_PRCYE: Counts, task: Task) -> Counts:
         """Return the rows of the slices that a task has, [P, C, E]."""
@@ -371,10 +375,6 @@ class RowMoves:
         mesh = self.even.workload.mesh
         group = mesh.group(rank, Group.EXPERT_SHARDS)
         return group, mesh.place(rank, Group.EXPERT), mesh.place(rank, Group.SHARDS)
-
-    def _dispatch_place(self, place: int) -> Place:
-        work = self.even.workload
-        return Place(place, work.ep_size, work.ranks_per_node)
 
     def _moe_layer(self, task: Task) -> int:
         """Return the number of the task's layer among MoE layers."""

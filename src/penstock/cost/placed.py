@@ -16,13 +16,12 @@ import numpy as np
 from penstock.apportion import Counts
 from penstock.config import ConfigError
 from penstock.cost.links import links_of, nodes_of
-from penstock.cost.rows import by_source_and_target, cut_rows
 from penstock.cost.step import StepCost
-from penstock.cost.workload import Workload, split_sizes
+from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import why_not_exact
 from penstock.graph import Phase
-from penstock.mesh import Axes, Group, node_of
+from penstock.mesh import Axes, Group
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Hosting
 from penstock.placing import (
@@ -35,7 +34,9 @@ from penstock.placing import (
     planning_s,
     sample_problem,
 )
-from penstock.placing.exact import ExactSplit
+from penstock.routing.replicas import rows_by_position
+from penstock.routing.rows import by_source_and_target
+from penstock.routing.sizes import split_sizes
 from penstock.step import StepShape
 
 FLOAT32_BYTES = 4
@@ -214,10 +215,11 @@ def counting_axes(work: Workload) -> Axes:
 
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
     """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
-    found = np.zeros((len(counts_IE), hosting.positions), np.int64)
+    found, pairs = np.zeros((len(counts_IE), hosting.positions), np.int64), hosting.pairs
     for place in np.unique(places_I):
-        (here,), split = np.nonzero(places_I == place), RowSplit.of(hosting, int(place))
-        np.add.at(found, (here[:, None], split.position), counts_IE[here][:, split.expert] * split.parts)
+        here, own = np.flatnonzero(places_I == place), hosting.pairs.rank == place
+        expert, position, parts = (each[own] for each in (pairs.expert, pairs.position, pairs.parts))
+        np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts)
     return found // SPLIT
 
 
@@ -295,7 +297,7 @@ def guest_planning_s(work: Workload, planner: str, layers: int) -> float:
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     """Return rows by place in an expert group, over all such groups, [Y, ranks of an expert group, E]."""
-    rows_PYE = cut_rows(counts_DBYE, shape, work).sum(axis=(1, 2))
+    rows_PYE = work.cut(shape).rows(counts_DBYE).sum(axis=(1, 2))
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
     np.add.at(found, places, rows_PYE)
@@ -309,7 +311,7 @@ def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, 
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     hostings = () if placed is None else placed.hostings
-    rows_PRCYE = cut_rows(leaving, shape, work)
+    rows_PRCYE = work.cut(shape).rows(leaving)
     return np.stack([_received(rows_PRCYE[..., y, :], hostings, y, work) for y in range(leaving.shape[2])])
 
 
@@ -317,58 +319,10 @@ def _received(rows_PRCE: Counts, hostings: tuple[Hosting, ...], layer: int, work
     """Return the rows that every rank receives in one layer, [P]; hosts share each slice by itself."""
     if hostings:
         hosting, pieces = hostings[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
-        seats = [seated(pieces[:, piece], hosting, work) for piece in range(pieces.shape[1])]
+        seats = [rows_by_position(pieces[:, n], hosting, work.mesh) for n in range(pieces.shape[1])]
         by_rank = np.sum(seats, axis=0).reshape(-1, work.ep_size * work.etp_size, work.ep_size, hosting.slots)
     else:
         by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.etp_size)
         by_rank = by_rank.reshape(-1, work.ep_size * work.etp_size, *by_rank.shape[3:])
     received: Counts = np.repeat(by_rank.sum(axis=(1, 3)).reshape(-1), work.etp_size)
     return received
-
-
-@dataclass(frozen=True, eq=False)
-class RowSplit:
-    """Split of the rows from one rank among positions, for the K pairs of expert and position that occur.
-
-    before, upto: of an expert's SPLIT parts, those for positions below this one, and those up to it; all [K].
-    """
-
-    expert: Counts
-    position: Counts
-    before: Counts
-    upto: Counts
-
-    @staticmethod
-    def of(hosting: Hosting, place: int) -> RowSplit:
-        """Return the split of the rank at `place` in its expert group."""
-        found = []
-        for expert, parts in enumerate(hosting.splits[place]):
-            upto = 0
-            for part in sorted(parts, key=lambda each: each.position):
-                found.append((expert, part.position, upto, upto + part.parts))
-                upto += part.parts
-        return RowSplit(*np.array(found, np.int64).reshape(-1, 4).T)
-
-    @property
-    def parts(self) -> Counts:
-        """Parts, of SPLIT, that go to each position."""
-        return self.upto - self.before
-
-
-def seated(rows_PE: Counts, hosting: Hosting, work: Workload) -> Counts:
-    """Return rows by position instead of by expert, [P, H]."""
-    if hosting.limit is not None:
-        nodes = tuple(node_of(rank, work.ranks_per_node) for rank in range(work.ep_size))
-        split, groups = (
-            ExactSplit.of(hosting, nodes),
-            rows_PE.reshape(-1, work.ep_size * work.etp_size, 1, work.num_experts),
-        )
-        return np.concatenate([split.table(each_SCE) for each_SCE in groups]).reshape(len(rows_PE), -1)
-    place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)])
-    found = np.zeros((len(rows_PE), hosting.positions), np.int64)
-    for place in range(work.ep_size):
-        (here,), own = np.nonzero(place_P == place), RowSplit.of(hosting, place)
-        rows_PK = rows_PE[here][:, own.expert]
-        sent_PK = rows_PK * own.upto // SPLIT - rows_PK * own.before // SPLIT  # no row is lost
-        np.add.at(found, (here[:, None], own.position), sent_PK)
-    return found

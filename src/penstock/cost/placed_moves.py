@@ -14,8 +14,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.cost.moves import Move, RowMoves, Rows
-from penstock.cost.placed import FLOAT32_BYTES, Placed, counting_axes, device_groups, row_weight, seated
-from penstock.cost.workload import part_sizes, split_sizes
+from penstock.cost.placed import FLOAT32_BYTES, Placed, counting_axes, device_groups, row_weight
 from penstock.graph import Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
@@ -24,6 +23,8 @@ from penstock.ops.transfers import outward
 from penstock.ops.work import DIGEST_BYTES
 from penstock.placing import copies_of
 from penstock.placing.told import told_bytes
+from penstock.routing.replicas import rows_by_position
+from penstock.routing.sizes import part_sizes, split_sizes
 
 PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_GUESTS)
 """Ops that move what follows samples and experts: their bytes are proportional to the number that moves."""
@@ -137,7 +138,7 @@ class PlacedMoves(RowMoves):
         if not self.placed.hostings:
             return super()._by_target(rows_PE, task)
         hosting, work = self.placed.hostings[self._moe_layer(task)], self.even.workload
-        rows_PH = seated(rows_PE, hosting, work)
+        rows_PH = rows_by_position(rows_PE, hosting, work.mesh)
         ranks = hosting.placement.ranks
         return rows_PH.reshape(-1, ranks, work.etp_size, ranks, hosting.slots)
 

@@ -18,7 +18,6 @@ from penstock.cost.cluster import ClusterConfig
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move, RowMoves, TokenMoves
 from penstock.cost.placed import Placed
 from penstock.cost.placed_moves import PLACED_MOVES, PlacedMoves
-from penstock.cost.rows import cut_rows
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.graph import Task
@@ -139,16 +138,16 @@ class RoutedCost:
 
     @cached_property
     def rows(self) -> Counts:
-        """Rows that every rank brings for every expert, see `cut_rows`."""
+        """Rows that every rank brings for every expert, see `BatchCut.rows`."""
         counts_DBYE = self.counts_DBYE if self.placed is None else self.placed.leaving(self.counts_DBYE)
-        return cut_rows(counts_DBYE, self.shape, self.workload)
+        return self.workload.cut(self.shape).rows(counts_DBYE)
 
     @cached_property
     def _moves(self) -> RowMoves:
         placement = self.placement or self.workload.placement
         if self.placed is None:
             return RowMoves(self._even, self.rows, placement)
-        arriving = cut_rows(self.placed.arriving(self.counts_DBYE), self.shape, self.workload)
+        arriving = self.workload.cut(self.shape).rows(self.placed.arriving(self.counts_DBYE))
         return PlacedMoves(self._even, self.rows, placement, arriving, self.placed)
 
     @cached_property

@@ -12,25 +12,33 @@ import numpy.typing as npt
 
 from penstock.cost.cluster import AlphaBeta, ClusterConfig
 from penstock.cost.parts import kernels_of
-from penstock.cost.workload import FLOAT32_BYTES, Workload, part_sizes, split_sizes
+from penstock.cost.workload import FLOAT32_BYTES, Workload
 from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.samples import CARRIED_COLUMNS
 from penstock.ops.sums import REDUCTIONS
+from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
 from penstock.step.shape import FORM_TOKENS
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once."""
+    """`cost(task)` in seconds, the same on all ranks. Tasks that are alike are computed once.
+
+    shared: seconds of tasks in other cuts of the same step, with the same workload, cluster, layers, form of
+    experts' shards and replica slots; the cost adds its own.
+    """
 
     shape: StepShape
     workload: Workload
     cluster: ClusterConfig
-    _seconds: dict[Task, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    shared: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
+    _seconds: dict[int, tuple[float, Task]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _alike: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _lines: dict[object, AlphaBeta] = field(default_factory=dict, init=False, repr=False, compare=False)
     _reduced: dict[tuple[int, str], tuple[int, ...]] = field(
@@ -38,10 +46,10 @@ class StepCost:
     )
 
     def __call__(self, task: Task) -> float:
-        known = self._seconds.get(task)
+        known = self._seconds.get(id(task))  # quicker than by its name; kept, it keeps its id
         if known is None:
-            known = self._seconds[task] = self._of_alike(task)
-        return known
+            known = self._seconds[id(task)] = self._of_alike(task), task
+        return known[0]
 
     def _of_alike(self, task: Task) -> float:
         layer, op, phase, microbatch, chunk, piece = task.name
@@ -49,9 +57,19 @@ class StepCost:
         alike = (self._kinds[layer], op, phase, samples, chunk, piece)
         known = self._alike.get(alike)
         if known is None:
-            computes = task.lane.computes
-            known = self._alike[alike] = self.compute_s(task) if computes else self.communication_s(task)
+            kind = self._layers[layer]
+            key = op, phase, samples, chunk, piece, task.axes, task.cut, self.shape.residual_in_rows, kind
+            known = self.shared.get(key)
+            if known is None:
+                computes = task.lane.computes
+                known = self.shared[key] = self.compute_s(task) if computes else self.communication_s(task)
+            self._alike[alike] = known
         return known
+
+    @cached_property
+    def _layers(self) -> list[tuple[object, ...]]:
+        """For every layer, what distinguishes it from others, however it is cut."""
+        return list(zip(self.shape.moe_layers, *self._gradients.values(), strict=True))
 
     @cached_property
     def _samples(self) -> tuple[int, ...]:

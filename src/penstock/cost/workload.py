@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import cached_property
 
 from penstock.cost.attention import Attention
-from penstock.cost.joined import distinct_parts
 from penstock.cost.span import Span, span_of
 from penstock.decision import GradientBytes
 from penstock.decision.field import PartialByForm
@@ -18,32 +13,12 @@ from penstock.dispatch import DISPATCHES
 from penstock.mesh import Axes, Mesh, node_of, num_nodes
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
-from penstock.step.shape import ExpertForm
+from penstock.routing.joined import distinct_parts
+from penstock.routing.rows import BatchCut
+from penstock.routing.sizes import capacity_slots, split_sizes
+from penstock.step.shape import FORM_TOKENS, ExpertForm, StepShape
 
 FLOAT32_BYTES = 4
-
-
-@lru_cache(maxsize=4096)  # a search cuts a few sizes hundreds of thousands of times
-def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
-    """Return sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
-    small, rest = divmod(total, pieces)
-    return tuple(small + (i < rest) for i in range(pieces))
-
-
-def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
-    """Cut `total` in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
-    if len(set(parts)) <= 1:
-        return split_sizes(total, len(parts))
-    whole = sum(parts)
-    ends = [total * through // whole for through in accumulate(parts)]
-    return tuple(end - start for start, end in pairwise([0, *ends]))
-
-
-@lru_cache(maxsize=4096)
-def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
-    """Return slots per expert for `tokens` of one rank: ceil(f * k * tokens / E), at least `minimum`."""
-    exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float
-    return max(minimum, math.ceil(exact))
 
 
 def compressed_row_bytes(form: str, hidden_size: int) -> int:
@@ -98,6 +73,7 @@ class Workload:
     rank, the last those of which ranks that share attention have each a part; partial_by_form: see
     GradientBytes. attention_size, key_value_size: of all heads of queries, and of those of keys and values; 0
     = hidden_size, and attention_size. attention: where it is not made of such heads alone.
+    tied_embeddings: whether embedding and head are one weight, which counts with the first layer.
     dense_ffn_hidden_size: of dense blocks. held: what a rank has of weights, for memory; none = all of them
     are trained, in float32. state: the types of parameters, gradients and moments.
     """
@@ -135,6 +111,7 @@ class Workload:
     partial_all_reduce_bytes: tuple[int, ...] = ()
     partial_by_form: PartialByForm = ()
     held: HeldBytes | None = None
+    tied_embeddings: bool = False
     state: StateTypes = StateTypes()  # frozen
 
     @property
@@ -243,6 +220,28 @@ class Workload:
         """Return slots of every expert for this number of a rank's tokens, with a capacity_factor."""
         assert self.capacity_factor is not None, "slots are limited"
         return capacity_slots(tokens, self.num_experts, self.top_k, self.capacity_factor, self.min_capacity)
+
+    def cut(self, shape: StepShape) -> BatchCut:
+        """Return how the batch of a step of this shape is cut into pieces of rows."""
+        token_shards = shape.sharing.tp_size if FORM_TOKENS[shape.expert_form] == "split" else 1
+        slots: tuple[int, ...] = ()
+        samples = split_sizes(self.batch, shape.microbatches)
+        if self.slots_per_sample:
+            slots = tuple(count * self.slots_per_sample for count in samples)
+        elif self.capacity_factor is not None:  # by the longest part of samples
+            longest = split_sizes(self.seq_len, token_shards)[0]
+            slots = tuple(self.slots(count * longest) for count in samples)
+        return BatchCut(
+            mesh=self.mesh,
+            samples=self.batch,
+            seq_len=self.seq_len,
+            top_k=self.top_k,
+            microbatches=shape.microbatches,
+            slices=shape.slices,
+            token_shards=token_shards,
+            slots=slots,
+            fixed=self.fixed_slots,
+        )
 
     def attention_flops(self, tokens: int) -> float:
         """Return operations of projections, causal scores and values, and the router."""

@@ -61,17 +61,6 @@ class DataConfig:
                 raise ConfigError(
                     "suffixes", suffix, "must be a file extension with its dot", 'Write it as ".txt".'
                 )
-        self._check_mixture()
-
-    @property
-    def parts(self) -> dict[str | None, float]:
-        """Every path with its share of the samples; the shares sum to one."""
-        if not self.mixture:
-            return {self.path: 1.0}
-        whole = math.fsum(weight for _, weight in self.mixture)
-        return {path: weight / whole for path, weight in self.mixture}
-
-    def _check_mixture(self) -> None:
         if self.mixture and self.path is not None:
             raise ConfigError("path", self.path, "stands beside a mixture", "Give one of the two.")
         if len(self.mixture) > MOST_PARTS:
@@ -87,3 +76,11 @@ class DataConfig:
             if self.parts[path] < LEAST_SHARE:
                 why = f"is less than one sample in {round(1 / LEAST_SHARE):,}"
                 raise ConfigError(f"mixture.{path}", weight, why, "Raise it, or leave the path out.")
+
+    @property
+    def parts(self) -> dict[str | None, float]:
+        """Every path with its share of the samples; the shares sum to one."""
+        if not self.mixture:
+            return {self.path: 1.0}
+        whole = math.fsum(weight for _, weight in self.mixture)
+        return {path: weight / whole for path, weight in self.mixture}

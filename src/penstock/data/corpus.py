@@ -18,8 +18,7 @@ from pathlib import Path
 from penstock.config import UNSET, ConfigError, expanded
 from penstock.data.config import DataConfig
 from penstock.data.documents import is_table
-from penstock.data.hub import is_on_hub
-from penstock.data.listing import files_below, files_of, is_folder, place_of
+from penstock.data.listing import files_below, files_of, is_folder, is_on_hub, place_of
 from penstock.data.prepare import Preparation
 from penstock.data.record import WHOLE, is_prepared, whole_record
 from penstock.data.text import Readable, Text
@@ -151,7 +150,7 @@ def _load(config: DataConfig, path: str | None, share: float) -> Corpus:
     if waiting is not None:
         return _tokens(path, waiting.folder, f"{waiting.work.source}, ", share)
     if path is None:
-        return _load_standard_library()
+        return _join(None, f"Python {platform.python_version()} standard library", _standard_library(), 1.0)
     place = place_of(path)
     if not _is_prepared(path):
         place_files = files_of(path, config.suffixes)
@@ -217,10 +216,6 @@ def _standard_library() -> list[Path]:
         why = f"the sources of Python's standard library are not in {folder}"
         raise ConfigError("path", None, why, "Give a file or a folder of text.")
     return files
-
-
-def _load_standard_library() -> Corpus:
-    return _join(None, f"Python {platform.python_version()} standard library", _standard_library(), 1.0)
 
 
 def _join(path: str | None, place: str, files: Sequence[Path], share: float) -> Corpus:

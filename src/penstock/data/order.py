@@ -1,4 +1,7 @@
-"""Random orders of any length that can be read at any place.
+"""Which sample comes when, and from which text: pure functions of its number, without state or exchange.
+
+Samples of a mixture come in cycles of `CYCLE`. In each cycle every text has its share, to the nearest sample,
+in a random order that depends on the seed and the number of the cycle alone.
 
 Up to `MOST_LISTED` entries an order is a list, drawn at once. A longer order is computed where it is read, by
 a Feistel cipher: a keyed function that maps the numbers below a power of four one-to-one onto each other. A
@@ -8,10 +11,14 @@ average.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from penstock.apportion import apportion
 
 Indices = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -72,3 +79,53 @@ def _mixed(words: Words) -> Words:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+CYCLE: Final = 1 << 16
+STREAM: Final = 1
+"""Separates the order of texts from that of samples, which has the same seed."""
+
+
+class Dealer:
+    """Deals samples to texts in proportion to `shares`."""
+
+    def __init__(self, shares: Sequence[float], seed: int) -> None:
+        self._seed = seed
+        weights = np.array([round(share * 2**32) for share in shares], dtype=np.int64)
+        self._due = apportion(weights, CYCLE)
+        self._cycle, self._order = -1, (np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def deal(self, numbers: Indices) -> tuple[Indices, Indices]:
+        """Return, for samples by number, the text of each, and how many samples of that text precede it."""
+        if self._due.size == 1:
+            return np.zeros_like(numbers), numbers
+        cycles, places = np.divmod(numbers, CYCLE)
+        texts, before = np.empty_like(numbers), np.empty_like(numbers)
+        for cycle in np.unique(cycles):
+            here = cycles == cycle
+            order, rank = self._ordered(int(cycle))
+            texts[here] = order[places[here]]
+            before[here] = cycle * self._due[texts[here]] + rank[places[here]]
+        return texts, before
+
+    def until(self, counts: Sequence[int]) -> int:
+        """Return how many samples can be dealt before one of the texts, with these counts, is exhausted."""
+        if self._due.size == 1:
+            return counts[0]
+        ends = []
+        for text, count in enumerate(counts):
+            cycle, rest = divmod(count, int(self._due[text]))
+            order, _ = self._ordered(cycle)
+            ends.append(cycle * CYCLE + int(np.flatnonzero(order == text)[rest]))
+        return min(ends)
+
+    def _ordered(self, cycle: int) -> tuple[Indices, Indices]:
+        """Return the text at every place of a cycle, and how many of that text precede it in the cycle."""
+        if cycle != self._cycle:
+            drawn = Shuffled(CYCLE, self._seed, cycle, STREAM).at(np.arange(CYCLE))
+            order = np.searchsorted(np.cumsum(self._due), drawn, side="right").astype(np.int64)
+            by_text = np.argsort(order, kind="stable")
+            rank = np.empty_like(order)
+            rank[by_text] = np.arange(CYCLE) - np.repeat(np.cumsum(self._due) - self._due, self._due)
+            self._cycle, self._order = cycle, (order, rank)
+        return self._order

@@ -11,28 +11,89 @@ import fcntl
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.config import ConfigError
 from penstock.data.documents import Piece, check_readable, pieces
 from penstock.data.files import TextError
 from penstock.data.record import (
+    BLOCK_BYTES,
+    CRC_BYTES,
     MOST_SHARDS,
     UNFINISHED,
     WHOLE,
-    Position,
     Record,
+    Shard,
+    header,
     read_record,
+    shard_file,
+    sums_file,
     write_record,
 )
-from penstock.data.shard import ShardWriter
 from penstock.data.tokenizer import Tokenizer, as_array
-from penstock.writing import DRAFT, make_durable, open_lock, remove_drafts
+from penstock.writing import DRAFT, Draft, make_durable, open_lock, remove_drafts, write_whole
+
+
+class ShardWriter:
+    """A shard to which tokens are added; `finish` gives it its name. At most one block waits in memory."""
+
+    def __init__(self, folder: Path, number: int, dtype: np.dtype[np.unsignedinteger]) -> None:
+        self._path, self._sums_path, self.dtype = (
+            shard_file(folder, number),
+            sums_file(folder, number),
+            dtype,
+        )
+        self._draft = Draft(self._path)
+        self._file = self._draft.file
+        self._waiting, self._hash, self._sums = bytearray(), hashlib.sha256(), bytearray()
+        self.tokens = 0
+        self._write_header()
+
+    def add(self, tokens: npt.NDArray[np.unsignedinteger]) -> None:
+        """Append tokens to the shard."""
+        self.tokens += tokens.size
+        self._waiting += tokens.tobytes()
+        whole = len(self._waiting) - len(self._waiting) % BLOCK_BYTES
+        for start in range(0, whole, BLOCK_BYTES):
+            self._write(bytes(self._waiting[start : start + BLOCK_BYTES]))
+        del self._waiting[:whole]
+
+    def finish(self) -> Shard:
+        """Finish the shard on the disk, and return its entry for the record."""
+        if self._waiting:
+            self._write(bytes(self._waiting))
+        self._file.seek(0)
+        self._write_header()
+        write_whole(self._sums_path, bytes(self._sums), durable=True)
+        self._draft.settle(durable=True)
+        return Shard(tokens=self.tokens, sha256=self._hash.hexdigest())
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._draft.discard()
+
+    def _write(self, block: bytes) -> None:
+        self._sums += zlib.crc32(block).to_bytes(CRC_BYTES, "little")
+        self._hash.update(block)
+        self._file.write(block)
+
+    def _write_header(self) -> None:
+        self._file.write(header(self.dtype, self.tokens))
+
 
 SHARD_TOKENS: Final = 1 << 27
 BATCH_CHARACTERS: Final = 1 << 20
@@ -136,7 +197,8 @@ class Preparation:
         return record
 
     def _write(self, folder: Path, record: Record) -> Iterator[Progress]:
-        total, read = self._total_bytes, self._read_before(record.position)
+        before = sum(file.stat().st_size for file in self.files[: record.position.file])
+        total, read = self._total_bytes, min(before + record.position.at, self._total_bytes)
         coming = pieces(self.files, self.field, record.position)
         while (piece := next(coming, None)) is not None:
             if len(record.shards) == MOST_SHARDS:
@@ -160,11 +222,6 @@ class Preparation:
     def _add(self, batch: Sequence[Piece], shard: ShardWriter) -> None:
         for piece, ids in zip(batch, self.tokenizer.encode([each.text for each in batch]), strict=True):
             shard.add(as_array(self.tokenizer, ids, shard.dtype, ends=piece.ends))
-
-    def _read_before(self, position: Position) -> int:
-        """Return the bytes of the inputs before a position; a row of a Parquet file counts as one byte."""
-        before = sum(file.stat().st_size for file in self.files[: position.file])
-        return min(before + position.at, self._total_bytes)
 
 
 def _batches(coming: Iterator[Piece]) -> Iterator[list[Piece]]:

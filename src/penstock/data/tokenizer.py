@@ -93,7 +93,13 @@ def read_tokenizer(path: str) -> tuple[tokenizers.Tokenizer, str]:
 
     Texts that spell a special token are tokenized as any other text. Raises ConfigError about `tokenizer`.
     """
-    data = _content(path)
+    hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
+    file = expanded(path, "tokenizer", hint)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    with open_regular(file, "tokenizer", hint, path) as opened:
+        data = opened.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ConfigError("tokenizer", path, "is larger than 1 GiB", hint)
     found = _loaded(path, data)
     found.encode_special_tokens = True
     found.no_truncation()
@@ -120,17 +126,6 @@ def as_array(
     """Return the tokens of a text, followed, if `ends`, by the token that ends a document."""
     found = np.frombuffer(text, np.uint8) if isinstance(text, bytes) else np.asarray(text, dtype)
     return np.append(found, np.asarray([tokenizer.end], dtype)) if ends else found
-
-
-def _content(path: str) -> bytes:
-    hint = "Give the tokenizer.json of a tokenizer, or none to train on bytes."
-    file = expanded(path, "tokenizer", hint)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    with open_regular(file, "tokenizer", hint, path) as opened:
-        data = opened.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ConfigError("tokenizer", path, "is larger than 1 GiB", hint)
-    return data
 
 
 def _loaded(path: str, data: bytes) -> tokenizers.Tokenizer:

@@ -1,12 +1,16 @@
 """Ways to bring rows to the ranks of their experts, as legs on lanes. Pure Python: no torch."""
 
-from penstock.dispatch.base import Dispatch, Leg, Place
-from penstock.dispatch.flat import FlatDispatch
-from penstock.dispatch.hierarchical import HierarchicalDispatch1D, HierarchicalDispatch2D
-from penstock.dispatch.node_once import MOST_NODE_SIZE, NodeOnceDispatch
+from penstock.dispatch.built_in import (
+    FlatDispatch,
+    HierarchicalDispatch1D,
+    HierarchicalDispatch2D,
+    NodeOnceDispatch,
+)
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
+from penstock.routing.joined import MOST_NODE_SIZE
+from penstock.routing.legs import Dispatch, Leg, Place
 
 DISPATCHES: dict[str, Dispatch] = {
     dispatch.name: dispatch

@@ -132,7 +132,16 @@ def _disk(found: Examination, wanted: Wanted) -> Iterator[Check]:
                 "(output.dir)."
             )
             findings.append(Finding(text=text))
-        yield Check(name="disk", found=_disk_words(found, folder.path, least, need), findings=findings)
+        seen = found.shared.get(folder.path, ())
+        several = several_machines(found) and len(found.nodes) > 1
+        shared = ""
+        if several and folder.path in found.shared:
+            shared = "; shared by all ranks" if len(seen) == len(found.facts) else "; not shared by all nodes"
+        yield Check(
+            name="disk",
+            found=f"{folder.path}: {gib(least)} free{f', {gib(need)} needed' if need else ''}{shared}",
+            findings=findings,
+        )
 
 
 def _blind(found: Examination, path: str) -> list[int]:
@@ -141,15 +150,6 @@ def _blind(found: Examination, path: str) -> list[int]:
     return (
         [] if seen is None else [rank for rank in found.facts if rank not in seen and rank not in found.gone]
     )
-
-
-def _disk_words(found: Examination, path: str, least: int, need: int) -> str:
-    seen = found.shared.get(path, ())
-    several = several_machines(found) and len(found.nodes) > 1
-    shared = ""
-    if several and path in found.shared:
-        shared = "; shared by all ranks" if len(seen) == len(found.facts) else "; not shared by all nodes"
-    return f"{path}: {gib(least)} free{f', {gib(need)} needed' if need else ''}{shared}"
 
 
 def _files(found: Examination) -> Check:

@@ -20,8 +20,7 @@ import torch
 
 import penstock
 from penstock.topology import ProcessInfo
-from penstock.topology.cgroup import free_memory_bytes
-from penstock.topology.local import Places
+from penstock.topology.local import Places, free_memory_bytes
 from penstock.topology.meeting_point import address_of, interface_names
 
 PACKAGES: Final = ("torch", "numpy", "safetensors", "tokenizers", "transformers")

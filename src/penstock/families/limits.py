@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from penstock.config import UNSET, ConfigError
-from penstock.topology.cgroup import free_memory_bytes
+from penstock.topology.local import free_memory_bytes
 from penstock.words import gib
 
 COPY = "Copy it again from where the model's files come from"
@@ -96,19 +96,16 @@ def check_code(file: Path, table: Mapping[str, Any]) -> None:
     for path, part in _tables(table):
         for setting in QUANTIZED:
             if part.get(setting) is not None:
-                _refuse_quantized(_key(file, (*path, setting)), part[setting])
-
-
-def _refuse_quantized(key: str, settings: Any) -> None:
-    """Raise ConfigError about a table of settings that say how weights are quantized."""
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    key, value = (key, settings) if method is None else (f"{key}.quant_method", method)
-    raise ConfigError(
-        key,
-        value,
-        "the folder holds quantized numbers, which are not read",
-        "Load the model with from_pretrained, dequantized, and call parallelize or save it.",
-    )
+                key = _key(file, (*path, setting))
+                settings = part[setting]
+                method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+                key, value = (key, settings) if method is None else (f"{key}.quant_method", method)
+                raise ConfigError(
+                    key,
+                    value,
+                    "the folder holds quantized numbers, which are not read",
+                    "Load the model with from_pretrained, dequantized, and call parallelize or save it.",
+                )
 
 
 def check_sizes(file: Path, table: Mapping[str, Any], held: Held) -> None:

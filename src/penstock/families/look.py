@@ -1,16 +1,21 @@
-"""Inspection of a model: which layers have experts, how many, and what cannot be scheduled."""
+"""Inspection of a model: which layers have experts, how many, what they run, and what cannot be scheduled.
+
+Steps run some modules in parts, by Penstock's knowledge of their family, and not by their own `forward`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
+from torch import nn
+
 from penstock.decision import Decision
 from penstock.families.adapters import around, check_adapters, core_of
 from penstock.families.attention import attention_of, matrices_of
-from penstock.families.code import changed_code, in_parts, is_patched, patched
 from penstock.families.described import setting_of
 from penstock.families.experts import Shares, check_experts
 from penstock.families.family import Family
@@ -19,6 +24,67 @@ from penstock.moe import MoEConfig
 from penstock.moe.experts.base import ExpertShard
 from penstock.placement import ExpertPlacement
 from penstock.topology import Layout
+
+LIBRARIES = ("transformers.", "torch.")
+"""Packages of the functions that run where nothing was changed."""
+
+Code = tuple[Callable[..., Any], Callable[..., Any]]
+"""The `forward` and the `__call__` of a class."""
+
+
+def code_of(module: nn.Module) -> Code:
+    """Return the functions that a call of a module runs by its class."""
+    return type(module).forward, type(module).__call__
+
+
+def in_parts(layer: Any, block: Any, family: Family) -> list[nn.Module]:
+    """Return the modules of a layer with experts that steps run in parts."""
+    found = [layer, block, core_of(family.experts_of(block))]
+    return [*found, family.router_of(block)] if family.form.rebuilds else found
+
+
+def changed_code(modules: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the functions, of these modules' classes, that are not those of transformers."""
+    found: dict[str, None] = {}
+    for module in modules:
+        for name in ("forward", "__call__"):
+            if not _is_original(type(module), name):
+                found[f"{type(module).__name__}.{name}"] = None
+    return list(found)
+
+
+def _is_original(kind: type, name: str) -> bool:
+    """Return whether a class has this function from a library, and not from a user or another tool."""
+    owner = next(each for each in kind.__mro__ if name in vars(each))
+    function = vars(owner)[name]
+    if name == "forward" and getattr(function, "__qualname__", None) != f"{owner.__qualname__}.{name}":
+        return False
+    return all(_is_of_library(each) for each in _layers(function))
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield a function and what decorators have put it around."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_of_library(function: Any) -> bool:
+    defined_in: object = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(defined_in).startswith(LIBRARIES)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Return whether a module's own `forward` was replaced, as by accelerate or hooks of device maps."""
+    return "forward" in module.__dict__
+
+
+def patched(module: nn.Module, hint: str) -> str:
+    """Return the message about such a module."""
+    return (
+        f"{type(module).__name__}.forward was replaced in this one module (accelerate does that for mixed "
+        f"precision and device maps), and steps would go on without what that adds: {hint}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,7 +225,13 @@ def look(model: Any, family: Family) -> Found:
         num_experts=_only(sizes, "have", model),
         top_k=_only(chosen, "choose", model),
     )
-    _check_unpatched(found)
+    modules = [found.model, found.family.decoder(found.model)]
+    for layer, block in zip(found.layers, found.blocks, strict=True):
+        if block is not None:
+            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
+    for module in modules:
+        if module is not None and is_patched(module):
+            raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
     return found
 
 
@@ -177,17 +249,6 @@ def _only(numbers: set[int], what: str, model: Any) -> int:
             "needs the same number in all layers that have any"
         )
     return numbers.pop()
-
-
-def _check_unpatched(found: Found) -> None:
-    """Raise ValueError if a module that steps run in parts does not call its class's `forward`."""
-    modules = [found.model, found.family.decoder(found.model)]
-    for layer, block in zip(found.layers, found.blocks, strict=True):
-        if block is not None:
-            modules += [layer, block, *around(found.family.experts_of(block)), found.shared_of(block)]
-    for module in modules:
-        if module is not None and is_patched(module):
-            raise ValueError(patched(module, "parallelize the model first, and prepare what that returns"))
 
 
 def _check_settings(model: Any, family: Family) -> None:

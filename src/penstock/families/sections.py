@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import ConfigError, is_folder
+from penstock.config import ConfigError, asked
 from penstock.extras import install, is_there, needs
 from penstock.families.described import config_of, empty_model, in_one_line, read_table, setting_of
 from penstock.families.known import FAMILIES, family_of
@@ -88,7 +88,7 @@ def described_in(path: Path) -> Found:
     Raises:
         ConfigError: See `sections_of`.
     """
-    file = path / CONFIG if is_folder(path) else path
+    file = path / CONFIG if asked(path.is_dir) else path
     return _described(file, file.read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""Section `[model]`: the decoder around the MoE layers."""
+"""Section `[model]`: the decoder around the MoE layers, also by the names of published benchmark models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
 from penstock.config.bounds import FilePath, Name
+from penstock.plan.models import MODELS, PublishedModel
 
 QWEN3_MOE = "qwen3_moe"
 """Architecture of Penstock's own decoder, as transformers names it."""
@@ -75,15 +76,6 @@ class ModelConfig:
         if self.model_type != QWEN3_MOE and self.config is None:
             why = "the sizes of such a model are in a config.json of transformers"
             raise ConfigError("model_type", self.model_type, why, "Give that file, or its folder, as config.")
-        self._check_heads()
-        for layer in self.moe_layers or ():
-            if layer >= self.num_layers:
-                why = f"layers are counted from 0 to {self.num_layers - 1}"
-                raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
-
-    def _check_heads(self) -> None:
-        """Raise ConfigError for heads of no whole or of an odd width, and for keys that serve no whole
-        number of queries."""
         if self.head_dim is None and self.hidden_size % (2 * self.num_heads):
             valid = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % (2 * n) == 0]
             why = f"must cut hidden_size ({self.hidden_size}) into heads of an even width"
@@ -98,6 +90,10 @@ class ModelConfig:
             why = f"must divide num_heads ({self.num_heads}), which share keys and values"
             nearest = min(valid, key=lambda n: abs(n - self.key_value_heads))
             raise ConfigError("num_key_value_heads", self.key_value_heads, why, f"Nearest valid: {nearest}.")
+        for layer in self.moe_layers or ():
+            if layer >= self.num_layers:
+                why = f"layers are counted from 0 to {self.num_layers - 1}"
+                raise ConfigError("moe_layers", self.moe_layers, why, f"Nearest: {self.num_layers - 1}.")
 
     @property
     def of_transformers(self) -> bool:
@@ -129,3 +125,60 @@ class ModelConfig:
     @property
     def dense_hidden_size(self) -> int:
         return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+
+HEAD_SIZE = 64
+"""Width of an attention head; the study does not give it."""
+
+STUDY = "flowmoe/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Sizes as published. experts_per_rank: the study scales the number of experts with the ranks."""
+
+    num_layers: int
+    batch_per_device: int
+    seq_len: int
+    hidden_size: int
+    moe_ffn_hidden_size: int
+    experts_per_rank: int
+    top_k: int
+    capacity_factor: float | None = 1.0
+
+    def model_sizes(self) -> dict[str, int]:
+        """Return the keys of [model]; heads have width 64, as the study does not give it."""
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_heads": self.hidden_size // HEAD_SIZE,
+            "seq_len": self.seq_len,
+        }
+
+    def moe_sizes(self, world_size: int) -> dict[str, int | float | str | None]:
+        """Return the keys of [moe] on `world_size` ranks."""
+        return {
+            "num_experts": self.experts_per_rank * world_size,
+            "top_k": self.top_k,
+            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
+            "expert": "gelu",
+            "capacity_factor": self.capacity_factor,
+        }
+
+
+def _preset(model: PublishedModel) -> Preset:
+    return Preset(
+        num_layers=model.num_layers,
+        batch_per_device=model.batch,
+        seq_len=model.seq_len,
+        hidden_size=model.hidden_size,
+        moe_ffn_hidden_size=model.ffn_hidden_size,
+        experts_per_rank=model.experts_per_device,
+        top_k=model.top_k,
+        capacity_factor=model.capacity_factor,
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    name: _preset(model) for name, model in MODELS.items() if name.startswith(STUDY)
+}

@@ -8,6 +8,7 @@ vocabulary, T = B * L tokens.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,13 +22,28 @@ from penstock.config import ConfigError
 from penstock.mesh import Group
 from penstock.models.config import ModelConfig
 from penstock.models.dropout import CounterDropout
-from penstock.models.initialise import fill_normal
 from penstock.moe import MoEConfig, MoELayer, SampleKeys, build_layer
 from penstock.moe.experts.base import ONE_SHARD, ExpertShard
 from penstock.moe.layer import LogicalNames
 from penstock.runtime.checks.samples import check_vocabulary
 from penstock.runtime.cross_entropy import cross_entropy_sum
-from penstock.sharding import Shard, shardings_of
+from penstock.sharding import Shard, Sharding, shardings_of
+
+
+def fill_normal(tensor: Tensor, name: str, seed: int, std: float, sharding: Sharding | None = None) -> None:
+    """Fill a tensor with normal numbers from a generator keyed by (seed, name), drawn on the CPU.
+
+    sharding: which part of a larger tensor this is; the whole tensor is drawn, so that ranks have parts of
+    one.
+    """
+    if tensor.is_meta:
+        return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    with torch.no_grad():
+        whole = torch.randn(tensor.shape if sharding is None else sharding.shape, generator=generator) * std
+        tensor.copy_(whole if sharding is None else sharding.part(whole))
+
 
 INITIAL_STD = 0.02
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.Identity)

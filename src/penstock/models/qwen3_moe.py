@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.config import UNSET, ConfigError, from_dict, is_folder, read_json
+from penstock.config import UNSET, ConfigError, asked, from_dict, read_json
 from penstock.models.config import QWEN3_MOE, ModelConfig
 from penstock.moe import MoEConfig
 
@@ -206,38 +206,7 @@ def sections_of(path: Path) -> dict[str, dict[str, Any]]:
             raise ConfigError(
                 f"{file}: {key}", UNSET, "is missing, and the model is not known without", "Add it."
             )
-    found["model"]["rope_theta"] = _theta(table, file)
-    found["moe"] |= {"expert": "swiglu", "norm_topk_prob": found["moe"].get("norm_topk_prob", False)}
-    checked: ModelConfig = from_dict(ModelConfig, found["model"], "model")
-    from_dict(MoEConfig, found["moe"], "moe")
-    found["model"]["moe_layers"] = _moe_layers(table, checked.num_layers, file)
-    return found
-
-
-def model_type_of(path: Path) -> str:
-    """Return the architecture of a `config.json`, or of that in a folder. Raises ConfigError if none."""
-    file = path / CONFIG if is_folder(path) else path
-    table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
-    kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
-    if not isinstance(kind, str):
-        raise ConfigError(f"{file}: model_type", kind, "must name an architecture", "Copy the file again.")
-    return kind
-
-
-def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
-    """Return the file and the table of a Qwen3-MoE. Raises ConfigError for any other."""
-    file = path / CONFIG if is_folder(path) else path
-    table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
-    if not isinstance(table, dict) or table.get("model_type") != QWEN3_MOE:
-        kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
-        why = f"the decoder is a {QWEN3_MOE}"
-        raise ConfigError(f"{file}: model_type", kind, why, "Train another family with penstock.parallelize.")
-    return file, table
-
-
-def _theta(table: Mapping[str, Any], file: Path) -> float:
-    """Return the base of the rotary positions, which earlier files have outside of `rope_parameters`."""
-    theta = table.get("rope_theta", 10_000.0)
+    theta = table.get("rope_theta", 10_000.0)  # earlier files have it outside of `rope_parameters`
     for key in ("rope_parameters", "rope_scaling"):
         rope = table.get(key) or {}
         if not isinstance(rope, dict):
@@ -249,7 +218,33 @@ def _theta(table: Mapping[str, Any], file: Path) -> float:
         theta = rope.get("rope_theta", theta)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise ConfigError(f"{file}: rope_theta", theta, "must be a number", "10000 is usual.")
-    return float(theta)
+    found["model"]["rope_theta"] = float(theta)
+    found["moe"] |= {"expert": "swiglu", "norm_topk_prob": found["moe"].get("norm_topk_prob", False)}
+    checked: ModelConfig = from_dict(ModelConfig, found["model"], "model")
+    from_dict(MoEConfig, found["moe"], "moe")
+    found["model"]["moe_layers"] = _moe_layers(table, checked.num_layers, file)
+    return found
+
+
+def model_type_of(path: Path) -> str:
+    """Return the architecture of a `config.json`, or of that in a folder. Raises ConfigError if none."""
+    file = path / CONFIG if asked(path.is_dir) else path
+    table = read_json(file, "Give the config.json of a model of transformers, or its folder.")
+    kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
+    if not isinstance(kind, str):
+        raise ConfigError(f"{file}: model_type", kind, "must name an architecture", "Copy the file again.")
+    return kind
+
+
+def _table(path: Path) -> tuple[Path, Mapping[str, Any]]:
+    """Return the file and the table of a Qwen3-MoE. Raises ConfigError for any other."""
+    file = path / CONFIG if asked(path.is_dir) else path
+    table = read_json(file, "Give the config.json of a Qwen3-MoE, or its folder.")
+    if not isinstance(table, dict) or table.get("model_type") != QWEN3_MOE:
+        kind = table.get("model_type", UNSET) if isinstance(table, dict) else UNSET
+        why = f"the decoder is a {QWEN3_MOE}"
+        raise ConfigError(f"{file}: model_type", kind, why, "Train another family with penstock.parallelize.")
+    return file, table
 
 
 def _moe_layers(table: Mapping[str, Any], layers: int, file: Path) -> tuple[int, ...] | None:

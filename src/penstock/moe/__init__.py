@@ -26,8 +26,8 @@ from penstock.moe.orders.einsum import EinsumOrder
 from penstock.moe.orders.index import IndexOrder
 from penstock.moe.orders.merged import MergedOrder
 from penstock.moe.orders.sort import SortOrder
-from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.moe.tokens import Tokens
+from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 
 __all__ = [
     "Bfloat16Rows",

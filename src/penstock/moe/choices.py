@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
 from penstock.device import on_device
 from penstock.moe.tokens import Tokens
 from penstock.placement import ExpertPlacement
+from penstock.routing.sizes import split_sizes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from penstock.dispatch import Dispatch, Place
 from penstock.moe.orders.base import Order, OrderPlan
-from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
+from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 
 
 class Exchange(Protocol):

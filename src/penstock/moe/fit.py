@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from penstock.moe.accept import REFUSED
 from penstock.placement import ExpertPlacement, PlacementError
+from penstock.routing.legs import Dispatch, Place
+from penstock.routing.routes import RouteMaker
 
 if TYPE_CHECKING:
-    from penstock.dispatch import Dispatch
     from penstock.moe.experts.base import Experts
     from penstock.moe.gates.base import Gate
     from penstock.moe.hooks.base import Hook
@@ -66,6 +67,12 @@ def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = Non
             f"{type(order).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
             f"expert group are in one node: build it with node_size={node_size}"
         )
+
+
+def route_maker(dispatch: Dispatch, place: Place, order: Order) -> RouteMaker:
+    """Return the maker of the routes of whole experts. Raises ValueError for an order of other nodes."""
+    check_dispatch(order, dispatch, place.node_size)
+    return RouteMaker(dispatch, place, order.row_counts)
 
 
 def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:

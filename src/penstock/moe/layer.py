@@ -29,12 +29,12 @@ from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.bounded import BoundedOrder
 from penstock.moe.orders.sort import SortOrder
-from penstock.moe.routes import ChunkRoute
 from penstock.moe.seats import HostedSeats, OwnSeats
 from penstock.moe.tokens import Tokens
 from penstock.moe.versions import count_updates
 from penstock.partial_state import mark_share
 from penstock.placement import ExpertPlacement
+from penstock.routing.routes import ChunkRoute
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.orders.base import Order
 from penstock.moe.orders.index import places
-from penstock.moe.sizes import GroupSizes
 from penstock.placement import SPLIT, ExpertPlacement, Hosting, Part
+from penstock.routing.routes import GroupSizes
 
 STRIDE = 2531
 """SPLIT divided by the golden ratio, made odd: any run of rows is shared among positions in the same way."""

@@ -12,27 +12,20 @@ import torch
 from torch import Tensor
 
 from penstock.device import device_of, on_device
-
-
-class GroupSizes(tuple[int, ...]):
-    """Rows of every expert, and where each expert's rows end, on the device once a kernel reads it there.
-
-    Whoever multiplies with the same sizes several times (a SwiGLU expert has three matrices, backward and a
-    second run of forward multiply again) keeps one object, and so copies the ends once.
-    """
-
-    _ends: Tensor | None = None
-
-    def ends(self, device: torch.device) -> Tensor:
-        """Return where each group ends, int32 [N], as `torch.nn.functional.grouped_mm` reads it."""
-        if self._ends is None or self._ends.device != device:
-            self._ends = on_device(list(accumulate(self)), device, torch.int32)
-        return self._ends
+from penstock.routing.routes import GroupSizes
 
 
 def ends_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return where each group ends, int32 [N], from whatever holds the sizes."""
-    return (sizes if isinstance(sizes, GroupSizes) else GroupSizes(sizes)).ends(device)
+    """Return where each group ends, int32 [N], as `torch.nn.functional.grouped_mm` reads it.
+
+    Whoever multiplies with the same `GroupSizes` several times (a SwiGLU expert has three matrices, backward
+    and a second run of forward multiply again) copies the ends once.
+    """
+    kept = sizes if isinstance(sizes, GroupSizes) else GroupSizes(sizes)
+    if kept.ends is None or kept.ends.device != device:
+        kept.ends = on_device(list(accumulate(kept)), device, torch.int32)
+    ends: Tensor = kept.ends
+    return ends
 
 
 VIEWS = 16

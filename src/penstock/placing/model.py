@@ -40,16 +40,10 @@ class LayerLoad:
             table_SPCN = ExactSplit.of(hosting, nodes).table(loads[:, None])
             rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
             return LayerLoad(traffic=rows, copies=copies_of(hosting))
-        rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
-        traffic = np.zeros((ranks, ranks))
-        for start, splits in enumerate(hosting.splits):
-            rows = loads[start].tolist()
-            shares = [
-                (to, rows[expert] * parts) for expert, split in enumerate(splits) for to, parts in split
-            ]
-            positions, parts = np.array(shares, np.int64).reshape(-1, 2).T
-            traffic[start] = np.bincount(rank_of_position[positions], parts, ranks) / SPLIT
-        return LayerLoad(traffic=traffic, copies=copies_of(hosting))
+        pairs, rank_of_position = hosting.pairs, np.repeat(np.arange(ranks), hosting.slots)
+        rows = loads[pairs.rank, pairs.expert] * pairs.parts
+        cells = np.bincount(pairs.rank * ranks + rank_of_position[pairs.position], rows, ranks**2)
+        return LayerLoad(traffic=cells.reshape(ranks, ranks) / SPLIT, copies=copies_of(hosting))
 
     @cached_property
     def computed(self) -> Floats:

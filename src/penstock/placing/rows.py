@@ -36,13 +36,8 @@ class Nearness:
         """Return the nearness under a layer's hosting. node_of_device: [P]."""
         ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
         rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
-        rows = [
-            (rank, expert, rank_of_position[position], parts)
-            for rank, splits in enumerate(hosting.splits)
-            for expert, shares in enumerate(splits)
-            for position, parts in shares
-        ]
-        start, expert, target, parts = np.array(rows, np.int64).reshape(-1, 4).T
+        start, expert, position, _, _ = hosting.pairs
+        target, parts = rank_of_position[position], hosting.pairs.parts
         device, node = np.zeros((ranks, experts)), np.zeros((ranks, experts))
         here = start == target
         near = node_of_device[start] == node_of_device[target]

@@ -120,6 +120,8 @@ class QuickBounds:
         self._known_once: dict[Hashable, tuple[float, Any, Work]] = {}
         self._known_parts: dict[Decision, _Parts | None] = {}
         self._known_seconds: dict[Decision, float] = {}
+        self._known_alone: dict[int, Problem] = {}
+        self._known_cuts: dict[Decision, tuple[Decision, Decision]] = {}
 
     def of(self, problem: Problem) -> QuickBounds:
         """Return bounds for a model with more or fewer of the same layers; both share what they know."""
@@ -143,8 +145,11 @@ class QuickBounds:
 
         Such a step has all tasks and edges of the one that recomputes nothing, and more.
         """
-        cut = _unordered(choice)
-        return self.seconds(cut if cut in self._known_seconds else replace(cut, recompute=USUAL.recompute))
+        if choice not in self._known_cuts:
+            cut = _unordered(choice)
+            self._known_cuts[choice] = cut, replace(cut, recompute=USUAL.recompute)
+        cut, plain = self._known_cuts[choice]
+        return self._known_seconds[cut] if cut in self._known_seconds else self.seconds(plain)
 
     def _seconds(self, choice: Decision) -> float:
         if choice.partition is not None:  # a partition places every single layer's gradients
@@ -222,12 +227,19 @@ class QuickBounds:
             all_reduce_parts=(),
             expert_all_reduce_chunks=(0,),
             partial_all_reduce_chunks=(0,),
+            updating=None,  # with nothing to reduce there is nothing to update
         )
         key = shape, beside_cut(choice)
         if key not in self._known:
             example = self._few.shape.moe_layers.index(is_moe)
-            self._known[key] = _one_layer(shape, self._few.only((example,)).cost(choice, shape))
+            self._known[key] = _one_layer(shape, self._alone(example).cost(choice, shape))
         return self._known[key]
+
+    def _alone(self, layer: int) -> Problem:
+        """Return the step with one of the few layers."""
+        if layer not in self._known_alone:
+            self._known_alone[layer] = self._few.only((layer,))
+        return self._known_alone[layer]
 
     def _reductions(self, problem: Problem, choice: Decision, cut: StepShape) -> list[_Part]:
         """Return, by layer, its reductions and what updates its parameters."""

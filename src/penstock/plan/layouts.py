@@ -17,6 +17,7 @@ from penstock.config import ConfigError, IndivisibleError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
 from penstock.mesh import group_sizes, holders
+from penstock.plan.basis import sketch
 from penstock.plan.candidate import Candidate, evaluate
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.problem import Problem
@@ -185,20 +186,26 @@ def _left_out(undivided: str, too_large: int, refused: Sequence[str]) -> str:
 
 
 def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
-    """Return the best quick plan that fits, with the dispatch that suits it best; None if none does."""
-    room, found = Room(problem, memory), dict[Decision, Candidate]()
+    """Return the best quick plan that fits, with the dispatch that suits it best; None if none does.
 
-    def best_of(quick: Iterable[Decision]) -> Candidate | None:
+    Plans are compared on a short model, and the best is simulated in full.
+    """
+    room, short, found = Room(problem, memory), sketch(problem), dict[Decision, float]()
+
+    def best_of(quick: Iterable[Decision]) -> Decision | None:
         for choice in map(room.with_least_again, quick):
             if choice is not None and choice not in found:
-                found[choice] = evaluate(problem, choice)
-        return min(found.values(), key=lambda each: each.predicted_s, default=None)
+                own = choice if short is problem else replace(choice, partition=None)
+                found[choice] = evaluate(short, own).predicted_s
+        return min(found, key=found.__getitem__, default=None)
 
     best = best_of([*first_choices(problem), settled(problem, parm_choice(problem))])
     if best is None:
         return None
-    others = (best.choice.deciding("dispatch", name) for name in problem.dispatches)
-    return best_of(valid(problem, choice) for choice in others)
+    others = (best.deciding("dispatch", name) for name in problem.dispatches)
+    best = best_of(valid(problem, choice) for choice in others)
+    assert best is not None, "there was one"
+    return evaluate(problem, best)
 
 
 # ---- published models --------------------------------------------------------------------------------------

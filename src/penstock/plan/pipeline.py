@@ -148,6 +148,7 @@ class PipelineTimes:
     slot: Callable[[Slot], Sequence[float]]
     link: Callable[[int, int], float]
     closing: Callable[[int], float] = lambda stage: 0.0
+    tied_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +200,10 @@ class _Board:
             if needed is not None:
                 self.links[place] = (*self.links[place], needed)
         all_last = [self.orders[stage][-1] for stage in stages]
+        if times.tied_s:
+            tied = self._add(times.tied_s, (all_last[0], all_last[-1]))
+            self.orders.append([tied])
+            all_last = [*all_last, tied]
         for stage in stages:
             self.orders[stage].append(self._add(times.closing(stage), all_last))
 

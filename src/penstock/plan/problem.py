@@ -133,7 +133,7 @@ class Problem:
         forms = (self.gradients.of_form(form) for form in FORM_TOKENS)
         return max(least_chunk_bytes(sizes) for form in forms for sizes in form.kinds)
 
-    @property
+    @cached_property
     def layer_kinds(self) -> list[tuple[object, ...]]:
         """For every layer, what distinguishes it: whether it has experts, and the sizes of its gradients."""
         by_form = (sizes for _, sizes in self.gradients.partial_by_form)
@@ -215,12 +215,19 @@ class Problem:
         return {}
 
     def _new_cost(self, choice: Decision, cut: StepShape) -> Cost:
-        even = StepCost(cut, self.workload_of(choice), self.cluster)
+        beside = choice.dispatch, choice.comm_dtype, cut.expert_form, cut.replica_slots
+        shared = self._known_prices.setdefault(beside, {})
+        even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
         if self.evidence is not None:
             placed = self.placed(choice, cut)
             routed = RoutedCost(cut, even.workload, self.cluster, self.evidence.now_DBYE, placed=placed)
             return SlowRanks(routed, self.slowness) if self.slowness else routed
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
+
+    @cached_property
+    def _known_prices(self) -> dict[object, dict[object, float]]:
+        """Seconds of tasks, by all that prices them beside the cut: see `StepCost.shared`."""
+        return {}
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
         """Return where the samples and guests of the known steps would be; None = nothing moves."""

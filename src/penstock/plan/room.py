@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config import ConfigError
 from penstock.decision import Decision
 from penstock.plan.candidate import Candidate, evaluate
-from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
+from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory, memory_kind
 from penstock.plan.problem import Problem, beside_pieces
 from penstock.plan.space import PIECES, space
 from penstock.words import change, gib, milliseconds
@@ -24,6 +24,7 @@ class Room:
     problem: Problem
     memory: MemoryBudget | None
     _known: dict[Decision, bool] = field(default_factory=dict)
+    _kinds: dict[object, bool] = field(default_factory=dict)
 
     def holds(self, choice: Decision) -> bool:
         """Return whether a plan fits, by the estimate for whole microbatches.
@@ -35,7 +36,10 @@ class Room:
             return True
         whole = beside_pieces(self.problem, choice)
         if whole not in self._known:
-            self._known[whole] = estimate_memory(self.problem, whole).total_bytes <= self.memory.bytes
+            kind = memory_kind(self.problem, whole)
+            if kind not in self._kinds:
+                self._kinds[kind] = estimate_memory(self.problem, whole).total_bytes <= self.memory.bytes
+            self._known[whole] = self._kinds[kind]
         return self._known[whole]
 
     def with_least_again(self, choice: Decision) -> Decision | None:
@@ -56,7 +60,8 @@ class Room:
 def least_memory(problem: Problem) -> MemoryEstimate:
     """Return the memory of the plan that needs least."""
     whole = dict.fromkeys(beside_pieces(problem, choice) for choice in space(problem, PIECES))
-    estimates = (estimate_memory(problem, choice) for choice in whole)
+    kinds = {memory_kind(problem, choice): choice for choice in whole}
+    estimates = (estimate_memory(problem, choice) for choice in kinds.values())
     return min(estimates, key=lambda estimate: estimate.total_bytes)
 
 

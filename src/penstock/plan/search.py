@@ -27,17 +27,16 @@ from itertools import islice
 
 from penstock.config import ConfigError
 from penstock.decision import Decision, Partition
+from penstock.plan.basis import Basis, Evaluated
 from penstock.plan.bound import QuickBounds
-from penstock.plan.candidate import Candidate, evaluate
+from penstock.plan.candidate import Candidate
 from penstock.plan.drafts import Drafts
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
-from penstock.plan.prices import check_prices
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import planners
-from penstock.plan.room import NothingFitsError, Room, least_memory
-from penstock.plan.space import neighbours, space
-from penstock.plan.starts import first_choices
+from penstock.plan.room import NothingFitsError, least_memory
+from penstock.plan.space import PIECES, neighbours, space
 from penstock.words import gib
 
 CHECKPOINT = 20_000
@@ -50,8 +49,6 @@ SEARCHED = {"low": 0, "quick": 0, "usual": 1}
 """The number of plans ordered by a full local search, each time orders are searched."""
 
 SHOWN = 5
-FEW_LAYERS = 4
-"""A repeating model is searched through this number of its middle layers, or a multiple of its period."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +85,7 @@ def find_plan(
     effort: Effort = "usual",
     ends: Callable[[], bool] = lambda: False,
     starts: Sequence[Decision] = (),
+    basis: Basis | None = None,
 ) -> FoundPlan:
     """Find the fastest plan that fits `memory`. Raises ConfigError if none does, or if costs are not finite.
 
@@ -95,11 +93,13 @@ def find_plan(
     may be left out. effort: `low` for thousands of small problems, a few dozen simulations each; `quick` for
     plans that are only compared: nothing but what lies on the way is looked at. ends: tells
     whether the time is over; the best plan found by then is returned. starts: choices with which the search
-    begins, besides its own.
+    begins, besides its own. basis: of another search for this problem in this memory, with what it has worked
+    out.
     """
-    check_prices(problem)
+    assert basis is None or (basis.given is problem and basis.memory == memory), "it is of another step"
     with _without_collector():
-        search = _Search(problem, memory, progress or (lambda _: None), budget, effort, ends)
+        basis = basis or Basis(problem, memory)
+        search = _Search(basis, progress or (lambda _: None), budget, effort, ends)
         return search.run(starts)
 
 
@@ -122,7 +122,7 @@ class _Screen:
     memory: into which a choice must fit, or its seconds are infinite; None where that is not asked.
     """
 
-    problem: Problem
+    evaluated: Evaluated
     meter: Meter
     memory: MemoryBudget | None = None
     seconds: dict[Decision, float] = field(default_factory=dict)
@@ -133,8 +133,8 @@ class _Screen:
         if choice not in self.seconds:
             if not always:
                 self.meter.check()
-            found = evaluate(self.problem, choice)
-            self.meter.note(self.problem, choice, len(found.plan.graph.tasks))
+            found = self.evaluated.of(choice)
+            self.meter.note(self.evaluated.problem, choice, len(found.plan.graph.tasks))
             fits = self.memory is None or found.memory_bytes <= self.memory.bytes
             self.seconds[choice] = found.predicted_s if fits else math.inf
             if fits:
@@ -153,29 +153,26 @@ class _Screen:
 class _Search:
     def __init__(
         self,
-        problem: Problem,
-        memory: MemoryBudget | None,
+        basis: Basis,
         progress: Callable[[Progress], None],
         budget: float,
         effort: Effort,
         ends: Callable[[], bool],
     ) -> None:
-        self._room = Room(problem, memory)
-        problem = self._room.needed
-        self._problem, self._memory, self._progress = problem, memory, progress
+        self._basis, self._room, self._problem = basis, basis.room, basis.problem
+        self._memory, self._progress = basis.memory, progress
         self._budget, self._effort = budget, effort
         self._meter = Meter(effort, budget, ends)
-        self._full = _Screen(problem, self._meter, memory)
-        short = sketch(problem)
-        self._screen = self._full if short is problem else _Screen(short, self._meter)
-        self._bounds = QuickBounds(self._screen.problem)
-        self._drafts = Drafts(self._screen.problem, self._meter)
-        self._planners = planners(problem)
+        self._full = _Screen(basis.full, self._meter, basis.memory)
+        self._screen = self._full if basis.short is basis.full else _Screen(basis.short, self._meter)
+        self._bounds = basis.bounds
+        self._drafts = Drafts(basis.short.problem, self._meter)
+        self._planners = planners(basis.problem)
         self._stage, self._unplanned = "", list(self._planners)
         self._partition: Partition | None = None
 
     def run(self, starts: Sequence[Decision]) -> FoundPlan:
-        wanted = dict.fromkeys((*starts, *first_choices(self._problem)))
+        wanted = dict.fromkeys((*starts, *self._basis.firsts))
         least = map(self._room.with_least_again, wanted)
         firsts = [choice for choice in least if choice is not None] or self._any_that_fits()
         if self._effort == "quick":
@@ -221,6 +218,8 @@ class _Search:
         return [choice for choice in dict.fromkeys(space(self._problem)) if self._fits(choice)]
 
     def _any_that_fits(self) -> list[Decision]:
+        if not any(map(self._fits, space(self._problem, PIECES))):
+            return []
         return list(islice(filter(self._fits, space(self._problem)), 1))
 
     def _begin(self, firsts: list[Decision]) -> None:
@@ -412,14 +411,3 @@ def _cut(candidate: Candidate) -> Decision:
         priority=usual.priority,
         partition=None,
     )
-
-
-def sketch(problem: Problem) -> Problem:
-    """Return a model with few of the repeating layers, the first and the last; without repeats, `problem`."""
-    kinds = problem.layer_kinds
-    middle = kinds[1:-1]
-    for period in range(1, FEW_LAYERS + 1):
-        keep = -(-FEW_LAYERS // period) * period
-        if len(middle) > keep and all(a == b for a, b in zip(middle, middle[period:], strict=False)):
-            return problem.only((0, *range(1, 1 + keep), len(kinds) - 1))
-    return problem

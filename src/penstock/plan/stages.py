@@ -34,6 +34,7 @@ from penstock.plan.predict import closing_s, predict_s, task_cost
 from penstock.plan.problem import Problem
 from penstock.schedule import Schedule, StepPlan, freeze
 from penstock.schedule.flowmoe import all_to_all_first
+from penstock.schedule.freeze import slowest
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.stage import Half, in_order
 from penstock.simulate import iteration_s, simulate
@@ -101,6 +102,7 @@ class Stages:
     _known: dict[object, float] = field(default_factory=dict)
     _pairs: dict[object, tuple[float, float]] = field(default_factory=dict)
     _memory: dict[object, MemoryEstimate] = field(default_factory=dict)
+    _network: dict[object, float] = field(default_factory=dict)
 
     def parts(self, pipeline: Pipeline, layers: Sequence[int] = ()) -> tuple[Part, ...]:
         """Return the parts of all stages. layers: of each; none = as they take nearly the same time.
@@ -144,6 +146,23 @@ class Stages:
             order = in_order(prepared.plan.schedule, tasks)
             self._known[key] = prepared.factor * self._run_s(tasks, order, prepared.seconds)
         return self._known[key]
+
+    def network_s(self, part: Part, *, forward: bool, across: bool, edge: bool = False) -> float:
+        """Return the seconds in which a half's transfers use what a transfer to another stage uses, too.
+
+        across: the cards of nodes; otherwise links inside nodes.
+        """
+        key = self._kind(part), forward, edge, across
+        if key not in self._network:
+            prepared, half = self._prepared(part), self._half(part, forward, edge)
+            between = self.problem.workload.world_nodes > 1
+            found_s = sum(
+                slowest(prepared.seconds[task.name])
+                for task in half.of(prepared.plan.graph)
+                if task.lane.is_network and across is (between and not task.lane.is_inside)
+            )
+            self._network[key] = prepared.factor * found_s
+        return self._network[key]
 
     def together_s(
         self, ahead: Part, back: Part, *, first: bool = False, last: bool = False
@@ -243,7 +262,17 @@ class Stages:
             sizes[0] -= self._ends[0]
         if last in part.layers and not part.ends:
             sizes[-1] -= self._ends[1]
+        if work.tied_embeddings and part.ends and not part.begins:  # it has a copy of the embedding
+            sizes[-1] += self._ends[0]
+            held = work.held and replace(work.held, weights=work.held.weights + self._ends[0])
+            work = replace(work, held=held)
         return replace(found, workload=replace(work, all_reduce_bytes=tuple(sizes)))
+
+    @property
+    def tied_bytes(self) -> int:
+        """Bytes of the gradients of a weight that the first and the last stage both have."""
+        work = self.problem.workload
+        return self._ends[0] * work.state.gradient_bytes // FLOAT32_BYTES if work.tied_embeddings else 0
 
     @cached_property
     def _ends(self) -> tuple[int, int]:
@@ -251,6 +280,8 @@ class Stages:
         work, sizes = self.problem.workload, self.problem.workload.all_reduce_bytes
         whole = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
         begin = min(whole, sizes[0])
+        if work.tied_embeddings:
+            return begin, 0
         return begin, min(whole, sizes[-1] - (begin if len(sizes) == 1 else 0))
 
     def _choice(self, part: Part) -> Decision:
@@ -331,7 +362,11 @@ class PipelinePlan:
 
     layers: by part. forward_s, backward_s: of one microbatch on all parts of the slowest stage; together_s:
     of both of different microbatches at once, where they overlap. memory: by stage. held: by stage, of how
-    many microbatches it keeps activations at most, in parts.
+    many microbatches it keeps activations at most, in parts. link_s, link_alone_s: of a microbatch's hidden
+    states to another stage, beside that stage's own transfers and without them. shared_s: by which a forward
+    and a backward take longer on the slowest stage, since they share the network with such transfers.
+    tied_bytes, tied_s: gradients of a weight that the first and the last stage share, and the seconds in
+    which they meet; 0 where there is none.
     """
 
     pipeline: Pipeline
@@ -344,6 +379,11 @@ class PipelinePlan:
     together_s: float | None
     memory: tuple[MemoryEstimate, ...]
     held: tuple[int, ...]
+    link_s: float = 0.0
+    link_alone_s: float = 0.0
+    shared_s: float = 0.0
+    tied_bytes: int = 0
+    tied_s: float = 0.0
 
     @property
     def update_s(self) -> float:
@@ -376,9 +416,13 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
     """Predict an update of stages, of which parts may be known from another pipeline."""
     parts = stages.parts(pipeline, layers)
     closing = {part: stages.closing_s(part) for part in parts}
+    links = _Links(stages, parts, pipeline)
+    last = pipeline.pipeline_parallel_size - 1
+    tied_bytes = stages.tied_bytes if last else 0
     times = PipelineTimes(
-        slot=_SlotTimes(stages, parts, pipeline.microbatches),
-        link=lambda sender, receiver: _link_s(stages.problem, pipeline.node_size, sender, receiver),
+        slot=_SlotTimes(stages, parts, pipeline.microbatches, links),
+        link=links.seconds,
+        tied_s=_pair_s(stages.problem, pipeline.node_size, 0, last, tied_bytes) if tied_bytes else 0.0,
         closing=lambda stage: sum(closing[parts[each]] for each in pipeline.parts_of(stage)),
     )
     run = run_pipeline(pipeline, times)
@@ -404,6 +448,15 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
         together_s=together_s,
         memory=stages_memory(stages, pipeline, parts),
         held=tuple(map(sum, held)),
+        link_s=max((links.seconds(*pair) for pair in links.used), default=0.0),
+        link_alone_s=max((links.alone_s(*pair) for pair in links.used), default=0.0),
+        shared_s=sum(
+            links.longer_s((Cell(way, i, 1),), (stages.half_s(parts[i], forward=way),))
+            for i in pipeline.parts_of(slowest)
+            for way in (True, False)
+        ),
+        tied_bytes=tied_bytes,
+        tied_s=times.tied_s,
     )
 
 
@@ -427,6 +480,7 @@ class _SlotTimes:
     stages: Stages
     parts: Sequence[Part]
     microbatches: int
+    links: _Links
     _known: dict[object, tuple[float, ...]] = field(default_factory=dict)
 
     def __call__(self, slot: Slot) -> tuple[float, ...]:
@@ -437,28 +491,104 @@ class _SlotTimes:
 
     def _seconds(self, slot: Slot) -> tuple[float, ...]:
         parts, edges = [self.parts[cell.part] for cell in slot], [*map(self._is_edge, slot)]
+        ends_s: tuple[float, ...]
         if len(slot) == 1:
-            return (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
-        return self.stages.together_s(*parts, first=edges[0], last=edges[1])
+            ends_s = (self.stages.half_s(parts[0], forward=slot[0].forward, edge=edges[0]),)
+        else:
+            ends_s = self.stages.together_s(*parts, first=edges[0], last=edges[1])
+        longer_s = self.links.longer_s(slot, ends_s, edges)
+        return tuple(end_s + longer_s for end_s in ends_s)
 
     def _is_edge(self, cell: Cell) -> bool:
         """Return whether it is the first forward of its part in an update, or the last backward."""
         return cell.microbatch == (0 if cell.forward else self.microbatches - 1)
 
 
-def _link_s(problem: Problem, node_size: int, sender: int, receiver: int) -> float:
-    """Return the seconds of one microbatch's hidden states from every rank of a stage to its partner.
+@dataclass(frozen=True)
+class _Links:
+    """Transfers between stages, which share a node's card, or links inside it, with the stages' own.
+
+    While both are on their way, each gets half of the rate. A stage takes at least as long for a microbatch
+    as what they share needs for both.
+    """
+
+    stages: Stages
+    parts: Sequence[Part]
+    pipeline: Pipeline
+
+    @cached_property
+    def used(self) -> list[tuple[int, int]]:
+        """The pairs of stages between which something is sent."""
+        pairs = pairwise(map(self.pipeline.stage_of, range(self.pipeline.parts)))
+        both = [pair for one, other in pairs if one != other for pair in ((one, other), (other, one))]
+        return list(dict.fromkeys(both))
+
+    def alone_s(self, sender: int, receiver: int) -> float:
+        """Return the seconds of one microbatch's hidden states from one stage to another, beside nothing."""
+        if sender == receiver:
+            return 0.0
+        work, sharing = self.stages.problem.workload, self.stages.problem.shape.sharing
+        shares = sharing.tp_size if sharing.tokens == "split" else 1
+        sent_bytes = work.hidden_bytes(work.tokens(0, 1, shares))
+        return _pair_s(self.stages.problem, self.pipeline.node_size, sender, receiver, sent_bytes)
+
+    def seconds(self, sender: int, receiver: int) -> float:
+        """Return the same beside the transfers of both stages."""
+        across = self._across(sender, receiver)
+        share = max(self._busy(stage, across) for stage in (sender, receiver))
+        return self.alone_s(sender, receiver) / (1 - share / 2)
+
+    def longer_s(self, slot: Slot, ends_s: Sequence[float], edges: Sequence[bool] = ()) -> float:
+        """Return by how much a slot is longer because of what is sent and received meanwhile.
+
+        ends_s, edges: of its cells.
+        """
+        return max(0.0, *(self._needed_s(slot, edges, across) - max(ends_s) for across in (True, False)))
+
+    def _needed_s(self, slot: Slot, edges: Sequence[bool], across: bool) -> float:
+        """Return the seconds that cards, or links inside nodes, are busy in a slot; 0 if stages send
+        nothing over them."""
+        own_s = sent_s = 0.0
+        for cell, edge in zip(slot, edges or (False,) * len(slot), strict=True):
+            own_s += self.stages.network_s(
+                self.parts[cell.part], forward=cell.forward, edge=edge, across=across
+            )
+            sent_s += max(self._beside_s(cell, there, across) for there in (-1, 1))
+        return own_s + sent_s if sent_s else 0.0
+
+    def _beside_s(self, cell: Cell, there: int, across: bool) -> float:
+        """Return the seconds of a cell's transfer from or to a neighbouring part, if it takes this way."""
+        if not 0 <= cell.part + there < self.pipeline.parts:
+            return 0.0
+        pair = self.pipeline.stage_of(cell.part), self.pipeline.stage_of(cell.part + there)
+        return self.alone_s(*pair) if self._across(*pair) is across else 0.0
+
+    def _across(self, sender: int, receiver: int) -> bool:
+        """Return whether transfers from one stage to another leave their node."""
+        return _pairs(self.stages.problem, self.pipeline.node_size, sender, receiver).nodes > 1
+
+    def _busy(self, stage: int, across: bool) -> float:
+        """Return the share of a stage's time in which its own transfers use the same way."""
+        own = [(self.parts[i], way) for i in self.pipeline.parts_of(stage) for way in (True, False)]
+        busy_s = sum(self.stages.network_s(part, forward=way, across=across) for part, way in own)
+        all_s = sum(self.stages.half_s(part, forward=way) for part, way in own)
+        return min(1.0, busy_s / all_s) if all_s else 0.0
+
+
+def _pairs(problem: Problem, node_size: int, sender: int, receiver: int) -> Span:
+    """Return the span of the ranks of one stage with their partners of another."""
+    work = problem.workload
+    per_node = node_size or work.known_per_node or 1
+    pairs = stage_pairs(work.world_size, sender, receiver)
+    return Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
+
+
+def _pair_s(problem: Problem, node_size: int, sender: int, receiver: int, sent_bytes: float) -> float:
+    """Return the seconds in which every rank of a stage sends its partner of another as many bytes.
 
     All ranks of a stage send at once, and share the card of their node if its rate is that of a node.
     """
-    if sender == receiver:
-        return 0.0
-    work, sharing = problem.workload, problem.shape.sharing
-    per_node = node_size or work.known_per_node or 1
-    pairs = stage_pairs(work.world_size, sender, receiver)
-    span = Span.of([node_of(rank, per_node) for rank in pair] for pair in pairs)
-    shares = sharing.tp_size if sharing.tokens == "split" else 1
-    sent_bytes = work.hidden_bytes(work.tokens(0, 1, shares))
+    span = _pairs(problem, node_size, sender, receiver)
     return ClusterConfig.all_to_all(problem.cluster, span).seconds(2 * sent_bytes)  # half stays where it is
 
 

@@ -107,6 +107,11 @@ class Subject:
             notes=(*self.notes, *notes),
         )
 
+    def called(self, title: str) -> Subject:
+        """Return the subject, and the step in the given layout, with another title."""
+        given = None if self.given is None else self.given.called(title)
+        return replace(self, title=title, given=given)
+
     def beside(self, make: Callable[[], Subject]) -> Subject:
         """Return the subject, to be compared with the step in the given layout if that is another one.
 

@@ -14,7 +14,7 @@ from penstock.plan.pipeline_search import FoundPipeline
 from penstock.plan.stages import PipelinePlan
 from penstock.plan.throughput import Throughput
 from penstock.report.plan import heading, table
-from penstock.words import change, counted, folded, gib, milliseconds
+from penstock.words import change, counted, folded, gib, mib, milliseconds
 
 PLANNED_ONLY: Final = "planned only: Penstock does not execute stages yet"
 
@@ -90,6 +90,7 @@ class PipelineReport:
         of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
         yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {_microbatch_words(best)}"
         yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
+        yield from _link_lines(best)
         yield from self.throughput.lines()
         yield f"Memory   {self._memory()}"
         for other in self.found.others[:1]:
@@ -134,6 +135,24 @@ def _microbatch_words(plan: PipelinePlan) -> str:
     return words if plan.together_s is None else f"{words}, {milliseconds(plan.together_s)} at once"
 
 
+def _link_lines(plan: PipelinePlan) -> Iterator[str]:
+    """Yield what travels between stages, as text."""
+    if plan.link_s:
+        beside = ""
+        if plan.link_s > plan.link_alone_s or plan.shared_s:
+            longer = f", and makes a microbatch {milliseconds(plan.shared_s)} longer there"
+            beside = (
+                f"; {milliseconds(plan.link_alone_s)} alone: it shares the network with the stages' own "
+                f"transfers{longer if plan.shared_s else ''}"
+            )
+        yield f"Links    {milliseconds(plan.link_s)} for a microbatch from stage to stage{beside}"
+    if plan.tied_bytes:
+        yield (
+            f"Tied     embedding and head are one weight, of which the last stage has a copy: "
+            f"{mib(plan.tied_bytes)} of gradients meet, {milliseconds(plan.tied_s)} an update"
+        )
+
+
 def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
     """Return plain data of a plan in stages."""
     pipeline, work = plan.pipeline, plan.problem.workload
@@ -155,6 +174,11 @@ def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
         "forward_s": plan.forward_s,
         "backward_s": plan.backward_s,
         "together_s": plan.together_s,
+        "link_s": plan.link_s,
+        "link_alone_s": plan.link_alone_s,
+        "shared_s": plan.shared_s,
+        "tied_bytes": plan.tied_bytes,
+        "tied_s": plan.tied_s,
         "memory_bytes": plan.memory_bytes,
         "memory_bytes_of_stages": [each.total_bytes for each in plan.memory],
         "microbatches_under_way": list(plan.held),

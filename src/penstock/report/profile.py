@@ -104,7 +104,11 @@ def _rest(file: ClusterFile) -> list[str]:
         why = f"fewer than {LEAST_POINTS} points do not say how well a line fits"
         lines.append(f"R2 and residual {UNKNOWN}: {why}; measure with a larger --budget")
     if file.links:
-        lines.append(_transfer_line(file))
+        usual = file.transfers_beside_compute
+        beside = _span(usual if link.beside is None else link.beside for link in file.links)
+        in_steps = _span(link.in_steps for link in file.links)
+        text = f"transfers take {beside} times as long during computation as alone"
+        lines.append(text if in_steps == "1.00" else f"{text}; in steps {in_steps} times as long as above")
     if file.tasks:
         lines.append(f"task durations vary by {_percent(file.jitter)} (standard deviation)")
     if file.steps is not None:
@@ -121,15 +125,6 @@ def _rest(file: ClusterFile) -> list[str]:
     if file.source:
         lines.append(file.source)
     return lines
-
-
-def _transfer_line(file: ClusterFile) -> str:
-    """Return what computation and real steps do to transfers; the file has these factors by collective."""
-    usual = file.transfers_beside_compute
-    beside = _span(usual if link.beside is None else link.beside for link in file.links)
-    in_steps = _span(link.in_steps for link in file.links)
-    text = f"transfers take {beside} times as long during computation as alone"
-    return text if in_steps == "1.00" else f"{text}; in steps {in_steps} times as long as above"
 
 
 def _span(factors: Iterable[float]) -> str:

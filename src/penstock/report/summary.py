@@ -12,7 +12,7 @@ from penstock.config import Items, from_dict, read_json, to_dict
 from penstock.config.bounds import MOST_RANKS
 from penstock.cost.json_file import write_json
 from penstock.report.timeline import duration_text
-from penstock.trace.stragglers import Straggler
+from penstock.trace.analysis import Straggler
 from penstock.words import UNKNOWN, counted, folded
 
 LABEL_WIDTH = 12
@@ -134,9 +134,14 @@ class RunSummary:
             steps = "1 step was" if self.skipped_steps == 1 else f"{self.skipped_steps} steps were"
             yield "skipped", f"{steps} not finite and had no effect (listed in metrics.jsonl)"
         yield "held out", self._held_out()
-        yield "speed", self._speed()
+        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
+        if self.model_flops_utilisation is not None:
+            words += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
+        yield "speed", words
         if self.communication_s > 0:
-            yield "network", self._network()
+            total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
+            hidden = f"{100 * self.hidden_communication:.0f} % hidden under computation"
+            yield "network", f"{total} of communication per step: {hidden}, {exposed} exposed"
         if self.stragglers:
             yield "slow ranks", f"{'; '.join(each.words for each in self.stragglers)} in the last steps"
         if self.rank_load_max_over_mean is not None and self.processes > 1:
@@ -182,17 +187,6 @@ class RunSummary:
             why = "one batch" if self.eval_noise is None else "the difference"
             return f"{loss}; {guess}: {why} is too little to tell whether it has learned from context"
         return f"{loss}; {guess}: it has learned from context"
-
-    def _speed(self) -> str:
-        words = f"{self.tokens_per_s:,.0f} tokens/s; a step takes {duration_text(self.iteration_s_median)}"
-        if self.model_flops_utilisation is not None:
-            words += f"; model FLOPs: {100 * self.model_flops_utilisation:.0f} % of the peak"
-        return words
-
-    def _network(self) -> str:
-        total, exposed = duration_text(self.communication_s), duration_text(self.exposed_communication_s)
-        hidden = f"{100 * self.hidden_communication:.0f} % hidden under computation"
-        return f"{total} of communication per step: {hidden}, {exposed} exposed"
 
     def _more(self) -> Iterator[tuple[str, str]]:
         yield "data", self.corpus

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.cost.workload import split_sizes
 from penstock.moe import SampleKeys
+from penstock.routing.sizes import split_sizes
 from penstock.runtime.handlers import Batch
 from penstock.runtime.passengers import Passengers
 from penstock.runtime.sample_moving import counted_by

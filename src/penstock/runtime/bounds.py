@@ -16,11 +16,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from penstock.apportion import Counts
 from penstock.mesh import Axes
 from penstock.moe import MoELayer
 from penstock.moe.choices import GateSums
 from penstock.moe.orders.bounded import BoundedOrder, Bounds
-from penstock.moe.routes import Counts
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.legs import HostCounts
 

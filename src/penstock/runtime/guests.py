@@ -14,12 +14,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from penstock.cost.workload import part_sizes
 from penstock.mesh import Axes
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import HostedSeats
 from penstock.placement import EMPTY, Hosting
 from penstock.placing.exact import ExactSplit
+from penstock.routing.sizes import part_sizes
 from penstock.runtime.transport import Transport
 
 Flats = Mapping[torch.dtype, Sequence[Tensor]]

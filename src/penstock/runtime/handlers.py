@@ -16,15 +16,15 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
 from penstock.graph import Phase, ScheduleError, Task
 from penstock.moe import MoELayer, RouteMaker
 from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
-from penstock.moe.routes import Degrees
 from penstock.ops import OPS
 from penstock.placement import Hosting
+from penstock.routing.routes import Degrees
+from penstock.routing.sizes import split_sizes
 from penstock.runtime.bounds import Counted, StepBounds
 from penstock.runtime.carriage import Carriage
 from penstock.runtime.gradients.buckets import Buckets
@@ -36,7 +36,6 @@ from penstock.runtime.passengers import Passengers, part_of
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.sharded.updates import Updates
-from penstock.runtime.split_routes import SplitRoutes
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport import Transports
 from penstock.runtime.transport.legs import HostCounts, Later
@@ -312,10 +311,10 @@ class StepContext:
         assert maker is not None, layer
         return maker
 
-    def counting(self, layer: int) -> RouteMaker | SplitRoutes:
+    def counting(self, layer: int) -> RouteMaker:
         """Return the object that makes routes from the counts that ranks exchange."""
         maker, split = self.maker(layer), self.lodging.split(layer)
-        return maker if split is None else SplitRoutes(maker, split)
+        return maker if split is None else replace(maker, split=split)
 
     def legs(self, layer: int) -> list[str]:
         """Return the ops of a layer's dispatch, in their order."""

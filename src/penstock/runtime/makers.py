@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from penstock.config import ConfigError
-from penstock.mesh import Group
 from penstock.moe import MoELayer, RouteMaker
+from penstock.moe.fit import route_maker
 from penstock.moe.gates.soft import SoftGate
-from penstock.moe.node_routes import route_maker
-from penstock.moe.shard_routes import (
-    FusedRoutes,
-    GatheredRoutes,
-    RepeatedRoutes,
-    ShardPlace,
-    ShardRouteMaker,
-)
+from penstock.routing.routes import ShardPlace
 from penstock.step.shape import FORM_TOKENS, ExpertForm
 from penstock.topology import Layout
-
-MAKERS: dict[ExpertForm, type[ShardRouteMaker]] = {
-    "gather": GatheredRoutes,
-    "s1": FusedRoutes,
-    "s2": FusedRoutes,
-    "baseline": RepeatedRoutes,
-}
 
 
 def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
     """Return the maker of a layer's routes. Raises ConfigError for parts that cannot be shared."""
     _check_whole_samples(moe, layout, form)
-    shared = layout.etp_size > 1 or (layout.tp_size > 1 and form in ("s2", "baseline"))
-    if not shared:
+    shards = ShardPlace.of(form, layout.mesh, layout.rank)
+    if shards is None:
         return route_maker(moe.dispatch, layout.place, moe.order)
     if moe.order.row_counts:
         joined = moe.dispatch.joins_rows
@@ -47,7 +33,7 @@ def maker_of(moe: MoELayer, layout: Layout, form: ExpertForm) -> RouteMaker:
         )
         hint = "Use 1, or no hooks (moe.comm_dtype=none)."
         raise ConfigError("parallel.etp_size", layout.etp_size, why, hint)
-    return MAKERS[form](moe.dispatch, layout.place, False, _place(layout, form))
+    return RouteMaker(moe.dispatch, layout.place, shards=shards)
 
 
 def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> None:
@@ -58,11 +44,3 @@ def _check_whole_samples(moe: MoELayer, layout: Layout, form: ExpertForm) -> Non
             f"expert form {form} every rank routes its own part of them"
         )
         raise ConfigError("moe.gate", "soft", why, "Set schedule.expert_form=s2, or parallel.tp_size=1.")
-
-
-def _place(layout: Layout, form: ExpertForm) -> ShardPlace:
-    mesh, members = layout.mesh, layout.mesh.members(layout.rank, Group.EXPERT_SHARDS)
-    turns = [mesh.place(rank, Group.TENSOR) for rank in members]
-    by_shard = tuple(tuple(turns[i : i + layout.etp_size]) for i in range(0, len(turns), layout.etp_size))
-    dealt = layout.tp_size if form == "s2" else 1
-    return ShardPlace(layout.etp_size, layout.etp_rank, dealt, by_shard)

@@ -10,8 +10,8 @@ from functools import cached_property
 
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
 from penstock.moe import SampleKeys, Tokens
+from penstock.routing.sizes import split_sizes
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from penstock.apportion import Counts
 from penstock.decision.moving import Prediction
 from penstock.mesh import Axes, Group, node_of
-from penstock.moe.routes import Counts
-from penstock.moe.sample_moves import Company, Plane, SampleTable
 from penstock.placement import Hosting
 from penstock.placing import ConditionalTable, Nearness, assign, prepare, sample_problem
+from penstock.routing.samples import Company, Plane, SampleTable
 from penstock.topology import Layout
 
 

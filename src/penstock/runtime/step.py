@@ -15,7 +15,7 @@ from penstock.device import device_of
 from penstock.moe import MoEConfig, MoELayer
 from penstock.moe.balance import Balance
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
-from penstock.moe.routes import RouteMaker
+from penstock.routing.routes import RouteMaker
 from penstock.runtime.bounds import Counted, RowBounds
 from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.consistency import Consistency

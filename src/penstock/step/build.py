@@ -117,13 +117,33 @@ def _sharing_passes(shape: StepShape) -> list[Pass]:
     return found
 
 
-@lru_cache(maxsize=8)
+SMALL = 400
+"""Pieces of a step, about a third of its tasks, up to which very many of its graphs are kept."""
+
+
 def build_graph(shape: StepShape) -> Graph:
     """Build the checked graph of a step; cached, so that orders of one cut share a graph.
 
-    Raises ScheduleError for two passes of one name, an edge to nothing, a cycle, state that is read before it
-    is complete, or a gradient that a pass of one's own has lost.
+    Graphs of small steps are kept for longer: searches on other clusters, or of other effort, ask for the
+    same cuts of a few layers. Raises ScheduleError for two passes of one name, an edge to nothing, a cycle,
+    state that is read before it is complete, or a gradient that a pass of one's own has lost.
     """
+    pieces = shape.num_layers * shape.microbatches * shape.slices
+    pieces += sum(map(sum, (shape.all_reduce_chunks, shape.expert_all_reduce_chunks)))
+    return _small_graph(shape) if pieces <= SMALL else _large_graph(shape)
+
+
+@lru_cache(maxsize=1024)
+def _small_graph(shape: StepShape) -> Graph:
+    return _built(shape)
+
+
+@lru_cache(maxsize=8)
+def _large_graph(shape: StepShape) -> Graph:
+    return _built(shape)
+
+
+def _built(shape: StepShape) -> Graph:
     plain = PlainStep(
         moe_layers=shape.moe_layers,
         exchange_counts=shape.exchange_counts,

@@ -127,7 +127,19 @@ class Layout:
             node_size = config.ranks_per_node
             _check_divides("ranks_per_node", node_size, world_size, f"the number of ranks ({world_size})")
         for name in ("tp_size", "etp_size"):
-            _check_inside_node(name, getattr(config, name), world_size, node_size)
+            value = getattr(config, name)
+            if node_size == 0 and value > 1:
+                raise ConfigError(
+                    f"parallel.{name}",
+                    value,
+                    "what it shards is exchanged inside nodes, and nodes hold different numbers of ranks, "
+                    "or ranks that are not consecutive, so a group might cross them",
+                    f"Say parallel.ranks_per_node={value} if every {value} consecutive ranks share a node.",
+                )
+            if node_size:
+                of = f"the ranks of a node ({node_size}), since what it shards is exchanged inside nodes"
+                _check_divides(name, value, node_size, of)
+            _check_divides(name, value, world_size, f"the number of ranks ({world_size})")
         spread = holders(world_size, config.etp_size)
         ep_size = spread if config.ep_size is None else config.ep_size
         valid = [size for size in group_sizes(spread) if num_experts % size == 0]
@@ -231,22 +243,6 @@ def _check_divides(name: str, value: int, total: int, of: str) -> None:
     if value not in group_sizes(total):
         nearest = min(group_sizes(total), key=lambda n: (abs(n - value), n))
         raise IndivisibleError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
-
-
-def _check_inside_node(name: str, value: int, world_size: int, node_size: int | None) -> None:
-    """Raise ConfigError unless each group of `value` ranks lies inside a node, where shards exchange rows."""
-    if node_size == 0 and value > 1:
-        raise ConfigError(
-            f"parallel.{name}",
-            value,
-            "what it shards is exchanged inside nodes, and nodes hold different numbers of ranks, or ranks "
-            "that are not consecutive, so a group might cross them",
-            f"Say parallel.ranks_per_node={value} if every {value} consecutive ranks share a node.",
-        )
-    if node_size:
-        of = f"the ranks of a node ({node_size}), since what it shards is exchanged inside nodes"
-        _check_divides(name, value, node_size, of)
-    _check_divides(name, value, world_size, f"the number of ranks ({world_size})")
 
 
 INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)

@@ -157,7 +157,13 @@ def join(
     prepare(device, os.environ)
     device_of(device).make_current(device)
     check_interface(os.environ)
-    _name_loopback(host)
+    # Gloo looks up this host's name to choose an interface, and many hosts' names do not resolve.
+    is_near = host == "localhost"
+    with suppress(ValueError):  # a host name is not an address
+        is_near = ipaddress.ip_address(host).is_loopback
+    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
+        _CHANGES.callback(os.environ.pop, VARIABLE, None)
+        os.environ[VARIABLE] = name
     start_s = start_s or timeout_s
     store: Store = HashStore() if info == ALONE else _store(info, host, port, start_s)
     _connect(info, store, start_s, "gloo" if transport == "staged" else device_of(device).backend)
@@ -388,19 +394,6 @@ def _watch_in_group_of_others(info: ProcessInfo, timeout_s: float) -> None:
     name = control.gather(secrets.token_hex(8), "naming the watch")[0]
     store = PrefixStore(f"penstock-{name}", underlying(_get_default_store()))
     watch(FaultWatcher(store, info.rank, info.world_size, exchange_timeout_s=timeout_s))
-
-
-def _name_loopback(host: str) -> None:
-    """Keep Gloo on the loopback interface when all processes are on this host.
-
-    Gloo otherwise looks up this host's name to choose an interface, and many hosts' names do not resolve.
-    """
-    is_near = host == "localhost"
-    with suppress(ValueError):  # a host name is not an address
-        is_near = ipaddress.ip_address(host).is_loopback
-    for name in {"lo", "lo0"} & set(interface_names()) if is_near and VARIABLE not in os.environ else ():
-        _CHANGES.callback(os.environ.pop, VARIABLE, None)
-        os.environ[VARIABLE] = name
 
 
 def _found_there(host: str, port: int, error: Exception, *, serves: bool) -> str:

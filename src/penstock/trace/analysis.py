@@ -1,15 +1,23 @@
-"""Analyses records: how much communication was hidden, and predicted against measured, task by task."""
+"""Analyses records: how much communication was hidden, predicted against measured, what a step waited for,
+and which ranks compute longer than the others."""
 
 from __future__ import annotations
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, median_low
+from typing import Annotated, Final
 
-from penstock.graph import Lane, Task
-from penstock.mesh import Axes
+from penstock.config import Within, check_bounds
+from penstock.config.bounds import MOST_RANKS
+from penstock.graph import Lane, Phase, Task
+from penstock.mesh import Axes, Mesh
+from penstock.ops import OPS
+from penstock.ops.blocks import EXPERTS
 from penstock.trace.records import TaskRecord
 from penstock.writing import write_whole
 
@@ -115,3 +123,124 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 def _length(spans: Iterable[Span]) -> float:
     return sum(end - start for start, end in spans)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One task of the chain. gap_s: how long its lane was idle before it although nothing was awaited.
+
+    start_s: of a transfer, when the last of its ranks had begun it: earlier time was waiting for that rank.
+    """
+
+    task: Task
+    rank: int
+    start_s: float
+    end_s: float
+    gap_s: float
+
+
+def critical_path(
+    records: Iterable[TaskRecord], needs: Mapping[Task, Sequence[Task]], mesh: Mesh
+) -> list[Link]:
+    """Return the chain in the order of time; [] without records.
+
+    records: of one step on all ranks, by one clock. A task waits for what it needs and for the task before it
+    on its lane; of these the last to end counts. A task that meets other ranks waits for the last of them,
+    except for one that began after the task's end, from which nothing was to come. The links and the gaps
+    before them add up to the end of the last link, from 0 on, whatever the error of clocks.
+    """
+    known = {(record.rank, record.task): record for record in records}
+    before = _before(known.values())
+    chain: list[Link] = []
+    at = max(known.values(), key=lambda record: record.end_s, default=None)
+    end_s = 0.0 if at is None else at.end_s
+    while at is not None:
+        ranks = mesh.members(at.rank, at.task.axes) if at.task.axes else (at.rank,)
+        met = [known[rank, at.task] for rank in ranks if (rank, at.task) in known]
+        begun = [record for record in met if record.start_s <= at.end_s]
+        last = max(begun, key=lambda record: record.start_s)
+        awaited = [known[last.rank, need] for need in needs[at.task] if (last.rank, need) in known]
+        if (ahead := before.get((last.rank, last.task))) is not None:
+            awaited.append(ahead)
+        previous = max(awaited, key=lambda record: record.end_s, default=None)
+        free_s = 0.0 if previous is None else max(previous.end_s, 0.0)  # a time before 0 is a clock's error
+        start_s = min(max(last.start_s, free_s), end_s)  # what overlaps, by a clock's error, counts once
+        free_s = min(free_s, start_s)
+        chain.append(
+            Link(
+                task=last.task,
+                rank=last.rank,
+                start_s=start_s,
+                end_s=end_s,
+                gap_s=start_s - free_s,
+            )
+        )
+        at, end_s = previous, free_s
+    return chain[::-1]
+
+
+def _before(records: Iterable[TaskRecord]) -> dict[tuple[int, Task], TaskRecord]:
+    """Return, for every task on every rank, the task before it on its lane."""
+    found: dict[tuple[int, Task], TaskRecord] = {}
+    latest: dict[tuple[int, str], TaskRecord] = {}
+    for record in sorted(records, key=lambda record: (record.start_s, record.end_s)):
+        if (ahead := latest.get((record.rank, record.lane))) is not None:
+            found[record.rank, record.task] = ahead
+        latest[record.rank, record.lane] = record
+    return found
+
+
+SLOW: Final = 1.5
+"""A rank that takes less than this many times as long as the median rank is no straggler."""
+
+Kind = tuple[str, Phase]
+"""Op and phase of computation."""
+
+Rank = Annotated[int, Within(0, MOST_RANKS, "ranks count up from 0")]
+Factor = Annotated[float, Within(1, 1e9, "a straggler takes longer than others")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that computes slowly. factor: how many times as long as the median rank it takes."""
+
+    rank: Rank
+    factor: Factor
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def words(self) -> str:
+        """The straggler in words, as part of a sentence."""
+        return f"computation on rank {self.rank} takes {self.factor:.2f}x as long as on the median rank"
+
+
+def typical_seconds(records: Iterable[TaskRecord]) -> dict[Kind, float]:
+    """Return the median duration of every kind of computation that is the same on all ranks.
+
+    Routed experts are left out: how many rows they get depends on the routing.
+    """
+    kinds: dict[Kind, list[float]] = defaultdict(list)
+    for record in records:
+        if record.lane.computes and not _is_routed(record.task.op):
+            kinds[record.task.op, record.task.phase].append(record.duration_s)
+    return {kind: median(seconds) for kind, seconds in kinds.items()}
+
+
+def stragglers(everyone: Sequence[Mapping[Kind, float]]) -> tuple[Straggler, ...]:
+    """Return the ranks that compute slowly, in their order. everyone: by rank, `typical_seconds` of a plan.
+
+    Of an even number of ranks the faster of the middle two is the median: of two ranks the slower one can be
+    named.
+    """
+    totals = [sum(seconds.values()) for seconds in everyone]
+    usual_s = median_low(totals)
+    if usual_s <= 0:
+        return ()
+    factors = ((rank, total_s / usual_s) for rank, total_s in enumerate(totals))
+    return tuple(Straggler(rank=rank, factor=factor) for rank, factor in factors if factor >= SLOW)
+
+
+def _is_routed(op: str) -> bool:
+    return op in OPS and OPS[op].gradients == EXPERTS

@@ -50,7 +50,19 @@ def _run_events(
     ]
     for rank, lane in sorted({(record.rank, record.lane) for record in records}):
         events.append(_named("thread_name", process[rank], LANES.index(lane), str(lane)))
-    events += [_event(record, process[record.rank]) for record in records]
+    events += [
+        {
+            "ph": "X",
+            "name": str(record.task),
+            "cat": str(record.task.op),
+            "pid": process[record.rank],
+            "tid": LANES.index(record.lane),
+            "ts": record.start_s * MICROSECONDS,
+            "dur": record.duration_s * MICROSECONDS,
+            "args": {"what": spec_of(record.task.op).title, "step": record.step},
+        }
+        for record in records
+    ]
     by_step = sorted(records, key=_step_of)
     for (_, rank), step in groupby(by_step, key=_step_of):
         events += _arrows(list(step), process[rank], numbers)
@@ -59,19 +71,6 @@ def _run_events(
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _event(record: TaskRecord, process: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": str(record.task),
-        "cat": str(record.task.op),
-        "pid": process,
-        "tid": LANES.index(record.lane),
-        "ts": record.start_s * MICROSECONDS,
-        "dur": record.duration_s * MICROSECONDS,
-        "args": {"what": spec_of(record.task.op).title, "step": record.step},
-    }
 
 
 def _step_of(record: TaskRecord) -> tuple[int, int]:
@@ -86,18 +85,14 @@ def _arrows(step: Sequence[TaskRecord], process: int, numbers: Iterator[int]) ->
             number, last = next(numbers), len(journey) - 1
             for place, task in enumerate(journey):
                 phase = {0: "s", last: "f"}.get(place, "t")
-                yield _arrow_point(phase, number, by_name[task.name], process)
-
-
-def _arrow_point(phase: str, number: int, record: TaskRecord, process: int) -> dict[str, Any]:
-    """Return a point of an arrow. s: its start, t: a bar on its way, f: its end. bp "e": bound to its bar."""
-    return {
-        "ph": phase,
-        "bp": "e",
-        "id": number,
-        "name": "rows",
-        "cat": "rows",
-        "pid": process,
-        "tid": LANES.index(record.lane),
-        "ts": (record.start_s + record.duration_s / 2) * MICROSECONDS,
-    }
+                record = by_name[task.name]
+                yield {
+                    "ph": phase,
+                    "bp": "e",
+                    "id": number,
+                    "name": "rows",
+                    "cat": "rows",
+                    "pid": process,
+                    "tid": LANES.index(record.lane),
+                    "ts": (record.start_s + record.duration_s / 2) * MICROSECONDS,
+                }

@@ -19,7 +19,7 @@ from penstock.config import (
 )
 from penstock.config.bounds import MOST_RANKS
 from penstock.graph import Lane, Name, ScheduleError
-from penstock.trace.stragglers import Straggler
+from penstock.trace.analysis import Straggler
 from penstock.writing import write_whole
 
 STEP_FILE: Final = "step.json"

@@ -28,8 +28,7 @@ import torch
 
 from penstock.config import ConfigError
 from penstock.data.corpus import Corpus
-from penstock.data.mixture import Dealer
-from penstock.data.order import Indices, Shuffled
+from penstock.data.order import Dealer, Indices, Shuffled
 from penstock.device import device_of
 from penstock.placement import SamplePlacement
 from penstock.runtime.batch import NO_LABEL

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.checkpoint.finite import MOST_SQUARED, first_not_finite
 from penstock.checkpoint.folder import (
     PREFIX,
     RECORD,
@@ -34,6 +33,7 @@ from penstock.checkpoint.folder import (
 from penstock.checkpoint.saving import Saving, of_rank
 from penstock.checkpoint.storage import (
     MODEL,
+    MOST_SQUARED,
     SHARD,
     SUFFIX,
     CheckpointError,
@@ -41,6 +41,7 @@ from penstock.checkpoint.storage import (
     Part,
     State,
     Stored,
+    first_not_finite,
     make_whole,
     misfits,
     tensors_in,

@@ -98,7 +98,27 @@ def open_logs(config: RunConfig, layers: Sequence[int], first: int) -> Iterator[
     if output.tensorboard and is_there("tensorboard"):
         yield TensorBoard(output.dir, first, layers)
     if config.metrics.wandb:
-        yield _open_wandb(config, layers, resumes=first > 0)
+        import wandb
+
+        asked, folder = config.metrics, config.output.dir
+        try:
+            run = wandb.init(
+                project=asked.wandb_project,
+                entity=asked.wandb_entity,
+                name=asked.wandb_name or folder.name,
+                tags=asked.wandb_tags or None,
+                id=_id_in(folder, resumes=first > 0),
+                dir=str(folder),
+                resume="allow",
+                mode="offline" if asked.wandb == "offline" else "online",
+                config=to_dict(config),
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.Error as error:
+            hint = "Run `wandb login` first, or use metrics.wandb=offline."
+            raise ConfigError("metrics.wandb", asked.wandb, f"was refused: {error}", hint) from error
+        run.define_metric("*", step_metric="step")
+        yield WeightsAndBiases(run, wandb.Image, layers)
 
 
 def check_wandb(config: MetricsConfig) -> None:
@@ -107,34 +127,6 @@ def check_wandb(config: MetricsConfig) -> None:
         why = "needs the package wandb, which is not installed"
         hint = "Install it: pip install 'penstock[wandb]'. Or leave metrics.wandb out."
         raise ConfigError("metrics.wandb", config.wandb, why, hint)
-
-
-def _open_wandb(config: RunConfig, layers: Sequence[int], *, resumes: bool) -> WeightsAndBiases:
-    """Open a run, which has its folder's name if the settings give none.
-
-    Raises ConfigError where the package refuses, as without a key.
-    """
-    import wandb
-
-    asked, folder = config.metrics, config.output.dir
-    try:
-        run = wandb.init(
-            project=asked.wandb_project,
-            entity=asked.wandb_entity,
-            name=asked.wandb_name or folder.name,
-            tags=asked.wandb_tags or None,
-            id=_id_in(folder, resumes=resumes),
-            dir=str(folder),
-            resume="allow",
-            mode="offline" if asked.wandb == "offline" else "online",
-            config=to_dict(config),
-            settings=wandb.Settings(silent=True),
-        )
-    except wandb.Error as error:
-        hint = "Run `wandb login` first, or use metrics.wandb=offline."
-        raise ConfigError("metrics.wandb", asked.wandb, f"was refused: {error}", hint) from error
-    run.define_metric("*", step_metric="step")
-    return WeightsAndBiases(run, wandb.Image, layers)
 
 
 def _id_in(folder: Path, *, resumes: bool) -> str:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import ConfigError
-from penstock.cost import split_sizes
 from penstock.device import device_of
 from penstock.models import ModelConfig
 from penstock.models.meta import on_meta
 from penstock.moe import MoEConfig
+from penstock.routing.sizes import split_sizes
 from penstock.topology import Control, Layout
-from penstock.topology.cgroup import memory_limit
+from penstock.topology.local import memory_limit
 from penstock.train.assemble import gradient_bytes, model_of
 from penstock.train.config import RunConfig
 from penstock.train.optimizer import MOMENTS

@@ -40,7 +40,15 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
     ranks than a sample has tokens.
     """
     if model.of_transformers:
-        _check_family(model.model_type, parallel)
+        family = FAMILIES[model.model_type]
+        if parallel.etp_size > 1 and not family.form.narrows:
+            why = f"a parameter of a {model.model_type} has several rows for every expert, which are not cut"
+            raise ConfigError(
+                "parallel.etp_size", parallel.etp_size, why, "Use 1, and spread them with ep_size."
+            )
+        if parallel.tp_size > 1 and family.attention is None:
+            why = f"{family.uncut}, so ranks cannot share the attention of a {model.model_type}"
+            raise ConfigError("parallel.tp_size", parallel.tp_size, why, "Use 1.")
     shared = {
         "model.num_heads": model.num_heads,
         "model.num_key_value_heads": model.key_value_heads,
@@ -56,17 +64,6 @@ def check_shares(model: ModelConfig, moe: MoEConfig, parallel: ParallelConfig, r
         raise ConfigError("parallel.tp_size", parallel.tp_size, why, nearest)
     experts = {"moe.moe_ffn_hidden_size": moe.moe_ffn_hidden_size}
     _check("parallel.etp_size", parallel.etp_size, experts, _common(experts, ranks))
-
-
-def _check_family(model_type: str, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a layout in which ranks would share what models of this family do not share."""
-    family = FAMILIES[model_type]
-    if parallel.etp_size > 1 and not family.form.narrows:
-        why = f"a parameter of a {model_type} has several rows for every expert, which are not cut"
-        raise ConfigError("parallel.etp_size", parallel.etp_size, why, "Use 1, and spread them with ep_size.")
-    if parallel.tp_size > 1 and family.attention is None:
-        why = f"{family.uncut}, so ranks cannot share the attention of a {model_type}"
-        raise ConfigError("parallel.tp_size", parallel.tp_size, why, "Use 1.")
 
 
 def _check(key: str, parts: int, shared: Mapping[str, int], valid: list[int], *, heads_of: int = 0) -> None:

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.finite import NOT_FINITE, first_not_finite
 from penstock.checkpoint.folder import INDEX, ONE, DamagedError, model_files
-from penstock.checkpoint.storage import SUFFIX, Part, Stored, misfits, tensors_in
+from penstock.checkpoint.storage import (
+    NOT_FINITE,
+    SUFFIX,
+    Part,
+    Stored,
+    first_not_finite,
+    misfits,
+    tensors_in,
+)
 from penstock.config import ConfigError
 from penstock.models import MoEDecoder
 from penstock.models.meta import on_meta

@@ -1,21 +1,127 @@
 """Finds the checkpoint from which a run continues: the newest one that is whole, if its settings fit.
 
-All of this is decided before anything is measured or written, and by all ranks together.
+All of this is decided before anything is measured or written, and by all ranks together. A continued run may
+change settings that train the model, but not those that make it.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, Final
 
-from penstock.checkpoint.folder import Record, all_checkpoints, step_of
+from penstock.checkpoint.folder import RECORD, Record, all_checkpoints, step_of
 from penstock.checkpoint.storage import DamagedCheckpointError
-from penstock.config import ConfigError
+from penstock.config import UNSET, ConfigError, from_dict, to_dict
+from penstock.config.kinds import by_key
+from penstock.models import ModelConfig
+from penstock.models.qwen3_moe import CONFIG
+from penstock.moe import MoEConfig
 from penstock.topology import Control
 from penstock.train.checkpoint import Checkpoints, verify
 from penstock.train.config import IF_PRESENT, RunConfig
 from penstock.train.pilot import Resumption
-from penstock.train.resume_settings import changes, check_model
+
+MAY_CHANGE: Final[Mapping[str, str]] = {
+    "model.preset": "the sizes that it stands for are compared one by one",
+    "model.config": "the sizes that it stands for are compared one by one",
+    "model.dropout": "regularises training, and is not there in evaluation",
+    "moe.order": "another way to compute the same",
+    "moe.dispatch": "another way to compute the same",
+    "moe.one_copy_per_rank": "another way to compute the same",
+    "moe.bound_factor": "another way to compute the same",
+    "moe.comm_dtype": "rounds rows in transit, as train.precision rounds products",
+    "moe.aux_loss_coeff": "weighs a term of the loss",
+    "moe.aux_loss_group": "chooses a term of the loss",
+    "moe.z_loss_coeff": "weighs a term of the loss",
+    "moe.expert_bias_rate": "a learning rate; where it becomes 0, or is 0 no more, the missing bias is named",
+}
+"""Fields of sections [model] and [moe] that do not change what the trained parameters compute, and why. All
+others, including those that are added later, must be as they were."""
+
+MEANING: Final[Mapping[str, Callable[[Any], object]]] = {
+    "model.moe_layers": lambda model: [model.is_moe(layer) for layer in range(model.num_layers)],
+    "model.num_key_value_heads": lambda model: model.key_value_heads,
+    "model.head_dim": lambda model: model.head_size,
+    "model.ffn_hidden_size": lambda model: model.dense_hidden_size,
+    "moe.norm_topk_prob": lambda moe: moe.renormalise,
+}
+"""Values compared instead of fields whose `none` stands for a value that can also be given."""
+
+SIZES: Final[Mapping[str, tuple[str, ...]]] = {
+    "model": ("num_layers", "hidden_size", "num_heads", "seq_len", "vocab_size"),
+    "moe": ("num_experts", "top_k"),
+}
+"""Settings that every version has written; a default in their place would make another model."""
+
+OF_FILE: Final = "model.config_sha256"
+"""The setting that stands for all that a model's own file says."""
+
+UNSAID: Final = ("train.resume", "output.", "metrics.", "parallel.processes")
+"""Settings whose changes are not reported here; for processes, those that ran are compared instead."""
+
+MOST_SHOWN: Final = 60
+
+
+def check_model(config: RunConfig, settings: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError for the first setting that would change the function of the saved parameters."""
+    check_sizes_given(settings, path)
+    for section, now in (("model", config.model), ("moe", config.moe)):
+        try:
+            then: ModelConfig | MoEConfig = from_dict(type(now), settings[section], section)
+        except ConfigError as error:
+            why = f"{path} was made by another version of Penstock, with settings that this one does not know"
+            hint = "Continue with that version."
+            raise ConfigError("train.resume", True, f"{why} ({error})", hint) from error
+        for field in fields(now):
+            key = f"{section}.{field.name}"
+            if key == OF_FILE and getattr(then, field.name) != getattr(now, field.name):
+                file = config.model.config
+                why = f"describes another model, and {path} was trained with its own: they would compute "
+                why += "something else"
+                hint = f"Give the file with which the run began, or a copy of {path / CONFIG} outside of "
+                hint += "output.dir."
+                raise ConfigError("model.config", UNSET if file is None else str(file), why, hint)
+            if key not in MAY_CHANGE and _meaning(key, then) != _meaning(key, now):
+                was, value = _shown(getattr(then, field.name)), getattr(now, field.name)
+                why = f"{path} was trained with {was}; its parameters would compute something else"
+                hint = f"Use {key}={was.replace(' ', '')}, or start a new run in another output.dir."
+                raise ConfigError(key, list(value) if isinstance(value, tuple) else value, why, hint)
+
+
+def check_sizes_given(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if a checkpoint's settings lack a size of the model. path: of the checkpoint."""
+    for section, names in SIZES.items():
+        table = settings.get(section)
+        for name in names:
+            if not isinstance(table, Mapping) or name not in table:
+                key, why = f"{path / RECORD}: settings.{section}.{name}", "without it the model is not known"
+                raise ConfigError(key, UNSET, f"is missing, and {why}", "Use another checkpoint.")
+
+
+def changes(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
+    """Return what differs from the settings of a checkpoint, such as `optimizer.lr 0.003 -> 0.001`."""
+    before, now = by_key(RunConfig, settings), by_key(RunConfig, to_dict(config))
+    return [
+        f"{key} {_shown(before[key])} -> {_shown(value)}"
+        for key, value in now.items()
+        if not key.startswith(UNSAID) and key in before and before[key] != value
+    ]
+
+
+def _meaning(key: str, section: object) -> object:
+    meaning = MEANING.get(key)
+    return getattr(section, key.partition(".")[2]) if meaning is None else meaning(section)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
 
 logger = logging.getLogger(__name__)
 

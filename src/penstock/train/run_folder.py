@@ -97,18 +97,14 @@ def _steps(folder: Path) -> list[StepMetrics]:
         raise ConfigError("RUN", str(folder), why, "Give the output.dir of a run, such as runs/tiny.")
     steps = read_metrics(path)
     for name in BY_LAYER:
-        _check_layers(steps, name, path)
+        found = {each.step: len(values) for each in steps if (values := getattr(each, name)) is not None}
+        for step, layers in found.items():
+            first, wanted = next(iter(found.items()))
+            if layers != wanted:
+                why = f"{name} has {layers} numbers (one per MoE layer) in step {step}, "
+                why += f"{wanted} in step {first}"
+                raise ConfigError(str(path), UNSET, why, REMOVE)
     return steps
-
-
-def _check_layers(steps: Sequence[StepMetrics], name: str, path: Path) -> None:
-    """Raise ConfigError if a metric by layer does not have the same number of layers in all steps."""
-    found = {each.step: len(values) for each in steps if (values := getattr(each, name)) is not None}
-    for step, layers in found.items():
-        first, wanted = next(iter(found.items()))
-        if layers != wanted:
-            why = f"{name} has {layers} numbers (one per MoE layer) in step {step}, {wanted} in step {first}"
-            raise ConfigError(str(path), UNSET, why, REMOVE)
 
 
 def _failures(folder: Path) -> tuple[str, ...]:

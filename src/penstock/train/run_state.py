@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
 from penstock.checkpoint.storage import Named, Part, State
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.qwen3_moe import in_files
 from penstock.moe.layer import LogicalNames
-from penstock.moe.routes import Counts
 from penstock.placement import Hosting
 from penstock.placing.told import hosting_of, plain_of
 from penstock.runtime import PipelinedStack, ShardedAdamW

@@ -16,8 +16,7 @@ from penstock.config.kinds import types_of
 from penstock.data import DataConfig
 from penstock.data.corpus import Corpus, ToPrepare, check_alike, check_apart, load_corpora, to_prepare
 from penstock.data.files import HINT
-from penstock.data.scan import Scan, Scanned, entropy_nats
-from penstock.data.text import Readable, TextError
+from penstock.data.text import Readable, Scan, Scanned, TextError, entropy_nats
 from penstock.topology import Control, Layout
 from penstock.train.batches import BatchStream, held_out_share
 from penstock.train.config import RunConfig

@@ -18,11 +18,10 @@ from penstock.cost import MeasuredCost
 from penstock.graph import Task
 from penstock.mesh import Mesh, Seconds
 from penstock.runtime import PipelinedStack
-from penstock.simulate import Timeline, lower_bound, simulate
+from penstock.simulate import lower_bound, simulate
 from penstock.trace import TaskRecord, compare, write_chrome_trace, write_comparison
-from penstock.trace.critical import Link, critical_path
+from penstock.trace.analysis import Kind, Link, Straggler, critical_path, stragglers, typical_seconds
 from penstock.trace.step_file import MOST_SHOWN, PathLink, Spans, StepFile
-from penstock.trace.stragglers import Kind, Straggler, stragglers, typical_seconds
 from penstock.train.pilot import Forecast
 
 DIGITS = 7
@@ -110,29 +109,23 @@ def analyse(
         expected, last = forecast(), [record for each in everyone for record in each.traced[-1]]
         with writing():
             if traces:
-                _write_trace(folder, everyone, timeline)
+                # One after another in time: clocks start with every step, which starts after a vote.
+                shifted: list[TaskRecord] = []
+                offset_s = 0.0
+                for ranks in zip(*(each.traced for each in everyone), strict=True):
+                    records = [record for rank in ranks for record in rank]
+                    shifted += [
+                        replace(r, start_s=r.start_s + offset_s, end_s=r.end_s + offset_s) for r in records
+                    ]
+                    offset_s = max(record.end_s for record in shifted)
+                runs = {"measured": shifted, "simulated": timeline.records()}
+                write_chrome_trace(folder / "trace.json", runs)
+                mine = [record for record in timeline.records() if record.rank == 0]
+                write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
             path = [_link(link) for link in critical_path(last, plan.graph.needs, mesh)]
             _step_file(tasks, mesh, everyone, expected, path, found).save(folder)
     control.barrier("waiting for the files of the last steps")
     return found
-
-
-def _write_trace(folder: Path, everyone: Sequence[_OfRank], timeline: Timeline) -> None:
-    runs = {"measured": _one_after_another(everyone), "simulated": timeline.records()}
-    write_chrome_trace(folder / "trace.json", runs)
-    mine = [record for record in timeline.records() if record.rank == 0]
-    write_comparison(folder / "tasks.csv", compare(mine, everyone[0].traced[-1]))
-
-
-def _one_after_another(everyone: Sequence[_OfRank]) -> list[TaskRecord]:
-    """Return all steps one after another in time: clocks start with every step, which starts after a vote."""
-    shifted: list[TaskRecord] = []
-    offset_s = 0.0
-    for ranks in zip(*(each.traced for each in everyone), strict=True):
-        records = [record for rank in ranks for record in rank]
-        shifted += [replace(r, start_s=r.start_s + offset_s, end_s=r.end_s + offset_s) for r in records]
-        offset_s = max(record.end_s for record in shifted)
-    return shifted
 
 
 def _step_file(

@@ -29,24 +29,21 @@ from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.train.alike import resolved_alike
-from penstock.train.assemble import build_machinery, build_optimizer, on_device
+from penstock.train.assemble import MakeModel, build_machinery, build_optimizer, decoder_of, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
 from penstock.train.curves import TensorBoard, check_wandb, open_logs
-from penstock.train.evaluate import batch_loss, evaluate
 from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.logs import RankLog, show
-from penstock.train.measuring import measured
+from penstock.train.measuring import batch_loss, evaluate, measured
 from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
-from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks
 from penstock.train.progress import Progress
-from penstock.train.resume import checkpoints_folder, find_resumption, restore
-from penstock.train.resume_settings import changes
+from penstock.train.resume import changes, checkpoints_folder, find_resumption, restore
 from penstock.train.routing_file import RoutingFile
 from penstock.train.source import open_source
 from penstock.train.stopping import StopRequests
@@ -183,8 +180,10 @@ class Trainer:
                 if vote.lost:
                     self._renew_output(done)
                 self._after_step(metrics, last=last, saves=vote.lost)
-                if not last:
-                    self._steer(vote.slowest_s)
+                if not last and self.pilot.after_step(vote.slowest_s, self.records):
+                    self.recent.clear()  # these steps ran under another plan
+                    assert self.history.last is not None, "a step has ended"
+                    self._save_settings(self.history.last.step)
             self.trained_s = time.perf_counter() - started_s
 
     def _summarise(self) -> RunSummary:
@@ -221,7 +220,9 @@ class Trainer:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         batch = self.batches.take(step)
-        self.stack.timed = self._is_timed(step)
+        left = self.config.train.steps - step  # the last steps are analysed
+        now_and_then = step % TIMED_EVERY == 0 or not self.recent  # for metrics
+        self.stack.timed = self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
         start_s = time.perf_counter()
         loss = batch_loss(self.stack, batch)
         norm = self.update.backward(loss, step + 1)
@@ -263,16 +264,6 @@ class Trainer:
             iteration_s=iteration_s,
             accepted=accepted,
         )
-
-    def _is_timed(self, step: int) -> bool:
-        """Return whether a GPU measures when the tasks of a step run; `step` counts from 0.
-
-        It does while the pilot learns from that, for the analysis of the last steps, and now and then for
-        metrics.
-        """
-        left = self.config.train.steps - step
-        now_and_then = step % TIMED_EVERY == 0 or not self.recent
-        return self.pilot.reads_records or now_and_then or left <= (self.recent.maxlen or 0)
 
     def _after_step(self, metrics: StepMetrics, *, last: bool, saves: bool) -> None:
         """Evaluate, write metrics, save, in this order: a checkpoint never knows more than the metrics.
@@ -344,13 +335,6 @@ class Trainer:
     def config(self) -> RunConfig:
         """The run as it is now: sections [schedule] and [moe] say what the plan has chosen."""
         return self.pilot.config
-
-    def _steer(self, slowest_s: float) -> None:
-        """Let the pilot change the plan between two steps."""
-        if self.pilot.after_step(slowest_s, self.records):
-            self.recent.clear()  # these steps ran under another plan
-            assert self.history.last is not None, "a step has ended"
-            self._save_settings(self.history.last.step)
 
     def _save_settings(self, done: int) -> None:
         """Write the configuration and the plan as they are now, on rank 0."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.peers.entries import UPDATING, peer_notes
-from penstock.cost.workload import capacity_slots
 from penstock.lab.bench.contender import TransportName
+from penstock.routing.sizes import capacity_slots
 from penstock.topology import ParallelConfig
 from tests.benchmarks.peers import steps
 from tests.support.parity import Case

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock
-from penstock.doctor.gpu.private import without_names
+from penstock.doctor.gpu.outcome import without_names
 
 NAMES = st.text(string.ascii_lowercase + string.digits + "-", min_size=3, max_size=12).filter(
     lambda name: name[0].isalpha() and name.strip("-") == name

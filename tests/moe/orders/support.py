@@ -9,13 +9,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.cost.workload import capacity_slots
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe.choices import Choice, ExpertChoice, GateSums, SoftChoice, TokenChoice
 from penstock.moe.experts.base import StackedExperts
 from penstock.moe.experts.product import Product, grouped_product
 from penstock.moe.orders.base import Order, OrderPlan
-from penstock.moe.routes import RouteMaker, Routes
+from penstock.routing.routes import RouteMaker, Routes
+from penstock.routing.sizes import capacity_slots
 
 HIDDEN = 8  # whole cache lines, as in real models: vector instructions then cut every row alike
 NO_SUMS = GateSums(torch.empty(0), torch.empty(0), torch.empty(0))

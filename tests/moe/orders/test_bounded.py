@@ -7,12 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch import Place
-from penstock.dispatch.flat import FlatDispatch
+from penstock.dispatch import FlatDispatch, Place
 from penstock.moe.choices import TokenChoice
 from penstock.moe.orders.bounded import BoundedOrder, Bounds
 from penstock.moe.orders.sort import SortOrder
-from penstock.moe.routes import RouteMaker
+from penstock.routing.routes import RouteMaker
 from tests.moe.orders.support import chunk_counts, numbers, token_choices
 
 EXPERTS = 4

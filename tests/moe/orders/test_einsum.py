@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
 from penstock.moe.choices import SoftChoice
 from penstock.moe.orders.einsum import EinsumOrder
+from penstock.routing.sizes import split_sizes
 from tests.moe.orders.support import (
     HIDDEN,
     chunk_counts,

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.cost.workload import capacity_slots, split_sizes
 from penstock.moe.choices import Choice, ExpertChoice, TokenChoice, made_for
 from penstock.moe.orders.einsum import EinsumOrder
 from penstock.moe.orders.index import IndexOrder
 from penstock.moe.tokens import Tokens
+from penstock.routing.sizes import capacity_slots, split_sizes
 from tests.moe.orders.support import (
     HIDDEN,
     NO_SUMS,

@@ -10,7 +10,7 @@ from penstock.mesh import Mesh
 from penstock.report.loads import LoadCourse
 from penstock.report.page.finished import Course, FinishedRun
 from penstock.simulate import simulate
-from penstock.trace.critical import critical_path
+from penstock.trace.analysis import critical_path
 from penstock.trace.step_file import PathLink, Spans, StepFile
 from tests.steps import example_plan, random_seconds
 

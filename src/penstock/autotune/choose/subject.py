@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from penstock.autotune.choose import layouts
 from penstock.autotune.problem import open_runs, run_problem
-from penstock.config import ConfigError, is_folder, load, read_json
+from penstock.config import ConfigError, asked, load, read_json
 from penstock.cost import ClusterFile
 from penstock.cost.devices import Computing
 from penstock.mesh import group_sizes, holders
@@ -52,7 +52,7 @@ def run_subject(
     keys = [override.partition("=")[0].strip() for override in overrides]
     check_source(overrides)
     # Whatever a run of this file would do, this is a search: so what is open, is.
-    of_model = is_folder(path) or (path.suffix == ".json" and not has_settings(path))
+    of_model = asked(path.is_dir) or (path.suffix == ".json" and not has_settings(path))
     given, model = (None, [f"model.config={path}"]) if of_model else (path, [])
     config = load(RunConfig, given, [*model, *overrides, f"plan.mode={AUTO}"])
     check_overrides(config, keys, file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 
@@ -75,11 +75,14 @@ def measure_tasks(
     finally:
         stack.close()
     tasks = tuple(_models(runs, alone, file.rates))
+    overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
+    rates = file.rates.measured(task_overhead_s=min(overheads)) if overheads else file.rates
+    scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in alone]
     found = replace(
         file,
-        rates=_with_issuing(_with_overhead(file.rates, tasks), stack.machinery.lanes.issued_s),
+        rates=_with_issuing(rates, stack.machinery.lanes.issued_s),
         tasks=tasks,
-        jitter=_jitter(alone),
+        jitter=float(np.median(np.concatenate(scatter))),
         slowness=slowness,
         measured=here(machinery.device),
     )
@@ -88,12 +91,6 @@ def measure_tasks(
     if budget.limits.overran:
         found = replace(found, doubts=(OVERRAN, *found.doubts))
     return machinery.control.gather(found, "comparing measured tasks")[0]
-
-
-def _with_overhead(rates: ClusterConfig, tasks: Iterable[TaskModel]) -> ClusterConfig:
-    """Return the rates with the least overhead of a measured task, for tasks that were not measured."""
-    overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
-    return rates.measured(task_overhead_s=min(overheads)) if overheads else rates
 
 
 def _with_issuing(rates: ClusterConfig, issued_s: Mapping[Task, float]) -> ClusterConfig:
@@ -280,9 +277,3 @@ def _apart(times: list[Seconds]) -> tuple[tuple[float, ...], list[Seconds]]:
         return (), times
     slowness = tuple(float(ratio) for ratio in per_rank / median_low(per_rank))
     return slowness, [seconds / np.array(slowness)[:, None, None] for seconds in times]
-
-
-def _jitter(times: list[Seconds]) -> float:
-    """Return the relative scatter of times over ranks and rounds, as the median over tasks."""
-    scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in times]
-    return float(np.median(np.concatenate(scatter)))

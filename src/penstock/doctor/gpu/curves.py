@@ -12,12 +12,13 @@ import torch
 
 from penstock.autotune.profile import profile_run
 from penstock.config import to_dict
-from penstock.cost import ClusterFile, split_sizes
-from penstock.doctor.gpu.given import given_machinery, settled
+from penstock.cost import ClusterFile
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
+from penstock.doctor.gpu.small import given_machinery, settled
 from penstock.graph import Lane
 from penstock.mesh import Group
+from penstock.routing.sizes import split_sizes
 from penstock.runtime import Machinery
 from penstock.words import counted
 

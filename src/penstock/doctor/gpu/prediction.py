@@ -9,10 +9,9 @@ from statistics import median
 from typing import Any, Final
 
 from penstock.autotune.problem import run_problem
-from penstock.doctor.gpu.given import given_layout, given_machinery, given_run, settled
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import Running
+from penstock.doctor.gpu.small import Running, given_layout, given_machinery, given_run, settled
 from penstock.plan import Candidate, Problem, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.predict import predicted_timeline

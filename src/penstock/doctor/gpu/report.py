@@ -11,8 +11,7 @@ import torch
 
 import penstock
 from penstock.cost.cluster_file import DOCTOR
-from penstock.doctor.gpu.outcome import SEVERITY, Verdict
-from penstock.doctor.gpu.private import without_names
+from penstock.doctor.gpu.outcome import SEVERITY, Verdict, without_names
 from penstock.doctor.gpu.run import Result, cluster_of, without_cluster
 from penstock.doctor.gpu.stages import STAGES
 from penstock.words import counted, folded

@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 from penstock.config import from_dict
 from penstock.cost import ClusterFile
 from penstock.doctor.gpu.child import FOUND, MODULE, Given
-from penstock.doctor.gpu.outcome import Outcome, Verdict
-from penstock.doctor.gpu.private import names_here
+from penstock.doctor.gpu.outcome import Outcome, Verdict, names_here
 from penstock.doctor.gpu.stages import Stage
 from penstock.doctor.meeting import Meeting, MeetingError
 from penstock.stops import die_with_parent

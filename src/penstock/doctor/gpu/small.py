@@ -1,4 +1,8 @@
-"""The small model on which stages run steps: seconds to build, and every part of a step is in it."""
+"""The runs whose steps stages take: the one that was given to the command, and a small one.
+
+The small model takes seconds to build, and has every part of a step. The given run has its own model, and an
+optimiser of learning rate 0, so that every step does the same.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from penstock.decision import PlacementConfig, ScheduleConfig
 from penstock.doctor.gpu.here import Here
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.moe import MoEConfig
+from penstock.moe.build import dispatch_of
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Layout, find_node_size
 from penstock.train.assemble import build_machinery, build_optimizer, build_stack
 from penstock.train.config import OutputConfig, Precision, RunConfig, TrainConfig
-from penstock.train.optimizer import OptimizerConfig
+from penstock.train.optimizer import OptimizerConfig, set_learning_rate
 from penstock.train.update import build_update
 
 MODEL: Final = ModelConfig(
@@ -146,3 +151,33 @@ def logical(stack: PipelinedStack, name: str, tensor: Tensor) -> Iterable[tuple[
     """Return a local tensor by the names that one process has for it: of experts, each by its number."""
     assert isinstance(stack.model, MoEDecoder), "the small model is one"
     return stack.model.logical(name, tensor)
+
+
+def settled(here: Here) -> RunConfig:
+    """Return the run with what it leaves open decided in the plainest way."""
+    given = here.config
+    return replace(
+        given,
+        moe=replace(given.moe, dispatch=dispatch_of(given.moe)),
+        optimizer=given.optimizer.settled(sharded=given.optimizer.is_sharded),
+        output=replace(given.output, loads=False),
+    )
+
+
+def given_layout(here: Here) -> Layout:
+    """Return the layout of the run. All ranks must call it together."""
+    node_size = find_node_size(here.control, here.info.local_rank)
+    experts = here.config.moe.num_experts
+    return Layout.build(here.config.parallel, here.world_size, here.info.rank, experts, node_size)
+
+
+def given_machinery(here: Here) -> Machinery:
+    """Build what the run runs on. All ranks must call it together."""
+    config = here.config
+    return build_machinery(given_layout(here), here.device, config.parallel, config.train.precision)
+
+
+def given_run(here: Here, machinery: Machinery) -> Running:
+    ran = Running(settled(here), machinery)
+    set_learning_rate(ran.update.optimizer, 0.0)
+    return ran

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from penstock.device import Wait, device_of
-from penstock.doctor.gpu.given import given_machinery, given_run, settled
+from penstock.device import device_of
 from penstock.doctor.gpu.here import Here, timed
 from penstock.doctor.gpu.outcome import Outcome
-from penstock.doctor.gpu.small import MODEL, Case, small_machinery, small_run
+from penstock.doctor.gpu.small import (
+    MODEL,
+    Case,
+    given_machinery,
+    given_run,
+    settled,
+    small_machinery,
+    small_run,
+)
 from penstock.schedule import SCHEDULES
 from penstock.words import counted, percent
 
@@ -29,7 +35,14 @@ for the host."""
 def run(here: Here) -> Outcome:
     """Count waits of the small model, then time the host in steps of the given run."""
     waits = _count(here)
-    issue_s, whole_s, tasks = _lead(here)
+    machinery = given_machinery(here)
+    ran = given_run(here, machinery)
+    ran.stack.timed = False
+    steps = range(WARM_UP + here.scale.steps)
+    times = [timed(here, partial(ran.step, number)) for number in steps][WARM_UP:]
+    tasks = len(ran.stack.plan.graph.tasks)
+    machinery.close()
+    issue_s, whole_s = (median(seconds) for seconds in zip(*times, strict=True))
     lead = 1 - issue_s / whole_s
     figures = {
         "waits": waits,
@@ -67,7 +80,10 @@ def _count(here: Here) -> list[dict[str, Any]]:
             ran.step(number)
         with device_of(here.device).counting_waits() as waits:
             ran.step(WARM_UP)
-        lines = None if waits is None else [*_by_line(waits)]
+        lines = waits and [
+            {"file": _inside(file), "line": line, "what": what, "times": times}
+            for (file, line, what), times in waits.most_common()
+        ]
         found.append(
             {
                 "schedule": name,
@@ -80,13 +96,6 @@ def _count(here: Here) -> list[dict[str, Any]]:
     return found
 
 
-def _by_line(waits: Counter[Wait]) -> list[dict[str, Any]]:
-    return [
-        {"file": _inside(file), "line": line, "what": what, "times": times}
-        for (file, line, what), times in waits.most_common()
-    ]
-
-
 def _inside(file: str) -> str:
     """Return a file's last two folders and name, which say where it is in its package."""
     return "/".join(Path(file).parts[-3:])
@@ -97,15 +106,3 @@ def _counted_words(waits: list[dict[str, Any]]) -> str:
         return "waits: this device cannot count them"
     each = (f"{one['schedule']} {one['waits']} of {one['allowed']}" for one in waits)
     return f"waits of a step, and how many may be: {', '.join(each)}"
-
-
-def _lead(here: Here) -> tuple[float, float, int]:
-    """Return seconds until the host has issued a step and until the device has done it, and its tasks."""
-    machinery = given_machinery(here)
-    ran = given_run(here, machinery)
-    ran.stack.timed = False
-    steps = range(WARM_UP + here.scale.steps)
-    times = [timed(here, partial(ran.step, number)) for number in steps][WARM_UP:]
-    tasks = len(ran.stack.plan.graph.tasks)
-    machinery.close()
-    return median(issue for issue, _ in times), median(whole for _, whole in times), tasks

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from penstock.cli.failing import NO_RESULT
-from penstock.cli.paths import user_path
+from penstock.cli.out import add_overrides, user_path
 from penstock.config import ConfigError
 from penstock.lab.commands.emulate import add_emulation_options, emulation
 from penstock.stops import STOPS
@@ -31,13 +31,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "each comes to the physical limit of the hardware.",
         epilog="Example: penstock bench --emulate 2x1 --inter-rate 400mbit --schedules sequential,flowmoe",
     )
-    bench.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings that override the defaults",
-    )
+    add_overrides(bench, "the defaults")
     bench.add_argument("--config", type=user_path, metavar="FILE", help="a TOML file (default: built in)")
     bench.add_argument(
         "--schedules", metavar="A,B,...", help="schedules to compare; speed-ups are relative to the first"

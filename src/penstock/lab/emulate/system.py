@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, TypeVar
 
-from penstock.cli.codes import BAD_USAGE
-from penstock.cli.failing import CommandError
+from penstock.cli.failing import BAD_USAGE, CommandError
 from penstock.writing import write_setting, write_whole
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cost import RoutedCost, Workload, split_sizes
+from penstock.cost import RoutedCost, Workload
 from penstock.cost.moves import ROW_MOVES, TOKEN_MOVES, Move
 from penstock.cost.placed_moves import PLACEMENT_MOVES
 from penstock.graph import Graph, Lane, Phase, Task
@@ -17,6 +17,7 @@ from penstock.mesh import Group
 from penstock.ops import OPS, Kind, Op
 from penstock.ops.optimizer import GATHERS
 from penstock.ops.sums import REDUCTIONS, SCATTERS
+from penstock.routing.sizes import split_sizes
 from penstock.runtime.fingerprints.marks import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER

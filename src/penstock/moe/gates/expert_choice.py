@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.cost.workload import capacity_slots
 from penstock.moe.choices import ExpertChoice, GateSums, sum_by_sample, sum_z
 from penstock.moe.gates.base import Gate, linear_weight
 from penstock.moe.tokens import Tokens
+from penstock.routing.sizes import capacity_slots
 
 
 class ExpertChoiceGate(Gate):

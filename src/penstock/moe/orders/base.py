@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from penstock.apportion import Counts
 from penstock.moe.accept import ChoiceKind
 from penstock.moe.choices import Choice
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product
 from penstock.moe.orders.blocks import by_expert, by_source
 from penstock.moe.orders.rows import RowPlan
-from penstock.moe.routes import ChunkRoute, Counts
+from penstock.routing.routes import ChunkRoute
 
 
 @dataclass(frozen=True)

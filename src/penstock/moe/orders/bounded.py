@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import split_sizes
+from penstock.apportion import Counts
 from penstock.device import on_device
 from penstock.moe.orders.base import OrderPlan
 from penstock.moe.orders.index import queues
 from penstock.moe.orders.rows import RowPlan
 from penstock.moe.orders.sort import SortOrder
-from penstock.moe.routes import Counts
+from penstock.routing.sizes import split_sizes
 
 
 class BoundedOrder(SortOrder):

@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import capacity_slots, split_sizes
 from penstock.moe.choices import Choice, ExpertChoice, SoftChoice, TokenChoice
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.index import chunk_rows
 from penstock.moe.orders.masks import ExpertMasks, Masks, SoftMasks, TokenMasks
+from penstock.routing.sizes import capacity_slots, split_sizes
 
 
 class EinsumOrder(Order):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.cost.workload import capacity_slots, split_sizes
 from penstock.moe.choices import Choice, ExpertChoice, TokenChoice
 from penstock.moe.orders.bags import histogram, stable_argsort
 from penstock.moe.orders.base import OrderPlan, RowOrder
 from penstock.moe.orders.rows import RowPlan
+from penstock.routing.sizes import capacity_slots, split_sizes
 
 
 class IndexOrder(RowOrder):

@@ -5,7 +5,7 @@ number of each choice among the experts of the destination (else -1), and k colu
 choices (else 0); all in the token's precision. On its way back it has M columns. A destination that is a node
 has several ranks, and inside the node a row goes to those that have one of its experts.
 Shapes: T tokens, M hidden size, k choices, P ranks, E experts (total), L experts per rank, C chunks, R rows,
-N destinations of G ranks, S sets of places in one (see `penstock.dispatch.node_once`).
+N destinations of G ranks, S sets of places in one (see `penstock.routing.joined`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from penstock.config import ConfigError
-from penstock.cost.workload import capacity_slots, split_sizes
-from penstock.dispatch.node_once import MOST_NODE_SIZE, num_sets
 from penstock.mesh import num_nodes, place_in_node
 from penstock.moe.choices import Choice, TokenChoice
 from penstock.moe.experts.base import Experts
@@ -27,8 +25,10 @@ from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.index import places
 from penstock.moe.orders.rows import RowPlan
 from penstock.moe.orders.sort import bins, sorted_rows
-from penstock.moe.routes import ChunkRoute
 from penstock.placement import ExpertPlacement
+from penstock.routing.joined import MOST_NODE_SIZE, num_sets
+from penstock.routing.routes import ChunkRoute
+from penstock.routing.sizes import capacity_slots, split_sizes
 
 MOST_EXPERTS_THERE = 256
 """Whole numbers up to this one are exact in bfloat16, whose significand has eight bits."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.decision import Decision
-from penstock.graph import Graph, Lane, Name, Phase, Task
+from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
 from penstock.ops.places import place_of
@@ -20,6 +20,10 @@ from penstock.step import StepShape, build_graph
 
 Where = tuple[str, Lane]
 """An op and its lane."""
+
+PLACES = {"after": "after", "input": "before", "block": "before"}
+"""Whether tasks outside MoE parts come before or after that of their layer in the forward order, by the place
+of their op. Backward it is the other way round."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class Durations:
         The first all-to-all stands for both. Where rows also gather inside a node before they leave it, that
         time counts with the leg on arrival, and the formulas are an estimate.
         """
+        key = layer, phase
+        if self.problem.evidence is None:  # otherwise rows tell layers of one kind apart
+            key = self.problem.layer_kinds.index(self.problem.layer_kinds[layer]), phase
+        if key not in self._known_parts:
+            self._known_parts[key] = self._part(*key)
+        return self._known_parts[key]
+
+    @cached_property
+    def _known_parts(self) -> dict[tuple[int, Phase], MoEPart]:
+        return {}
+
+    def _part(self, layer: int, phase: Phase) -> MoEPart:
         once, twice = self._shape(1), self._shape(2)
         before, after = self._transfers(layer, phase)
 
@@ -114,9 +130,23 @@ class Durations:
 
         They include computation, and exchanges inside nodes between ranks that share attention.
         """
-        cost = self._costs[1]
-        between = [task for task in self._graphs[1].tasks if _is_between(task, layer, end)]
-        return sum(slowest(cost(task)) for task in between)
+        found = [*self._dense.get(("after", end), ())]
+        for each in range(layer, end, -1):
+            found += self._dense.get(("before", each), ())
+        seconds: float = sum(each for _, each in sorted(found))
+        return seconds
+
+    @cached_property
+    def _dense(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
+        """Places and seconds of backward tasks outside MoE parts, by whether they come before (in the forward
+        order) or after that of their layer, and by the layer."""
+        cost, found = self._costs[1], dict[tuple[str, int], list[tuple[int, float]]]()
+        for place, task in enumerate(self._graphs[1].tasks):
+            whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
+            where = PLACES.get(place_of(task.op), "")
+            if where and whole and task.phase is Phase.BACKWARD:
+                found.setdefault((where, task.layer), []).append((place, slowest(cost(task))))
+        return found
 
     @property
     def _reduced_over(self) -> Axes:
@@ -140,16 +170,3 @@ class Durations:
 
     def _shape(self, chunks: int) -> StepShape:
         return replace(self.problem.shape, microbatches=1, chunks=chunks, degree_backward=0)
-
-
-def _is_between(task: Task, layer: int, end: int) -> bool:
-    """Return whether a backward task lies between the MoE parts of `layer` and of `end`."""
-    whole = task.chunk is None and task.piece is None  # neither rows in transit nor a reduction
-    match place_of(task.op):
-        case _ if task.phase is not Phase.BACKWARD or not whole:
-            return False
-        case "after":  # in the forward order: backward it comes before the MoE part of its layer
-            return task.layer == end
-        case "input" | "block":
-            return end < task.layer <= layer
-    return False

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.report.loads import BRIGHTEST, COLD, HOT, LoadCourse, over_mean
 from penstock.report.page.finished import ByLayer, Course, Values
-from penstock.report.page.style import EVEN, HIDDEN, LINE, SECOND, SERIES, TEXT, Figure, axis, upright
+from penstock.report.page.render import EVEN, HIDDEN, LINE, SECOND, SERIES, TEXT, Figure, axis, upright
 
 MOST_POINTS = 2000
 """The most points of a curve: a screen has no more columns."""

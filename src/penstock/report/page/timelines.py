@@ -9,7 +9,7 @@ from html import escape
 from penstock.graph import Lane, Name
 from penstock.ops.families import Family, family_of
 from penstock.report.page.findings import Binding, title_of
-from penstock.report.page.style import BOX, COLOURS, PAUSES, QUIET, TEXT, Figure, axis, ink, upright
+from penstock.report.page.render import BOX, COLOURS, PAUSES, QUIET, TEXT, Figure, axis, ink, upright
 from penstock.trace.step_file import Spans, StepFile
 from penstock.words import milliseconds, percent
 

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.device import device_of, device_of_backend
 from penstock.dispatch import Dispatch
 from penstock.mesh import Group
+from penstock.moe.fit import route_maker
 from penstock.moe.layer import MoELayer
-from penstock.moe.node_routes import route_maker
 from penstock.moe.orders.base import Order, OrderPlan
-from penstock.moe.routes import ChunkRoute, RouteMaker, Routes
 from penstock.partial_state import refuse_pickle
+from penstock.routing.routes import ChunkRoute, RouteMaker, Routes
 from penstock.runtime.expert_parallel.guard import ExpertGuard
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, mark_all, ranks_of

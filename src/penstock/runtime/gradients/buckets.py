@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from penstock.cost.workload import part_sizes
 from penstock.ops import Op
+from penstock.routing.sizes import part_sizes
 from penstock.runtime.gradients.stand_in import InShares, give_up_stand_ins, has_gradient
 
 

@@ -8,9 +8,9 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from penstock.apportion import Counts
 from penstock.device import on_device
 from penstock.graph import Phase, Task
-from penstock.moe.routes import Counts
 from penstock.ops import Op
 from penstock.placement import PlacementError
 from penstock.placing.told import Numbers

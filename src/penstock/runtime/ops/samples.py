@@ -17,9 +17,9 @@ from penstock.graph import Phase, Task
 from penstock.mesh import Axes
 from penstock.moe import Tokens
 from penstock.moe.choices import count_choices
-from penstock.moe.sample_moves import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
 from penstock.ops import Op
 from penstock.placement import PlacementError
+from penstock.routing.samples import Crossing, RowOrder, SampleHomes, SampleTable, TableSize, settle
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import BESIDE_ROWS, added, microbatch
 from penstock.runtime.sample_moving import Visit

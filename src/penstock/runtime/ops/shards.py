@@ -15,9 +15,8 @@ from torch import Tensor
 
 from penstock.device import on_device
 from penstock.graph import Phase, Task
-from penstock.moe.routes import Shares
-from penstock.moe.shard_routes import ShardPlace, ShardRouteMaker
 from penstock.ops import Op
+from penstock.routing.routes import ShardPlace, Shares
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined, to_ranks, to_slices
 from penstock.runtime.ops.transfers import held, routes_of
@@ -179,9 +178,9 @@ def _transport(context: StepContext, task: Task) -> Transport:
 
 
 def _place(context: StepContext, task: Task) -> ShardPlace:
-    maker = context.makers[task.layer]
-    assert isinstance(maker, ShardRouteMaker), task
-    return maker.shards
+    shards = context.maker(task.layer).shards
+    assert shards is not None, task
+    return shards
 
 
 _moves(Op.SHARD_GATHER, gather_peers, scatter_peers)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.graph import Cut, Phase, Task
-from penstock.moe.routes import Routes
 from penstock.ops import Op, transfers
 from penstock.ops.transfers import AWAY, HOME
+from penstock.routing.routes import Routes
 from penstock.runtime.handlers import Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import as_at_home, by_position, to_ranks, to_slices
 from penstock.runtime.transport.legs import Later, exchange_counts, send_home, send_out
@@ -34,7 +34,7 @@ def _leg(context: StepContext, task: Task, inputs: Inputs, rows: Rows, *, outwar
     if isinstance(rows, tuple):
         rows = held(rows, cut)
     assert task.chunk is not None, task
-    legs = routes.cuts[cut.chunks][task.chunk].legs
+    legs = routes.cuts[cut.chunks][task.chunk]
     if not legs:  # every expert is on this rank
         return {"rows": rows}
     slices = routes.slices[cut.first : cut.stop]

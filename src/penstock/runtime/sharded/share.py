@@ -14,8 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from penstock.cost.workload import part_sizes, split_sizes
 from penstock.device import Gpu, device_of
+from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.runtime.gradients.buckets import FlatGradients
 
 MASTER = "master"

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.apportion import Counts
 from penstock.device import device_of
 from penstock.dispatch import Leg
 from penstock.mesh import Axes, Group
-from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
-from penstock.runtime.split_routes import SplitRoutes
+from penstock.routing.routes import Degrees, RouteMaker, Routes
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.sums import summed
 from penstock.topology.faults import ACTIVITY
@@ -82,7 +82,7 @@ def to_host(counts: Tensor) -> Later[Counts] | Counts:
 
 def exchange_counts(
     counts_CN: Tensor | Counts,
-    maker: RouteMaker | SplitRoutes,
+    maker: RouteMaker,
     transport: Transport,
     degrees: Degrees | None = None,
     group: Axes = Group.EXPERT,
@@ -90,14 +90,13 @@ def exchange_counts(
     """Tell other ranks what they will get. counts_CN: by slice, N = counts per rank * ranks, rank by rank;
     an array is the same on all ranks, which then are not told.
 
-    maker: `SplitRoutes` takes counts by expert, others by position. degrees: the numbers of chunks in which
-    rows will travel; none = every slice is one. group: the ranks to be told.
+    degrees: the numbers of chunks in which rows will travel; none = every slice is one. group: the ranks to
+    be told.
     """
     if not isinstance(counts_CN, Tensor):
-        assert isinstance(maker, RouteMaker), "rows are bounded where no expert has a guest"
         return maker.fixed(counts_CN, degrees)
     once = [1] * transport.size(group)
-    if isinstance(maker, SplitRoutes) or maker.needs_table:  # every rank learns all counts
+    if maker.needs_table:  # every rank learns all counts
         everyone = to_host(transport.all_gather(counts_CN.unsqueeze(0), once, group))
         return Later.after(everyone, partial(maker.from_everyone, degrees=degrees))
     # [slice, rank, count] -> [rank, slice, count]: one equal piece per rank.

@@ -120,16 +120,21 @@ def _gathered_first(graph: Graph, gathers: list[Task]) -> Iterator[Task]:
     made: dict[str, list[Task]] = defaultdict(list)
     for gather in gathers:
         made[gather.writes[0]].append(gather)
+    bits = {state: 1 << place for place, state in enumerate(made)}
     placed: set[str] = set()
-    knows: dict[Name, frozenset[str]] = {}
+    knows: dict[Name, int] = {}  # states that a task or one before it has waited for, as bits
     for task in graph.tasks:
-        known = frozenset[str]().union(*(knows[name] for name in task.sources()))
-        wanted = [state for state in task.reads if state in made and state not in known]
+        known = 0
+        for names in task.inputs.values():
+            for name in names:
+                known |= knows[name]
+        wanted = [state for state in task.reads if state in made and not known & bits[state]]
         for state in wanted:
+            known |= bits[state]
             if state not in placed:
                 placed.add(state)
                 yield from made[state]
-        knows[task.name] = known.union(wanted)
+        knows[task.name] = known
         read = tuple(gather.name for state in wanted for gather in made[state])
         yield task.reading({**task.inputs, PARAMETERS: read}) if read else task
     assert placed == made.keys(), "a layer's own tasks read its parameters"

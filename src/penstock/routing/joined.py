@@ -1,13 +1,17 @@
-"""Numbers of rows that travel where one row serves all of a token's experts in a node, or on a rank.
+"""Rows that are for several experts: one row serves all of a token's experts in a node, or on a rank.
 
-No torch.
-Shapes: E experts in equal parts (nodes, or ranks) of L, k of them chosen by every token.
+Between nodes such a row is for a node and a *set of places* there. Ranks tell each other rows by set, so the
+copies inside the node are blocks of a leg that are sent several times: `joined_legs`. Counts by expert cannot
+say how many such rows there are: `distinct_rows` estimates it.
+Shapes: P ranks, N nodes of G ranks, C pieces, S sets of places, numbered from the set of the first place
+alone: place p is in set s where bit p of s + 1 is set. For estimates E experts in equal parts (nodes, or
+ranks) of L, k of them chosen by every token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import comb
 from typing import Final
 
@@ -15,11 +19,77 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.apportion import Counts
+from penstock.mesh import Group
+from penstock.routing.legs import Leg, Place
 
 Odds = npt.NDArray[np.float64]
 
+MOST_NODE_SIZE = 8
+"""Largest node: ranks exchange the number of rows for every set of places in a node, 255 numbers for 8."""
 ALWAYS: Final = 0.999
 """Share assumed for an expert that every token chooses, since odds have to be finite."""
+
+
+def num_sets(node_size: int) -> int:
+    """Return S, the number of sets of at least one place."""
+    return int(2**node_size - 1)
+
+
+@cache
+def sets_of(node_size: int) -> Counts:
+    """Return which places are in every set, [S, G], 0 or 1."""
+    number_S1, place_G = np.arange(1, num_sets(node_size) + 1)[:, None], np.arange(node_size)
+    found: Counts = number_S1 >> place_G & 1
+    found.setflags(write=False)
+    return found
+
+
+def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tuple[Leg, Leg]]:
+    """Return, by piece, the two legs of the rank at `place`, whose rows are sorted by node and set of places.
+
+    Args:
+        sent_NSC: Rows for every node, by set.
+        received_PSC: Rows from every rank for this node, by set.
+        place: Of the rank.
+    """
+    reached_SG, nodes = sets_of(place.node_size), place.nodes
+    received_NGSC = received_PSC.reshape(nodes, place.node_size, *received_PSC.shape[1:])
+    held_NSC = received_NGSC[:, place.local]
+    to_NC, from_NC = sent_NSC.sum(axis=1), held_NSC.sum(axis=1)
+    into_GC = reached_SG.T @ held_NSC.sum(axis=0)
+    mine_S = reached_SG[:, place.local].astype(bool)
+    came_GC = received_NGSC.sum(axis=0)[:, mine_S].sum(axis=1)
+    found = []
+    for piece in range(sent_NSC.shape[2]):
+        to_nodes, held_B = _plain(to_NC[:, piece]), held_NSC[:, :, piece].reshape(-1)
+        across = Leg(Group.RAIL, to_nodes, tuple(range(nodes)), to_nodes, _plain(from_NC[:, piece]))
+        filled = np.flatnonzero(held_B)  # most sets are empty where there are many
+        order = np.nonzero(reached_SG[filled % len(reached_SG)].T)[1]
+        splits = _plain(into_GC[:, piece]), _plain(came_GC[:, piece])
+        found.append((across, Leg(Group.NODE, _plain(held_B[filled]), _plain(order), *splits)))
+    return found
+
+
+def arrivals(received_PSC: Counts, place: Place) -> Counts:
+    """Return the sizes of the blocks in which rows are stored at the rank at `place` on arrival, [C, B].
+
+    They are sorted by the sender's place, its node and the set; blocks that are empty in all pieces are left
+    out.
+    """
+    received_NGSC = received_PSC.reshape(place.nodes, place.node_size, *received_PSC.shape[1:])
+    mine_S = sets_of(place.node_size)[:, place.local].astype(bool)
+    return filled_blocks(received_NGSC[:, :, mine_S].swapaxes(0, 1))
+
+
+def filled_blocks(sizes: Counts) -> Counts:
+    """Return the blocks that some piece fills, by piece, [C, B]. sizes: of all blocks, [..., C]."""
+    sizes_BC = sizes.reshape(-1, sizes.shape[-1])
+    found: Counts = sizes_BC[sizes_BC.any(axis=1)].T
+    return found
+
+
+def _plain(numbers: Counts) -> tuple[int, ...]:
+    return tuple(numbers.tolist())
 
 
 @lru_cache(maxsize=1024)

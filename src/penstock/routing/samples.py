@@ -18,8 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.moe.routes import Counts, Degrees, RouteMaker, Routes
+from penstock.apportion import Counts
 from penstock.placement import PlacementError
+from penstock.routing.routes import Degrees, RouteMaker, Routes
 
 
 @dataclass(frozen=True)

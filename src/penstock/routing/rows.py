@@ -1,0 +1,115 @@
+"""Numbers of rows that every rank brings for every expert, in every piece of a step, from those of samples.
+
+They take O(P R C Y E) numbers for all ranks of the world: 2 MiB for a piece of a layer of 1,024 ranks and 256
+experts.
+Shapes: D groups of ranks with the same samples, P ranks, B samples of such a group, R microbatches, C slices,
+Y MoE layers, E experts (total), G groups of ranks that hold all experts, S source and T target in such a
+group, H ranks that share every expert, N experts of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from penstock.apportion import Counts, apportion
+from penstock.mesh import Group, Mesh
+from penstock.placement import ExpertPlacement
+from penstock.routing.sizes import split_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchCut:
+    """How the batch of a step is cut into pieces.
+
+    Attributes:
+        mesh: The ranks of the step.
+        samples: Samples of a group of ranks with the same samples.
+        seq_len: Tokens of a sample.
+        top_k: Experts of a token.
+        microbatches: Parts of the samples.
+        slices: Parts of a microbatch's tokens, or of its slots.
+        token_shards: Ranks that each have a part of every sample's tokens at the router.
+        slots: By microbatch, the slots of every expert for one rank's tokens; () = dropless.
+        fixed: Whether slots travel whether they are used or not.
+    """
+
+    mesh: Mesh
+    samples: int
+    seq_len: int
+    top_k: int
+    microbatches: int
+    slices: int
+    token_shards: int = 1
+    slots: tuple[int, ...] = ()
+    fixed: bool = False
+
+    def rows(self, counts_DBYE: Counts) -> Counts:
+        """Return the rows that each rank brings for each expert in each piece: [P, R, C, Y, E].
+
+        Dropless, they follow the counts; ranks that share attention each have the rows of their own tokens,
+        or all have the same rows. With a capacity every expert has its slots, used or not; where rows are
+        joined, it has the chosen rows up to the number of slots.
+        """
+        shape = self.mesh.world_size, self.microbatches, self.slices, *counts_DBYE.shape[2:]
+        rows, first = np.zeros(shape, dtype=np.int64), 0
+        for m, samples in enumerate(split_sizes(self.samples, self.microbatches)):
+            if self.fixed:
+                rows[:, m] = np.array(split_sizes(self.slots[m], self.slices))[:, None, None]
+            else:
+                self._cut_microbatch(counts_DBYE[:, first : first + samples], rows[:, m])
+                if self.slots:  # earlier slices first
+                    taken = np.minimum(rows[:, m].cumsum(axis=1), self.slots[m])
+                    rows[:, m] = np.diff(taken, axis=1, prepend=0)
+            first += samples
+        return rows
+
+    def _cut_microbatch(self, counts_DBYE: Counts, rows_PCYE: Counts) -> None:
+        """Add the samples' counts to the slices of the ranks that have their tokens."""
+        group_P, part_P = _owners(self.mesh, self.token_shards)
+        left = counts_DBYE
+        for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
+            mine = apportion(left, length * self.top_k)
+            ranks = np.flatnonzero(part_P == part)
+            sliced = np.zeros((len(left), *rows_PCYE.shape[1:]), dtype=np.int64)
+            _cut_samples(mine, length, self.top_k, sliced)
+            rows_PCYE[ranks] = sliced[group_P[ranks]]
+            left = left - mine
+
+
+@lru_cache(maxsize=16)
+def _owners(mesh: Mesh, parts: int) -> tuple[Counts, Counts]:
+    """Return for every rank the group whose samples it has, and which part of their tokens."""
+    ranks = range(mesh.world_size)
+    part = [mesh.place(rank, Group.TENSOR) if parts > 1 else 0 for rank in ranks]
+    return np.array([mesh.place(rank, Group.DATA) for rank in ranks]), np.array(part)
+
+
+def _cut_samples(counts_DBYE: Counts, length: int, copies: int, rows_DCYE: Counts) -> None:
+    """Add the samples' counts to the slices. A slice is a range of the microbatch's tokens.
+
+    Where a slice's border cuts a sample, each part gets its even share of the sample's experts. length: of
+    the samples; copies: of every token.
+    """
+    ends = np.cumsum(split_sizes(counts_DBYE.shape[1] * length, rows_DCYE.shape[1]))
+    piece = 0
+    for sample in range(counts_DBYE.shape[1]):
+        left, token, end = counts_DBYE[:, sample], sample * length, (sample + 1) * length
+        while token < end:
+            while ends[piece] <= token:  # slices may be empty
+                piece += 1
+            stop = min(end, int(ends[piece]))
+            part = apportion(left, (stop - token) * copies)
+            rows_DCYE[:, piece] += part
+            left, token = left - part, stop
+
+
+def by_source_and_target(rows_PE: Counts, placement: ExpertPlacement, shards: int = 1) -> Counts:
+    """Return rows of one piece by who brings them and who holds their expert: [G, S, H, T, N].
+
+    A source is its place in the group and its shard. shards: ranks that share every expert.
+    """
+    by_position = rows_PE if placement.is_even else rows_PE[:, list(placement.by_position)]
+    return by_position.reshape(-1, placement.ranks, shards, placement.ranks, placement.slots)

@@ -1,0 +1,32 @@
+"""Sizes of pieces: how batches, tokens and buffers are cut, and how many slots an expert has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+
+@lru_cache(maxsize=4096)  # a search cuts a few sizes hundreds of thousands of times
+def split_sizes(total: int, pieces: int) -> tuple[int, ...]:
+    """Return sizes of `pieces` nearly equal pieces, larger ones first (as `torch.tensor_split` cuts)."""
+    small, rest = divmod(total, pieces)
+    return tuple(small + (i < rest) for i in range(pieces))
+
+
+def part_sizes(total: int, parts: Sequence[int]) -> tuple[int, ...]:
+    """Cut `total` in the proportions of `parts`; equal parts are cut as `split_sizes` cuts."""
+    if len(set(parts)) <= 1:
+        return split_sizes(total, len(parts))
+    whole = sum(parts)
+    ends = [total * through // whole for through in accumulate(parts)]
+    return tuple(end - start for start, end in pairwise([0, *ends]))
+
+
+@lru_cache(maxsize=4096)
+def capacity_slots(tokens: int, num_experts: int, top_k: int, capacity_factor: float, minimum: int) -> int:
+    """Return slots per expert for `tokens` of one rank: ceil(f * k * tokens / E), at least `minimum`."""
+    exact = Fraction(str(capacity_factor)) * top_k * tokens / num_experts  # 1.1 is 11/10, not its float
+    return max(minimum, math.ceil(exact))
