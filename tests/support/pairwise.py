@@ -55,12 +55,14 @@ def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Ite
 
 def each_value(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
     """The fewer of these cases in which every value is met, for what another test has in pairs."""
+    missing = [({(axis, repr(value)) for axis, value in case.items()}, case) for case in covering(axes, fits)]
     met: set[tuple[str, str]] = set()
-    for case in covering(axes, fits):
-        values = {(axis, repr(value)) for axis, value in case.items()}
-        if not met.issuperset(values):
-            met |= values
-            yield case
+    while missing:
+        values, case = max(missing, key=lambda each: len(each[0] - met))
+        if met.issuperset(values):
+            return
+        met |= values
+        yield case
 
 
 def _completed(
