@@ -83,7 +83,7 @@ FAULTS = (
         "self.flat.mul_(self.share)",
         "self.flat.mul_(1.0)",
         "sums over copies of the same tokens are not divided by their number",
-        "runtime/test_layout_moe_parity.py runtime/gradients",
+        "runtime/test_cases.py runtime/gradients",
     ),
     Fault(
         "runtime/gradients/buckets.py",
@@ -132,7 +132,7 @@ FAULTS = (
         "(guests, self.trip.coming), (own, self.trip.leaving), Tensor.add_",
         "(guests, self.trip.coming), (own, self.trip.leaving), Tensor.copy_",
         "a guest's gradient replaces its owner's",
-        "runtime/test_guests.py",
+        "runtime/test_guests.py runtime/test_cases.py",
     ),
     # ---- ranks that share attention or experts -------------------------------------------------------------
     Fault(
@@ -140,35 +140,35 @@ FAULTS = (
         "_moves(after, ways.reduce, reduce, unchanged)",
         "_moves(after, ways.reduce, unchanged, unchanged)",
         "an all-reduce of partial sums is missed where tokens are replicated",
-        "runtime/test_layout_parity.py",
+        "runtime/test_cases.py",
     ),
     Fault(
         "runtime/ops/tensor.py",
         "first = sum(lengths[: context.tensor.rank])",
         "first = lengths[0] * context.tensor.rank",
         "uneven parts of samples begin at the wrong token",
-        "runtime/test_layout_moe_parity.py",
+        "runtime/test_cases.py",
     ),
     Fault(
         "runtime/ops/tensor.py",
         "_transport(context, task).all_reduce(total_BE, task.axes)",
         "_transport(context, task)",
         "balance of a sample is judged on a rank's part of its tokens",
-        "runtime/test_layout_moe_parity.py",
+        "runtime/test_cases.py",
     ),
     Fault(
         "runtime/ops/tensor.py",
         "if not context.counts_once(task):",
         "if context.counts_once(task) is None:",
         "the loss of shared tokens counts once per shard of the vocabulary",
-        "runtime/test_layout_parity.py",
+        "runtime/test_cases.py",
     ),
     Fault(
         "step/passes/expert_shards.py",
         "return _counts_known_to_all(_copied(fused, (*BETWEEN, Op.EXPERTS), self.shards))",
         "return _copied(fused, (*BETWEEN, Op.EXPERTS), self.shards)",
         "shards do not know what other shards receive",
-        "step runtime/test_layout_moe_parity.py",
+        "step runtime/test_cases.py",
     ),
     # ---- order, races and edges ----------------------------------------------------------------------------
     Fault(
@@ -201,9 +201,9 @@ FAULTS = (
     ),
     Fault(
         "step/passes/recompute.py",
-        "out.append(Task(name, task.lane, (), inputs, task.cut, reads=graph.by_name[forward].reads))",
-        "out.append(Task(name, task.lane, (), inputs, task.cut))",
-        "what is recomputed does not say that it reads parameters",
+        'out.append(task.reading({**task.inputs, "saved": (name,)}))',
+        "out.append(task)",
+        "backward reads what the first run has saved, which keeps nothing",
         "step",
     ),
     Fault(
@@ -240,7 +240,7 @@ FAULTS = (
         "replace(self, crossing=self.crossing.back)",
         "replace(self, crossing=self.crossing)",
         "gradients of samples that moved take the way forward once more",
-        "runtime/test_sample_moves.py",
+        "runtime/test_sample_moves.py runtime/test_cases.py",
     ),
     Fault(
         "runtime/ops/samples.py",
@@ -305,7 +305,7 @@ FAULTS = (
         'Move("all_to_all", group, sizes, mine * len(sizes), row_bytes)',
         'Move("all_to_all", group, sizes, sizes, row_bytes)',
         "a reduce-scatter is priced as receiving what it sends",
-        "cost runtime/test_layout_bytes.py",
+        "cost lab/virtual/test_stack.py",
     ),
     Fault(
         "cost/moves.py",

@@ -145,3 +145,11 @@ def test_two_ranks_run_it_and_gradients_are_as_without_it(ranks: Pools) -> None:
         assert late[0] == pytest.approx(usual[0], rel=1e-12)
         for name, gradient in late[1].items():
             assert (gradient - usual[1][name]).norm() <= 1e-10 * usual[1][name].norm(), name
+
+
+@pytest.mark.usefixtures("page")
+def test_deciding_the_default_is_deciding_nothing() -> None:
+    """Two plans that are one have one description, one file and one place in what a search knows."""
+    plain = Decision(schedule="flowmoe")
+    assert Decision(schedule="flowmoe", more=LATE).deciding("late_weights", False) == plain
+    assert plain.deciding("late_weights", True).more == LATE

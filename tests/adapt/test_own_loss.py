@@ -245,8 +245,12 @@ class Case:
             unused = {name: torch.zeros_like(whole[name]) for name in mine.keys() - theirs.keys()}
             theirs |= unused
         experts, named = rank // etp_size % (self.ep_size or world // etp_size), dict(ours.named_parameters())
+        # Some gradients cancel to the rounding of their terms, as those of a bias of keys do.
+        least = 1e-4 * max(float(each.norm()) for each in theirs.values())
         found = {
-            name: distance(grad, part_of(named[name], theirs[name], experts)) for name, grad in mine.items()
+            name: float((grad - part).norm()) / max(float(part.norm()), least)
+            for name, grad in mine.items()
+            for part in [part_of(named[name], theirs[name], experts)]
         }
         return {**found, "loss": distance(loss.detach(), losses[place].detach())}
 
@@ -332,19 +336,28 @@ def test_gradients_of_ones_own_loss_are_those_of_one_process(ranks: Pools, name:
         assert max(found[name].values()) < LIMIT, found
 
 
+SHARED = [name for name, case in CASES.items() if case.tp_size > 1]
+BY_FOUR = [name for number, name in enumerate(SHARED) if number % 2]
+"""Of those, every second: all four ranks share samples, and in the others two."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_four_ranks_that_share_samples(ranks: Pools, tp_size: int) -> None:
-    for found in ranks(4).run(check_shared, 4, tp_size, timeout_s=300):
+@pytest.mark.parametrize(
+    ("tp_size", "names"),
+    [
+        (2, [name for name in SHARED if name not in BY_FOUR]),
+        (4, BY_FOUR),
+        *(pytest.param(tp_size, SHARED, marks=pytest.mark.soak) for tp_size in (2, 4)),
+    ],
+    ids=str,
+)
+def test_four_ranks_that_share_samples(ranks: Pools, tp_size: int, names: list[str]) -> None:
+    for found in ranks(4).run(check_shared, 4, tp_size, names, timeout_s=300):
         assert max(map(max, (each.values() for each in found.values()))) < LIMIT, found
 
 
-def check_shared(rank: int, world: int, tp_size: int) -> dict[str, dict[str, float]]:
-    return {
-        name: replace(case, tp_size=tp_size).check(rank, world)
-        for name, case in CASES.items()
-        if case.tp_size > 1
-    }
+def check_shared(rank: int, world: int, tp_size: int, names: list[str]) -> dict[str, dict[str, float]]:
+    return {name: replace(CASES[name], tp_size=tp_size).check(rank, world) for name in names}
 
 
 @pytest.mark.slow

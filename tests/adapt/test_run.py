@@ -255,7 +255,6 @@ CASES = [
     (Case("mixtral", 2, schedule="flowmoe"), Case("mixtral", 1)),
     (Case("deepseek_v3", 4, tp_size=2, sharded=True), Case("deepseek_v3", 2)),
     (Case("gpt_oss", 4, ep_size=2, experts="shadowing", schedule="fsmoe"), Case("gpt_oss", 4, tp_size=4)),
-    (Case("olmoe", 1), Case("olmoe", 4, ep_size=2, tp_size=2)),
     (Case("granitemoe", 2, sharded=True), Case("granitemoe", 4, dispatch="hierarchical_2d")),
     (Case("dbrx", 2), Case("dbrx", 4)),
     (Case("llama4_text", 4, dispatch="node_once"), Case("llama4_text", 2, sharded=True)),
@@ -263,21 +262,25 @@ CASES = [
     (Case("qwen2_moe", 2, moves=True, experts="planned"), Case("qwen2_moe", 4, tp_size=2, moves=True)),
     (Case("mixtral", 4, etp_size=2, schedule="fsmoe"), Case("mixtral", 4, etp_size=4, sharded=True)),
     (Case("gpt_oss", 4, etp_size=2, tp_size=2, sharded=True), Case("gpt_oss", 1)),
-    (Case("llama4_text", 2), Case("llama4_text", 4, etp_size=2, schedule="flowmoe")),
-    (Case("granitemoe", 2, etp_size=2), Case("granitemoe", 4, ep_size=1, etp_size=2)),
     (Case("olmoe", 4, etp_size=2, experts="planned"), Case("olmoe", 2, etp_size=2, sharded=True)),
-    (Case("qwen2_moe", 4, etp_size=2, moves=True, schedule="fsmoe"), Case("qwen2_moe", 2)),
 ]
 """A run, and the layout on which it is continued after two steps."""
 
 
 ALL = [
-    pytest.param(Case(family, 2), Case(family, 4, sharded=True), marks=pytest.mark.soak) for family in OTHERS
+    *((Case(family, 2), Case(family, 4, sharded=True)) for family in OTHERS),
+    (Case("olmoe", 1), Case("olmoe", 4, ep_size=2, tp_size=2)),
+    (Case("llama4_text", 2), Case("llama4_text", 4, etp_size=2, schedule="flowmoe")),
+    (Case("granitemoe", 2, etp_size=2), Case("granitemoe", 4, ep_size=1, etp_size=2)),
+    (Case("qwen2_moe", 4, etp_size=2, moves=True, schedule="fsmoe"), Case("qwen2_moe", 2)),
 ]
+"""More pairs of the same families and layouts, for `make soak`."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [*CASES, *ALL], ids=str)
+@pytest.mark.parametrize(
+    ("first", "then"), [*CASES, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in ALL)], ids=str
+)
 def test_a_run_trains_as_transformers_does_and_goes_on_on_another_layout(
     ranks: Pools, tmp_path: Path, first: Case, then: Case
 ) -> None:

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.autotune.choose import moves
 from penstock.autotune.choose.moves import _weighed
 from penstock.autotune.planned import Planned
 from penstock.decision import Decision, Movable
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
+from penstock.plan.effort import time_limit
+from penstock.plan.moving import LATE
 from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 
@@ -38,6 +41,16 @@ def test_a_plan_changes_only_where_something_else_is_to_move(
     found = order and (order.choice.schedule, order.choice.experts)
     assert found == (expected and (expected.schedule, expected.experts))
     assert _weighed(planned, False)[1] is None
+
+
+def test_ranks_do_not_wait_for_moves_that_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the time is over the plan stays, and lines name what was not weighed."""
+    problem = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
+    planned = Planned(problem=problem, choice=STILL, plan=evaluate(problem, STILL).plan)
+    monkeypatch.setattr(moves, "time_limit", lambda clock: time_limit(clock, most_s=-1.0))
+    lines, order = moves._weighed(planned, True)
+    assert order is None
+    assert any("not weighed: planned" in line and LATE in line for line in lines)
 
 
 def test_what_moves_stays_where_another_way_gains_next_to_nothing() -> None:

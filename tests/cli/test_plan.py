@@ -30,6 +30,7 @@ from penstock.plan.subject import Overrides, Subject
 from tests.plan.problems import problem
 from tests.support.runs import write_config
 
+OPEN = ["plan", "--model", "qwen3-30b-a3b", "--cluster", "4x8xA100,net=100gbit"]
 SMALL = [
     "plan",
     "--model",
@@ -368,6 +369,9 @@ def test_a_configuration_is_planned_in_the_precision_of_the_device_or_of_its_set
         (["plan", "--model", "fsmoe/mixtral-7b-layers"], "--cluster: is needed"),
         (["plan", "--model", "Mixtral", "--cluster", "fsmoe-testbed-b"], "Nearest: mixtral-"),
         (["plan", "--model", "fsmoe/mixtral-7b-layers", "--cluster", "fsmoe"], "Nearest: fsmoe-testbed-"),
+        ([*OPEN, "--ep-size", "7"], "penstock: --ep-size = 7: must divide"),
+        ([*OPEN, "--batch", "9999999"], "penstock: --batch = 9999999: must be from 1 to"),
+        ([*OPEN[:-1], "4x8xA100,net=0gbit"], 'penstock: --cluster = "4x8xA100,net=0gbit": nothing arrives'),
         ([*SMALL, "--batch", "0"], "--batch = 0"),
         ([*SMALL, "--memory-gib", "-1"], "--memory-gib = -1"),
         ([*SMALL, "--memory-gib", "0.01"], "no plan fits"),

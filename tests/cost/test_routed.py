@@ -355,6 +355,8 @@ def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choi
         if task.op not in TRANSFERS:
             continue
         found = [cost.move(task, rank) for rank in range(work.world_size)]
+        fresh = RoutedCost(shape, work, CLUSTER, routing.counts(0))
+        assert fresh.move(task, 0) == found[0], "what is known of one task is not told of another"
         for rank, mine in enumerate(found):
             members = work.mesh.members(rank, mine.group)
             place = work.mesh.place(rank, mine.group)

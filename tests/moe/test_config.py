@@ -60,3 +60,33 @@ def test_matrices_per_expert() -> None:
 
 def test_every_expert_may_be_chosen() -> None:
     assert MoEConfig(num_experts=3, top_k=3).top_k == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"gate": "expert_choice", "order": "sort", "capacity_factor": 1.0}, "every slot is filled"),
+        ({"gate": "soft", "order": "sort"}, "no token has a row of its own"),
+        ({"gate": "soft", "order": "index"}, "it has no index"),
+        ({"gate": "soft", "capacity_factor": 1.0}, "slots_per_expert says"),
+        ({"gate": "expert_choice"}, "capacity_factor says how many"),
+        ({"order": "sort", "capacity_factor": 1.0}, "would have no effect"),
+        ({"order": "index"}, "set a capacity_factor"),
+        ({"order": "einsum"}, "set a capacity_factor"),
+        ({"one_copy_per_rank": True, "capacity_factor": 1.0}, "slots belong to experts"),
+        ({"one_copy_per_rank": True, "comm_dtype": "int8"}, "would be rounded"),
+        ({"dispatch": "node_once", "gate": "soft"}, "whose tokens do not choose"),
+        ({"dispatch": "node_once", "order": "einsum", "capacity_factor": 1.0}, "a slot for every choice"),
+        ({"dispatch": "node_once", "one_copy_per_rank": True}, "the same by rank"),
+        ({"dispatch": "node_once", "comm_dtype": "int8"}, "rounds what is beside it"),
+        ({"gate": "soft", "expert_bias_rate": 0.1}, "how tokens choose"),
+        ({"gate": "expert_choice", "capacity_factor": 1.0, "num_groups": 2, "group_top_k": 1}, "how tokens"),
+        ({"num_groups": 3, "group_top_k": 1}, "must divide num_experts"),
+        ({"num_groups": 4}, "belong together"),
+        ({"num_groups": 8, "group_top_k": 1}, "need 2 groups"),
+    ],
+)
+def test_what_does_not_fit_together_says_why(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        MoEConfig(**settings)
+    assert caught.value.hint

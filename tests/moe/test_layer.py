@@ -147,3 +147,22 @@ def test_forward_across_ranks_needs_a_stack() -> None:
     layer = build_layer(HIDDEN, MoEConfig(num_experts=4), ep_size=2)
     with pytest.raises(RuntimeError, match=r"2 ranks: give the layer an exchange"):
         layer(tokens(3))
+
+
+def test_padding_may_hold_anything() -> None:
+    """A NaN there reaches neither other tokens nor the gradient of a weight."""
+    layer = layer_of(MoEConfig(num_experts=4, top_k=2, moe_ffn_hidden_size=8))
+    x_TM, valid_T = tokens(6).detach(), torch.tensor([True, True, False, True, False, True])
+    found = []
+    for padding in (0.0, math.nan):
+        given_TM = x_TM.clone()
+        given_TM[~valid_T] = padding
+        layer.zero_grad()
+        out_TM = layer(given_TM, valid_T)
+        losses = layer.losses
+        assert losses is not None
+        (out_TM[valid_T].square().sum() + losses.balance + losses.z).backward()
+        grads = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+        found.append([out_TM[valid_T].detach(), losses.balance.detach(), *grads])
+    for plain, other in zip(*found, strict=True):
+        assert other.isfinite().all() and torch.equal(plain, other)

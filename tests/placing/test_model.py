@@ -115,3 +115,9 @@ def test_with_the_block_before_as_slack_the_sum_of_layers_is_exact() -> None:
         blocks = [Block(**dict(zip(names, numbers, strict=True))) for numbers in drawn]
         priced = [priced_s(block, before) for block, before in zip(blocks, [None, *blocks[:-1]], strict=True)]
         assert sum(priced) == pytest.approx(simulated_s(blocks))
+
+
+def test_rows_of_a_rank_s_own_are_computed_there_and_not_received() -> None:
+    load = LayerLoad(traffic=np.array([[3.0, 1.0], [2.0, 5.0]]), copies=np.zeros((2, 2), np.int64))
+    assert load.computed.tolist() == [5.0, 6.0]
+    assert load.received.tolist() == [2.0, 1.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import product
+from math import lcm
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.config import ConfigError
 from penstock.cost import ClusterConfig, ProfiledCluster
 from penstock.cost.cluster_file import TaskModel
 from penstock.decision import Decision, Movable
+from penstock.decision.record import TRIED_SLICES
 from penstock.graph import ScheduleError
 from penstock.placement import Hosting
 from penstock.plan import MemoryBudget, Problem, estimate_memory, predict_s
@@ -130,3 +132,10 @@ def hostings(each: Problem, choice: Decision) -> tuple[Hosting, ...]:
     placed = each.placed(choice, each.cut(choice))
     assert placed is not None
     return placed.hostings
+
+
+def test_a_search_cuts_what_both_halves_share_into_few_slices() -> None:
+    """Experts compute every slice for itself, so numbers of chunks with few common factors never pay."""
+    degrees = {choice.degrees for choice in space(problem()) if choice.reads("backward_chunks")}
+    assert len(degrees) > 1 and (8, 6) in degrees
+    assert max(lcm(*each) for each in degrees) <= TRIED_SLICES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 
 from penstock.runtime.batch import SampleNumbers
 from penstock.topology import Layout
-from tests.runtime.test_moe_parity import ACCEPTED, DISPATCHES, JOINED, TO_JOIN, case
 from tests.steps import PLAIN
-from tests.support.parity import Case, batch_of, check_parity, merge, result_of, run_step, stack_of
+from tests.support.cases import small_case as case
+from tests.support.parity import Case, batch_of, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
 
 UNEVEN = ((3, 0), (1, 5))
@@ -47,63 +46,6 @@ def test_numbers_of_samples_are_unique_among_those_that_differ(tp_size: int, tra
     found = sorted(number for mine in seen.values() for number in mine)
     count = 6 * 4 // tp_size
     assert found == (list(range(count)) if training else list(range(-count, 0)))
-
-
-@pytest.mark.slow
-@pytest.mark.every_value
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("batches", UNEVEN)
-def test_every_schedule_with_few_and_no_samples(
-    ranks: Pools, schedule: str, batches: tuple[int, int]
-) -> None:
-    for microbatches in (2, 4):
-        check_parity(ranks, uneven("softmax", "sort", schedule, batches, microbatches))
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-@pytest.mark.parametrize("batches", UNEVEN)
-def test_every_gate_and_order_with_few_and_no_samples(
-    ranks: Pools, gate: str, order: str, batches: tuple[int, int]
-) -> None:
-    """With fixed slots, which are counted by the largest batch, as well."""
-    schedule = NAMES[ACCEPTED.index((gate, order)) % len(NAMES)]
-    check_parity(ranks, uneven(gate, order, schedule, batches, 4))
-
-
-@pytest.mark.parametrize("order", ["sort", "index"])
-def test_one_process_with_fewer_samples_than_microbatches(ranks: Pools, order: str) -> None:
-    check_parity(ranks, uneven("noisy", order, "flowmoe", (1,), 4))
-
-
-@pytest.mark.parametrize("group", ["sequence", "microbatch"])
-def test_balance_without_samples(ranks: Pools, group: str) -> None:
-    check_parity(ranks, uneven("softmax", "sort", "flowmoe", (3, 0), 2, aux_loss_group=group))
-
-
-@pytest.mark.parametrize("order", ["merged", "index"])
-def test_padding_and_few_samples(ranks: Pools, order: str) -> None:
-    check_parity(ranks, replace(uneven("softmax", order, "penstock", (1, 3), 2), padding=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [*DISPATCHES, JOINED])
-def test_every_dispatch_with_few_and_no_samples(ranks: Pools, dispatch: str) -> None:
-    for (gate, order), batches in product(
-        [("deepseek", "sort"), ("noisy", "merged"), ("softmax", "index")], [(2, 0, 1, 5), (0, 0, 0, 3)]
-    ):
-        if dispatch == JOINED and order not in TO_JOIN:
-            continue
-        check_parity(ranks, uneven(gate, order, "penstock", batches, 2, dispatch))
-
-
-@pytest.mark.slow
-def test_replicated_experts_with_few_and_no_samples(ranks: Pools) -> None:
-    for batches in ((2, 0, 1, 5), (0, 0, 0, 3)):
-        check_parity(
-            ranks, replace(uneven("softmax", "sort", "flowmoe", batches, 2), ep_size=2, node_size=None)
-        )
 
 
 def test_dropout_follows_the_samples(ranks: Pools) -> None:

@@ -16,7 +16,7 @@ from penstock.models.dropout import CounterDropout
 from penstock.runtime import PipelinedStack
 from penstock.step.shape import Recompute
 from penstock.topology.faults import ACTIVITY
-from tests.runtime.test_moe_parity import case
+from tests.support.cases import small_case as case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 

@@ -13,14 +13,12 @@ from torch import Tensor
 from penstock.decision import ScheduleConfig
 from penstock.device import using
 from penstock.runtime import PipelinedStack
-from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import Habits, train
 from tests.runtime.sharded.test_steps import check_same
-from tests.runtime.test_moe_parity import case
 from tests.support.card import MEMORY, CardDevice, install
+from tests.support.cases import small_case as case
 from tests.support.close import check_close
-from tests.support.layouts import layout_case
-from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools, RankPool
 
 HOW: tuple[Any, ...] = ("", "kept", "exceeded")
@@ -36,39 +34,12 @@ def bounded(how: Any, schedule: str = "flowmoe", world_size: int = 2, **more: An
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("schedule", ["sequential", "flowmoe", "penstock"])
-@LATE
-def test_two_ranks(ranks: Pools, late: bool, schedule: str, how: Any) -> None:
-    check_parity(ranks, bounded(how, schedule, late=late))
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("more", [{"padding": True}, {"batches": (3, 0)}, {"scattered": True}])
-def test_options(ranks: Pools, more: dict[str, Any], how: Any) -> None:
-    check_parity(ranks, bounded(how, **more))
-
-
-@pytest.mark.parametrize("what", ["experts", "blocks"])
-def test_recomputation(ranks: Pools, what: Recompute) -> None:
-    for how in HOW:
-        check_parity(ranks, bounded(how, recompute=what))
-
-
-@pytest.mark.parametrize("how", HOW)
 @LATE
 def test_updates_in_the_step(ranks: Pools, late: bool, how: Any) -> None:
     """They cannot be taken back: ranks look whether rows were exceeded before backward begins."""
     step = bounded(how, "penstock", late=late)
     counted = replace(step, bounds="", moe=replace(step.moe, bound_factor=None))
     check_same(ranks(2).run(train, step, Habits(), True), ranks(2).run(train, counted, Habits(), False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
-@pytest.mark.parametrize("how", HOW)
-def test_ranks_that_share_attention_and_experts(ranks: Pools, form: Any, how: Any) -> None:
-    step = layout_case((4, 2, 2, 2), "penstock", form)
-    check_parity(ranks, replace(step, moe=replace(step.moe, bound_factor=1.25), bounds=how))
 
 
 # ---- between forward and backward -------------------------------------------------------------------------

@@ -67,6 +67,13 @@ def test_one_process_has_what_torch_has(norm_type: float, foreach: bool | None) 
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-13, atol=0)
 
 
+def test_gradients_with_a_smaller_norm_stay_as_they_are() -> None:
+    given = parameters_of((3, 2), (4,))
+    before = [parameter.grad.clone() for parameter in given if parameter.grad is not None]
+    clip_grad_norm_(given, 100.0)
+    assert all(torch.equal(p.grad, each) for p, each in zip(given, before, strict=True) if p.grad is not None)
+
+
 def test_a_single_tensor_an_iterator_and_no_parameter_at_all() -> None:
     one = parameters_of((3,))[0]
     assert one.grad is not None

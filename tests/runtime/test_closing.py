@@ -18,7 +18,7 @@ from penstock.moe import GeluExperts, MoELayer, SoftmaxGate, SortOrder
 from penstock.runtime.expert_parallel.exchange import ExpertParallel
 from penstock.topology import Layout, ParallelConfig
 from penstock.train.assemble import build_machinery, build_stack
-from tests.runtime.test_moe_parity import case
+from tests.support.cases import small_case as case
 from tests.support.parity import batch_of
 from tests.support.ranks import Pools
 

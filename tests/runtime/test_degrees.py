@@ -14,9 +14,9 @@ from penstock.moe.config import Compression
 from penstock.runtime import PipelinedStack
 from penstock.schedule import plan_step, unit_cost
 from penstock.step import StepShape
-from tests.runtime.test_moe_parity import case
+from tests.support.cases import small_case as case
 from tests.support.close import check_close
-from tests.support.parity import Case, check_parity, check_result, merge, result_of, run_step, stack_of
+from tests.support.parity import Case, check_result, merge, result_of, run_step, stack_of
 from tests.support.ranks import Pools
 
 DEGREES = [(1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (1, 4)]
@@ -26,34 +26,6 @@ def cut(base: Case, degrees: tuple[int, int]) -> Case:
     chunks, backward = degrees
     schedule = replace(base.schedule, chunks=chunks, backward_chunks=backward)
     return replace(base, schedule=schedule)
-
-
-@pytest.mark.parametrize("degrees", DEGREES)
-def test_alone(ranks: Pools, degrees: tuple[int, int]) -> None:
-    parts = [
-        ("sort", "gelu", "moe_pipeline"),
-        ("merged", "swiglu", "penstock"),
-        ("index", "module", "fsmoe"),
-        ("einsum", "gelu", "penstock"),
-    ]
-    first = 2 * (DEGREES.index(degrees) % 2)  # they take turns
-    for order, experts, schedule in parts[first : first + 2]:
-        check_parity(ranks, cut(case(1, "softmax", order, "flat", experts, schedule), degrees))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("degrees", "order", "experts", "schedule"),
-    [
-        ((1, 2), "sort", "gelu", "penstock"),
-        ((2, 3), "merged", "swiglu", "fsmoe"),
-        ((4, 2), "index", "module", "moe_pipeline"),
-    ],
-)
-def test_on_two_ranks(
-    ranks: Pools, degrees: tuple[int, int], order: str, experts: str, schedule: str
-) -> None:
-    check_parity(ranks, cut(case(2, "softmax", order, "flat", experts, schedule), degrees))
 
 
 FOUR = [
@@ -67,29 +39,6 @@ FOUR = [
     ((2, 3), "index", "hierarchical_2d", "gelu", "dense_overlap"),
 ]
 """Every degree, order, dispatch, kind of expert and schedule that cuts there; most of them twice."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("degrees", "order", "dispatch", "experts", "schedule"), FOUR)
-def test_on_four_ranks(
-    ranks: Pools, degrees: tuple[int, int], order: str, dispatch: str, experts: str, schedule: str
-) -> None:
-    check_parity(ranks, cut(case(4, "softmax", order, dispatch, experts, schedule), degrees))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", [(2, 3), (4, 2)])
-@pytest.mark.parametrize("order", ["sort", "merged", "index"])
-def test_with_padding(ranks: Pools, order: str, degrees: tuple[int, int]) -> None:
-    base = case(4, "deepseek", order, "hierarchical_2d", "swiglu", "penstock")
-    check_parity(ranks, replace(cut(base, degrees), padding=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["sort", "merged"])
-def test_a_rank_that_gets_nothing_and_one_that_gets_all(ranks: Pools, order: str) -> None:
-    base = cut(case(4, "softmax", order, "hierarchical_1d", "gelu", "penstock"), (3, 2))
-    check_parity(ranks, replace(base, busy_experts=(6, 7), moe=replace(base.moe, top_k=2)))
 
 
 @pytest.mark.slow

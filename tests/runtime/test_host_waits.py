@@ -15,19 +15,18 @@ from penstock.device import Stream, using
 from penstock.graph import Task
 from penstock.ops import OPS, Op
 from penstock.runtime import clip_grad_norm_
-from penstock.schedule import SCHEDULES
 from penstock.topology.groups import Summation, TransportName
 from penstock.train.optimizer import build_adamw
-from tests.runtime.recorded.test_steps import AXES, case_of, fits, hosts_of, named
 from tests.steps import PLAIN
 from tests.support.card import OPERATIONS, Card, CardDevice, Wait, counted, install
 from tests.support.hosted import Hosts
 from tests.support.layouts import Layout, engines, layout_case
-from tests.support.pairwise import covering, each_value, valuewise
+from tests.support.pairwise import valuewise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools, RankPool
 from tests.support.recorded import carded_steps, plain_steps
+from tests.support.waits import check_waits
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))
 TRANSPORTS: tuple[TransportName, ...] = ("direct", "staged")
@@ -55,9 +54,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 ENGINES = [pair for pair in engines() if pair[1] == "gather" or pair[0] not in PLAIN or pair[0] == "penstock"]
 """Every schedule, and one of them with every form."""
-STAGING = "runtime/transport/groups.py"
-MORE = 2
-"""Waits of a step beside those for the counts of dropless routing."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +88,6 @@ def step_on_card(rank: int, case: Case, kernel: bool, fault: str = "") -> Carded
         return Carded(result, dict(waits))
 
 
-def allowed(case: Case) -> int:
-    """Waits for counts, once for every MoE layer and microbatch, unless slots are fixed; and a few more."""
-    microbatches = case.schedule.microbatches if "microbatches" in SCHEDULES[case.schedule.name].reads else 1
-    known = case.fixed_slots or case.moe.bound_factor is not None
-    counts = 0 if known else case.model.num_layers * microbatches
-    # How many rows there are depends on the routing where rows are joined, and on what is no padding.
-    known_late = counts if case.moe.dispatch == "node_once" or case.padding else 0
-    return counts + known_late + MORE + (case.moe.bound_factor is not None)
-
-
-PLANS = 2
-"""More waits of a step that plans guests: for the sizes of what ranks have found, and for the plans."""
-
-
 def _fits(known: Mapping[str, Any]) -> bool:
     """Whether a layout has what a form of the MoE part, or a feature, is about."""
     world, tp, ep, etp = known.get("layout", (4, 2, 2, 2))
@@ -127,12 +109,6 @@ def check_on_card(pools: Pools, case: Case, kernel: bool) -> None:
     check_result(merge([each.result for each in done]), case)
     for each in done:
         check_waits(each.waits, case)
-
-
-def check_waits(waits: Mapping[Wait, int], case: Case, more: int = 0) -> None:
-    staged = sum(count for (file, *_), count in waits.items() if file == STAGING)
-    assert sum(waits.values()) - staged <= allowed(case) + more, waits
-    assert bool(staged) == (case.transport == "staged"), "then every transfer waits for its copy"
 
 
 @pytest.mark.slow
@@ -162,35 +138,6 @@ def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any]
     if not _fits({"layout": layout, "engine": engine, "feature": feature}):
         pytest.skip("there is no such layout")
     check_on_card(cards, layout_case(layout, *engine, **FEATURES[feature]), kernel=True)
-
-
-@pytest.mark.parametrize("values", [*each_value(AXES, fits)], ids=named)
-@pytest.mark.slow
-def test_every_option(cards: Pools, values: Mapping[str, Any]) -> None:
-    check_loop(cards, values)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
-def test_pairs_of_options(cards: Pools, values: Mapping[str, Any]) -> None:
-    check_loop(cards, values)
-
-
-def check_loop(cards: Pools, values: Mapping[str, Any]) -> None:
-    """Whole steps of a training loop, in which parameters may be updated and experts may move."""
-    case = case_of(**values)
-    hosts = hosts_of(case, values["moves"])
-    hosts = replace(hosts, steps=3 if hosts.moving else 2)  # guests move from the second step on
-    pool = cards(case.world_size)
-    found = pool.run(carded_steps, case, hosts)
-    plain = pool.run(plain_steps, case, hosts)
-    for ours, theirs in zip(found, plain, strict=True):
-        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
-        assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
-        assert ours.repeats[0] == (case.bounds == "exceeded")
-        for waits, repeats in [*zip(ours.waits, ours.repeats, strict=True)][1:]:  # the first makes what lasts
-            if not repeats:
-                check_waits(waits, case, PLANS if hosts.moving else 0)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close
 from tests.support.hosted import Hosts, host_randomly, hosted_stack
 from tests.support.parity import batch_of, stack_of

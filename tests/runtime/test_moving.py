@@ -17,7 +17,7 @@ from penstock.placing.problem import ExpertProblem
 from penstock.runtime import TaskError
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from tests.placing.problems import costs_of
-from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.hosted import Hosts, check_hosted, hosted_stack
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools

@@ -20,7 +20,8 @@ from penstock.moe.choices import TokenChoice
 from penstock.plan.plan_config import PlanConfig
 from penstock.runtime.transport.groups import GroupTransport
 from penstock.topology import Layout
-from tests.runtime.test_moe_parity import JOINED, case
+from tests.support.cases import JOINED
+from tests.support.cases import small_case as case
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 

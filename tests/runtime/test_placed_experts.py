@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import pytest
 from penstock.models.decoder import Block
 from penstock.moe import MoEConfig, MoELayer, build_layer
 from penstock.placement import ExpertPlacement, PlacementError
-from tests.runtime.test_moe_parity import DISPATCHES, EXPERTS, case
-from tests.steps import PLAIN
 from tests.support.checkpoints import CASE, bare, check_equal, loaded_by, saved_by, state_of, trained
-from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.parity import batch_of, stack_of
 from tests.support.ranks import Pools
 
 CHOICES = [
@@ -27,41 +24,6 @@ CHOICES = [
     ("soft", "soft slots"),
 ]
 """Every order, and every kind of choice that it takes."""
-
-
-def scattered(world_size: int, number: int, dispatch: str, schedule: str) -> Case:
-    gate, order = CHOICES[number]
-    step = case(world_size, gate, order, dispatch, EXPERTS[number % len(EXPERTS)], schedule)
-    return replace(step, scattered=True, padding=number % 2 == 1)
-
-
-@pytest.mark.parametrize("number", range(len(CHOICES)))
-def test_slots_of_one_rank_in_another_order(ranks: Pools, number: int) -> None:
-    check_parity(ranks, scattered(1, number, "flat", "penstock"))
-
-
-def test_two_ranks(ranks: Pools) -> None:
-    for dispatch in ("hierarchical_2d", "node_once"):
-        check_parity(ranks, scattered(2, 0, dispatch, "penstock"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_several_ranks(ranks: Pools, world_size: int, dispatch: str) -> None:
-    """Every kind of choice, and the schedules in turn."""
-    turns = cycle(PLAIN)
-    for _ in range(DISPATCHES.index(dispatch) + world_size):
-        next(turns)
-    for number in range(len(CHOICES)):
-        check_parity(ranks, scattered(world_size, number, dispatch, next(turns)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", [0, 2])
-def test_replicas_of_scattered_experts(ranks: Pools, order: int) -> None:
-    """Two expert groups of two ranks each."""
-    check_parity(ranks, replace(scattered(4, order, "flat", "flowmoe"), ep_size=2, node_size=None))
 
 
 @pytest.mark.parametrize("before", [False, True])

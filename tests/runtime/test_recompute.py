@@ -18,11 +18,8 @@ from penstock.runtime.replay import Replay
 from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import Habits, train
 from tests.runtime.sharded.test_steps import check_same
-from tests.runtime.test_moe_parity import case
-from tests.runtime.test_sample_moves import case as moving_case
-from tests.support.hosted import Hosts, check_hosted
-from tests.support.layouts import layout_case
-from tests.support.parity import Case, batch_of, check_parity, stack_of
+from tests.support.cases import small_case as case
+from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 
 WHATS: tuple[Recompute, ...] = ("experts", "blocks")
@@ -38,25 +35,6 @@ def two_layers(
     cut = replace(step.schedule, chunks=3, backward_chunks=2)
     model = replace(step.model, num_layers=3, moe_layers=(0, 2))
     return replace(step, schedule=cut, model=model, recompute=what)
-
-
-@pytest.mark.parametrize("what", WHATS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(ranks: Pools, schedule: str, what: Recompute) -> None:
-    check_parity(ranks, two_layers(what, schedule, *(("noisy", "gelu") if what == "blocks" else ())))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["gather", "s1", "s2", "baseline"])
-def test_ranks_that_share_attention_and_experts(ranks: Pools, form: Any) -> None:
-    model = {"num_layers": 3, "moe_layers": (1,)}
-    check_parity(ranks, layout_case((4, 2, 2, 2), "penstock", form, recompute="blocks", **model))
-
-
-@pytest.mark.slow
-def test_samples_that_move_and_guests(ranks: Pools) -> None:
-    check_parity(ranks, moving_case(2, "penstock", node_size=1, recompute="blocks"))
-    check_hosted(ranks, two_layers("blocks", "penstock"), Hosts(slots=2, pieces=2))
 
 
 @pytest.mark.slow

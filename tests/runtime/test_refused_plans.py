@@ -10,7 +10,7 @@ import torch
 from penstock.decision import PlacementConfig
 from penstock.decision.moving import ExpertMoves
 from penstock.train.assemble import first_plan
-from tests.runtime.test_guests import ROUTINGS, hosting_case
+from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close
 from tests.support.hosted import Hosts, host_randomly, hosted_stack
 from tests.support.parity import batch_of

@@ -4,104 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.apportion import Counts
-from penstock.decision import ScheduleConfig
 from penstock.decision.moving import Prediction
 from penstock.dispatch import FlatDispatch, Place
-from penstock.models import ModelConfig
-from penstock.moe import MoEConfig, RouteMaker
+from penstock.moe import RouteMaker
 from penstock.placement import ExpertPlacement, Hosting
 from penstock.routing.samples import Company, SampleTable, TableSize, settle
 from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
-from tests.runtime.test_moe_parity import DISPATCHES
-from tests.steps import PLAIN
+from tests.support.cases import moving_case as case
 from tests.support.close import check_close
-from tests.support.draws import draws
-from tests.support.layouts import Layout, layout_case
-from tests.support.pairwise import pairwise
-from tests.support.parity import Case, batch_of, check_parity, merge, reference_step, run_step, stack_of
+from tests.support.parity import Case, batch_of, merge, reference_step, run_step, stack_of
 from tests.support.placers import Eager, RandomHomes, Rotated
 from tests.support.ranks import Pools
-
-GATES: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "noisy": {"gate": "noisy"},
-    "raw weights": {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
-    "first choice": {"top_k": 1},
-    "loss-free": {"gate": "sigmoid", "expert_bias_rate": 0.01, "aux_loss_group": "sequence"},
-}
-PLACERS = {"random": RandomHomes(), "rotated": Rotated(), "netmoe": Eager()}
-
-
-def case(world_size: int, schedule: str, gate: str = "softmax", dispatch: str = "flat", **own: Any) -> Case:
-    """Three layers, of which the second is dense, with shared experts. own: fields of the case."""
-    moe: dict[str, Any] = {"num_experts": 8, "top_k": 3, "moe_ffn_hidden_size": 5}
-    moe |= {
-        "shared_ffn_hidden_size": 3,
-        "aux_loss_coeff": 0.1,
-        "z_loss_coeff": 0.01,
-        "dispatch": dispatch,
-        **GATES[gate],
-    }
-    cut: dict[str, Any] = {"microbatches": 2, "chunks": 2, "backward_chunks": 3}
-    sizes: dict[str, Any] = {"num_layers": 3, "hidden_size": 6, "seq_len": 5}
-    sizes |= {"num_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
-    return Case(
-        world_size=world_size,
-        ep_size=own.pop("ep_size", None),
-        schedule=ScheduleConfig(name=schedule, all_reduce_chunk_bytes=2048, **cut),
-        model=ModelConfig(**sizes, vocab_size=11, moe_layers=(0, 2)),
-        moe=MoEConfig(**moe),
-        batch=own.pop("batch", 5),
-        double=True,
-        node_size=own.pop("node_size", world_size // 2),
-        placer=own.pop("placer", RandomHomes()),
-        **own,
-    )
-
-
-@pytest.mark.slow
-@pairwise(
-    schedule=PLAIN,
-    gate=GATES,
-    dispatch=DISPATCHES,
-    placer=PLACERS,
-    padding=(False, True),
-    scattered=(False, True),
-    world_size=(2, 4),
-    carried=(True, False),
-)
-def test_a_step_is_the_same_wherever_samples_are(
-    ranks: Pools,
-    schedule: str,
-    gate: str,
-    dispatch: str,
-    placer: str,
-    padding: bool,
-    scattered: bool,
-    world_size: int,
-    carried: bool,
-) -> None:
-    settings = {"padding": padding, "scattered": scattered, "carried": carried, "packed": scattered}
-    check_parity(ranks, case(world_size, schedule, gate, dispatch, placer=PLACERS[placer], **settings))
-
-
-@pytest.mark.parametrize("batches", [(3, 0, 1, 4), (0, 0, 0, 2), (0, 6, 0, 0)])
-def test_ranks_with_few_samples_and_with_none(ranks: Pools, batches: tuple[int, ...]) -> None:
-    turns = cycle(PLAIN)
-    for placer in PLACERS.values():
-        check_parity(ranks, case(4, next(turns), batches=batches, placer=placer, padding=True))
-
 
 ADVERSARIAL: list[dict[str, Any]] = [
     {"busy_experts": (0, 1, 2, 3)},
@@ -109,85 +30,6 @@ ADVERSARIAL: list[dict[str, Any]] = [
     {"idle_expert": 2, "busy_experts": (7, 6)},
 ]
 """All samples prefer one node; one expert takes all first choices; one expert gets nothing."""
-
-
-@pytest.mark.parametrize("routing", ADVERSARIAL)
-def test_adversarial_routing(ranks: Pools, routing: dict[str, Any]) -> None:
-    turns = cycle(PLAIN)
-    for placer in (RandomHomes(), Eager()):
-        check_parity(ranks, case(4, next(turns), placer=placer, **routing))
-
-
-@pytest.mark.parametrize("ep_size", [1, 2])
-def test_samples_stay_in_their_expert_group(ranks: Pools, ep_size: int) -> None:
-    """Experts have replicas in another group, with which no samples are exchanged."""
-    for schedule in ("flowmoe", "penstock"):
-        check_parity(ranks, case(4, schedule, ep_size=ep_size, node_size=None))
-
-
-def test_two_ranks(ranks: Pools) -> None:
-    for placer in PLACERS.values():
-        check_parity(ranks, case(2, "penstock", placer=placer, node_size=1, padding=True))
-
-
-def test_one_rank_alone(ranks: Pools) -> None:
-    check_parity(ranks, case(1, "penstock", node_size=None))
-
-
-@pytest.mark.every_value
-@pytest.mark.slow
-@pytest.mark.parametrize("tokens", ["split", "replicated"])
-@pytest.mark.parametrize("layout", [(4, 1, 2, 2), (4, 2, 4, 1), (4, 2, 2, 2)])
-def test_ranks_that_share_attention_or_experts(
-    ranks: Pools, layout: Layout, tokens: Literal["split", "replicated"]
-) -> None:
-    """All ranks of an tp group give up the same samples, each its part of their tokens."""
-    sizes: dict[str, Any] = {"num_layers": 3, "moe_layers": (0, 2), "shared_ffn_hidden_size": 6}
-    turns = cycle(("penstock", "fsmoe", "flowmoe"))
-    for placer in (RandomHomes(), Eager()):
-        step = layout_case(layout, next(turns), "gather", tokens=tokens, placer=placer, **sizes)
-        check_parity(ranks, replace(step, padding=True, batches=(4, 1) if layout[1] > 1 else (2, 0, 3, 1)))
-
-
-def test_ranks_that_share_attention_may_have_no_token_of_a_sample(ranks: Pools) -> None:
-    """A sample of one token is on the first of two ranks; the other gives up samples without tokens."""
-    step = layout_case((4, 2, 4, 1), "flowmoe", "gather", placer=Rotated(), seq_len=1)
-    check_parity(ranks, replace(step, batches=(4, 1)))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Random shapes, cuts and batches; numbers that do not divide on purpose."""
-    step = case(
-        4,
-        draw(st.sampled_from(PLAIN)),
-        draw(st.sampled_from(list(GATES))),
-        draw(st.sampled_from(DISPATCHES)),
-        placer=draw(st.sampled_from([RandomHomes(draw(st.integers(0, 99))), Eager()])),
-        batches=tuple(draw(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any))),
-        padding=draw(st.booleans()),
-        ignore_labels=draw(st.booleans()),
-        seed=draw(st.integers(0, 1000)),
-        prediction=draw(st.sampled_from(["next_gate", "conditional", "none"])),
-    )
-    cut = replace(
-        step.schedule,
-        microbatches=draw(st.integers(1, 3)),
-        chunks=draw(st.integers(1, 4)),
-        backward_chunks=draw(st.none() | st.integers(1, 4)),
-    )
-    model = replace(step.model, seq_len=draw(st.integers(1, 6)))
-    return replace(step, schedule=cut, model=model)
-
-
-@pytest.mark.slow
-def test_any_case(ranks: Pools) -> None:
-    @draws(40)
-    @given(case=cases())
-    def check(case: Case) -> None:
-        check_parity(ranks, case)
-
-    check()
 
 
 @pytest.mark.parametrize("comm_dtype", [None, "int8"])

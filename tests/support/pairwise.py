@@ -19,7 +19,7 @@ def pairwise(fits: Fits | None = None, /, **axes: Iterable[Any]) -> pytest.MarkD
     """Parametrise a test by cases in which any two values of two axes meet, if they can.
 
     Most faults need one value or two to show. The whole product belongs into a test for `make soak`.
-    fits: whether there can be a case with these values, of all axes or of the first few.
+    fits: whether there can be a case with these values, of all axes or of some.
     """
     values = {axis: list(each) for axis, each in axes.items()}
     return pytest.mark.parametrize(tuple(axes), [tuple(case.values()) for case in covering(values, fits)])
@@ -55,12 +55,14 @@ def covering(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Ite
 
 def each_value(axes: Mapping[str, Sequence[Any]], fits: Fits | None = None) -> Iterator[Case]:
     """The fewer of these cases in which every value is met, for what another test has in pairs."""
+    missing = [({(axis, repr(value)) for axis, value in case.items()}, case) for case in covering(axes, fits)]
     met: set[tuple[str, str]] = set()
-    for case in covering(axes, fits):
-        values = {(axis, repr(value)) for axis, value in case.items()}
-        if not met.issuperset(values):
-            met |= values
-            yield case
+    while missing:
+        values, case = max(missing, key=lambda each: len(each[0] - met))
+        if met.issuperset(values):
+            return
+        met |= values
+        yield case
 
 
 def _completed(
@@ -85,7 +87,7 @@ def _completed(
     every = [seed[axis]] if axis in seed else sorted(range(len(axes[axis])), key=worth, reverse=True)
     for place in every:
         longer = {**begun, axis: place}
-        if fits({name: axes[name][at] for name, at in longer.items()}):
+        if fits({name: axes[name][at] for name, at in {**longer, **seed}.items()}):
             case = _completed(longer, seed, axes, fits, missing)
             if case is not None:
                 return case

@@ -8,8 +8,8 @@ from typing import Any
 from penstock.mesh import Mesh
 from penstock.train.load_figures import HostedRows, max_over_mean
 from penstock.train.measuring import load_figures
-from tests.runtime.test_guests import ROUTINGS, hosting_case
 from tests.runtime.test_moving import small
+from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.hosted import Hosts, hosted_stack
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools

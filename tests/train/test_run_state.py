@@ -25,7 +25,7 @@ from penstock.train.run_state import (
 )
 from tests.runtime.test_bounds import bounded
 from tests.runtime.test_guests_between_steps import checkpoints
-from tests.runtime.test_sample_moves import case
+from tests.support.cases import moving_case as case
 from tests.support.parity import batch_of, stack_of
 from tests.support.placers import Eager
 from tests.support.ranks import Pools

@@ -253,17 +253,13 @@ class Engine:
             torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         )
         trains = torch.is_grad_enabled()  # a plan must be measured with backward
-        if trains and (self._planned_for is None or self._needs_another()):
+        plan = self._planned_for
+        if trains and (plan is None or plan.recompute != self._recompute or not self._reduces_all()):
             self._ask(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
             self._planned_for = _Planned(self._recompute, self._trained())
-
-    def _needs_another(self) -> bool:
-        """Return whether the plan no longer fits what is trained and recomputed."""
-        assert self._planned_for is not None
-        return self._planned_for.recompute != self._recompute or not self._reduces_all()
 
     def _ask(self, given: StepInputs) -> None:
         """Return if all ranks need another plan.

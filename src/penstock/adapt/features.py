@@ -14,39 +14,23 @@ Serves = Callable[[Family], str | None]
 """Maps a family to the reason why a feature does not serve it; None: it does."""
 
 
-def _always(family: Family) -> None:
-    del family
-
-
-def _tensor(family: Family) -> str | None:
-    return family.uncut if family.attention is None else None
-
-
-def _narrows(family: Family) -> str | None:
-    return None if family.form.narrows else SEVERAL_ROWS
-
-
-def _moves(family: Family) -> str | None:
-    return None if family.form.moves else SEVERAL_ROWS
-
-
-def _separates(family: Family) -> str | None:
-    return None if family.separates_documents else "some of its layers go on where another document begins"
-
+ALWAYS: Serves = lambda family: None  # noqa: E731 - a cell of the table below
 
 FEATURES: Mapping[str, Serves] = {
-    "experts spread over ranks (`ep_size`)": _always,
-    "attention shared by ranks (`tp_size`)": _tensor,
-    "every expert shared by ranks (`etp_size`)": _narrows,
-    'every schedule, `plan="auto"`': _always,
-    "every dispatch, compressed rows": _always,
-    "experts that move (`plan.experts`)": _moves,
-    "`plan.recompute`": _always,
-    "`ShardedAdamW`": _always,
-    "loading a share, saving": _always,
-    "`penstock train`: trials, checkpoints beside the steps, any layout into any other": _always,
-    "samples that move (`placement.samples`, in runs)": _always,
-    "packed documents kept apart (`data.separate_documents`, `position_ids`)": _separates,
+    "experts spread over ranks (`ep_size`)": ALWAYS,
+    "attention shared by ranks (`tp_size`)": lambda family: None if family.attention else family.uncut,
+    "every expert shared by ranks (`etp_size`)": lambda family: None if family.form.narrows else SEVERAL_ROWS,
+    'every schedule, `plan="auto"`': ALWAYS,
+    "every dispatch, compressed rows": ALWAYS,
+    "experts that move (`plan.experts`)": lambda family: None if family.form.moves else SEVERAL_ROWS,
+    "`plan.recompute`": ALWAYS,
+    "`ShardedAdamW`": ALWAYS,
+    "loading a share, saving": ALWAYS,
+    "`penstock train`: trials, checkpoints beside the steps, any layout into any other": ALWAYS,
+    "samples that move (`placement.samples`, in runs)": ALWAYS,
+    "packed documents kept apart (`data.separate_documents`, `position_ids`)": lambda family: (
+        None if family.separates_documents else "some of its layers go on where another document begins"
+    ),
 }
 """Features by what the table calls them."""
 

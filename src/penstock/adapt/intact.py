@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from torch.nn.modules import module as _modules
 
 from penstock.adapt.cut import READERS, is_foreign
@@ -75,7 +73,10 @@ def _check_cut(part: CutLayer, layer: Any, decoder: Decoder) -> None:
     if not cut.is_whole():
         raise ValueError(patched(experts, "leave those of a scheduled model as they are"))
     for module in (layer, block, *around(experts), shared):
-        if module is not None and any(_acting(module)):
+        if module is None:
+            continue
+        after = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(is_foreign(hook) for hooks in after for hook in hooks.values()):
             raise ValueError(
                 f"a hook on {type(module).__name__} of layer {part.index} would not see what the module "
                 "returns: in a training step it runs without its experts, which are tasks of their own. "
@@ -133,12 +134,6 @@ def _exchanged(kind: type) -> str:
         "was parallelized, and its steps would go on with the former one: change it first, and parallelize "
         "the model then"
     )
-
-
-def _acting(module: nn.Module) -> Iterator[bool]:
-    """Yield for every hook that gets outputs or their gradients whether it is not transformers' own."""
-    for hooks in (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks):
-        yield from map(is_foreign, hooks.values())
 
 
 def _replaced(what: str, found: object) -> str:

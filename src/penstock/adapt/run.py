@@ -37,16 +37,9 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.sample_moving import NetMoE, SampleMoving
 from penstock.schedule import StepPlan
 from penstock.topology import Layout
-from penstock.train.assemble import (
-    Files,
-    RunModel,
-    assumed_moving,
-    base_shape,
-    decoder_of,
-    first_plan,
-    updating_of,
-)
+from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
 from penstock.train.config import RunConfig
+from penstock.train.model import Files, RunModel, decoder_of
 from penstock.train.pretrained import COPY, files_alike
 
 

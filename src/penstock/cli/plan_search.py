@@ -146,7 +146,8 @@ def _in_full(planned: Planned, find: Find, all_quick: Sequence[Planned]) -> Plan
     if _seconds(planned) > NEAR * min(map(_seconds, all_quick)):
         return planned
     again = find(subject.problem)
-    return subject, min(found, again, key=lambda each: each.best.predicted_s), lines
+    # Of equal plans that of the full search, which knows more of the others.
+    return subject, min(again, found, key=lambda each: each.best.predicted_s), lines
 
 
 def _updated(subject: Subject, find: Find, quick: Find | None) -> Planned:

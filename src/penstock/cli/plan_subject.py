@@ -14,7 +14,7 @@ from penstock.cli.out import user_path
 from penstock.config import UNSET, ConfigError, asked, check_name
 from penstock.cost import ClusterFile, StateTypes, routing_sizes
 from penstock.cost.clusters import UNNAMED, find_cluster
-from penstock.cost.clusters.line import in_line
+from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.mesh import holders
 from penstock.plan import MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import COMMAND_S, check_budget, time_limit
@@ -101,13 +101,11 @@ def cluster_of(options: argparse.Namespace) -> ClusterFile:
             "plan",
             UNSET,
             why,
-            "For example, penstock plan --model fsmoe/mixtral-7b-layers --cluster fsmoe-testbed-b.",
+            f"For example, penstock plan --model qwen3-30b-a3b --cluster {EXAMPLE}.",
         )
     if options.cluster is None:
         why = "is needed: the cluster on which the plan will run"
-        raise ConfigError(
-            "--cluster", UNSET, why, "For example, --cluster fsmoe-testbed-b, or a cluster file."
-        )
+        raise ConfigError("--cluster", UNSET, why, f"For example, --cluster {EXAMPLE}, or a cluster file.")
     file = find_cluster(options.cluster)
     return replace(file, name=options.cluster) if file.name == UNNAMED else file
 
@@ -266,7 +264,13 @@ def _configured(
     settings = [] if title is None else _settings(options)
     memory = memory_of(options.memory_gib, file.memory_bytes)
     given = [*settings, *options.overrides]
-    subject = run_subject(config, given, file, layout=options.layout, memory=memory)
+    try:
+        subject = run_subject(config, given, file, layout=options.layout, memory=memory)
+    except ConfigError as error:
+        as_option = {key: option(name) for name, key in OF_CONFIGURATIONS.items()}
+        if title is None or error.key not in as_option:
+            raise
+        raise type(error)(as_option[error.key], error.value, error.why, error.hint) from error
     return subject if title is None else subject.called(title)
 
 

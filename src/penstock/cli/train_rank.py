@@ -22,9 +22,9 @@ from penstock.runtime.host_memory import keep_freed_memory
 from penstock.stops import STOPS
 from penstock.topology import CommunicationError, ProcessInfo, join, leave
 from penstock.topology.faults import give_up
-from penstock.train.assemble import MakeModel, decoder_of
 from penstock.train.config import RunConfig
 from penstock.train.logs import RankLog
+from penstock.train.model import MakeModel, decoder_of
 from penstock.train.output import OutputError
 from penstock.train.trainer import Trainer
 from penstock.train.update import DivergedError

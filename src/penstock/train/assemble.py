@@ -1,14 +1,12 @@
-"""Builds the model of a configuration, which runs by a schedule on this rank, as the training loop has it."""
+"""Builds the model of a configuration, which runs by a schedule on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.config import ConfigError
 from penstock.cost import Attention, HeldBytes, StepCost, Workload
@@ -19,7 +17,6 @@ from penstock.dispatch import DISPATCHES
 from penstock.models import ModelConfig, MoEDecoder
 from penstock.models.decoder import MakeLayer, TensorShard
 from penstock.models.meta import on_meta
-from penstock.models.qwen3_moe import CONFIG, config_json, lack_of
 from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
@@ -40,7 +37,6 @@ from penstock.topology.groups import TransportName
 from penstock.topology.local import STAGED, nothing_to_stage
 from penstock.train.config import Precision, RunConfig
 from penstock.train.optimizer import OptimizerConfig, build_adamw, groups_of, initialise_state
-from penstock.train.run_state import DecoderNaming, Naming
 
 
 def build_machinery(
@@ -335,62 +331,3 @@ def _meant(precision: Precision, device: torch.device) -> Precision:
     if precision != "auto":
         return precision
     return "bfloat16" if device_of(device).computes_in_bfloat16() else "float32"
-
-
-Files = Mapping[str, Mapping[str, Any]]
-"""JSON files by which transformers knows a model, by name; none where it knows no such model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunModel:
-    """The model of a run.
-
-    Attributes:
-        stack: Runs its steps.
-        naming: How checkpoints name the tensors of the model.
-        files: The JSON files of a checkpoint that make it a folder of transformers, for the sha256 of the
-            tokenizer of the run's text.
-        repeats_late: Whether a step may be found after its backward pass to have to run again, which spares a
-            GPU's host a wait.
-    """
-
-    stack: PipelinedStack
-    naming: Callable[[nn.Module], Naming]
-    files: Callable[[str | None], Files]
-    repeats_late: bool
-
-
-class MakeModel(Protocol):
-    """Builds the model of a run; all ranks call it together."""
-
-    def __call__(
-        self,
-        config: RunConfig,
-        machinery: Machinery,
-        *,
-        plan: StepPlan | None,
-        moving: ExpertMoving | None,
-        begins: bool,
-    ) -> RunModel:
-        """Return the model, with its first plan; see `build_stack`."""
-        ...
-
-
-def decoder_of(
-    config: RunConfig,
-    machinery: Machinery,
-    *,
-    plan: StepPlan | None,
-    moving: ExpertMoving | None,
-    begins: bool,
-) -> RunModel:
-    """Return Penstock's own decoder as the model of a run."""
-
-    def files(tokenizer: str | None) -> Files:
-        if lack_of(config.moe) is not None:
-            return {}
-        like = config.model.config
-        return {CONFIG: config_json(config.model, config.moe, tokenizer_digest=tokenizer, like=like)}
-
-    stack = build_stack(config, machinery, plan=plan, moving=moving, begins=begins)
-    return RunModel(stack=stack, naming=DecoderNaming, files=files, repeats_late=True)

@@ -29,7 +29,7 @@ from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
 from penstock.train.alike import resolved_alike
-from penstock.train.assemble import MakeModel, build_machinery, build_optimizer, decoder_of, on_device
+from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
@@ -39,6 +39,7 @@ from penstock.train.history import History, LoadBook, summarise
 from penstock.train.logs import RankLog, show
 from penstock.train.measuring import batch_loss, evaluate, measured
 from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
+from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
 from penstock.train.output import OutputFolder, check_output, keep_config, written
 from penstock.train.pilot import MakePilot, Ranks

@@ -16,13 +16,16 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from penstock.config import ConfigError
+from penstock.decision import Decision
 from penstock.graph import Name
+from penstock.plan import PlanFile, evaluate
 from penstock.report.loads import LoadCourse
 from penstock.report.page.curves import MOST_CELLS, loads_over_time_figure, shown_layers
 from penstock.report.page.findings import binding_of, kinds_of
 from penstock.report.page.finished import Course, FinishedRun
-from penstock.report.page.html import write_page
+from penstock.report.page.html import _without_others, write_page
 from penstock.report.page.timelines import timeline_figure
+from tests.plan.problems import problem
 from tests.report.page.examples import STEPS, course, finished, loads, step_file
 
 NOTHING = Course(**dict.fromkeys(Course.__dataclass_fields__, ()))
@@ -128,6 +131,15 @@ def test_a_part_that_is_longer_than_the_whole_is_explained() -> None:
     )
     unknown = replace(step, step=STEPS + 9)
     assert cards(finished(step=unknown))[1][1].endswith("these steps were slower")
+
+
+def test_a_plan_beside_no_others_names_the_one_that_was_next_before_its_routing_was_known() -> None:
+    each = problem()
+    following = "Next     flowmoe: 2 microbatches; 5.00 ms (+3 %)"
+    file = PlanFile.of(each, evaluate(each, Decision()), model="m", cluster="c", why=(following,))
+    assert not file.others
+    assert _without_others(file).endswith("Then the next best was flowmoe: 2 microbatches; 5.00 ms (+3 %).")
+    assert _without_others(replace(file, why=())).startswith("No other plan is recorded")
 
 
 def test_names_cannot_break_out_of_the_page() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.decision import Decision
 from penstock.runtime import ShardedAdamW, clip_grad_norm_
+from penstock.runtime.gradients.buckets import FlatGradients
 from penstock.runtime.gradients.stand_in import InShares
+from penstock.runtime.sharded.share import ReleasingShare, Share
 from penstock.schedule import plan_step, unit_cost
 from penstock.train.optimizer import OptimizerConfig, build_adamw
 from tests.runtime.sharded.steps import Habits, build, go_on, loss_of
@@ -323,3 +325,30 @@ def test_a_plan_adopted_before_the_update_leaves_the_sums_whole() -> None:
         results.append(stack.state_dict())
     for name, tensor in results[0].items():
         assert torch.equal(results[1][name], tensor), name
+
+
+# ---- shares by themselves ----------------------------------------------------------------------------------
+
+
+def test_weights_of_two_bytes_that_were_changed_from_outside_replace_their_exact_copy() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16))
+    share = Share(FlatGradients([parameter]), (1,), 1, 0)
+    (run,) = share.runs[0]
+    exact = share.weights(0, run)
+    assert exact.dtype == torch.float32 and exact.tolist() == [1.0, -2.0, 3.0]
+    exact.add_(1e-4)  # less than bfloat16 can say
+    assert torch.equal(share.weights(0, run), torch.tensor([1.0, -2.0, 3.0]) + 1e-4)
+    with torch.no_grad():
+        parameter[1] = 8.0
+    assert share.weights(0, run).tolist() == pytest.approx([1.0 + 1e-4, 8.0, 3.0 + 1e-4], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Share, ReleasingShare])
+def test_a_gradient_may_be_a_part_of_a_sum(kind: type[Share]) -> None:
+    """Where ranks compute the same in different places, what they add up is averaged."""
+    flat = FlatGradients([nn.Parameter(torch.zeros(4))], share=0.5)
+    flat.begin()
+    share = kind(flat, (1,), 1, 0)
+    share.begin(adds=False)
+    share.take(0, torch.tensor([2.0, 4.0, 6.0, 8.0]))
+    assert share.owned(0).tolist() == [1.0, 2.0, 3.0, 4.0]

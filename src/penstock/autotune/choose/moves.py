@@ -5,6 +5,7 @@ Shapes: D groups of ranks with the same samples, B samples of such a group, Y Mo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from penstock.mesh import Group
 from penstock.moe.choices import GateSums
 from penstock.moe.tokens import Tokens
 from penstock.plan import MemoryBudget, estimate_memory, evaluate
+from penstock.plan.effort import time_limit
 from penstock.plan.lost import corrected, miss
 from penstock.plan.moving import WORTH, Weighed, weigh
 from penstock.runtime import PipelinedStack
@@ -153,7 +155,8 @@ def _weighed(planned: Planned, adopts: bool) -> tuple[tuple[str, ...], Order | N
     if memory is not None:  # what runs fits, whatever is estimated
         needed_bytes = estimate_memory(problem, planned.choice).total_bytes
         memory = MemoryBudget(bytes=max(memory.bytes, needed_bytes))
-    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost)
+    over = time_limit(time.monotonic)  # all ranks wait, and what moves would bring is no need
+    found = weigh(problem, [planned.choice], memory, OBSERVED, planned.learnt.lost, over)
     wanted = replace(found.best.choice, priority=planned.choice.priority)
     if not adopts or _moves(wanted) == _moves(planned.choice) or _stays(planned, found):
         return found.lines, None

@@ -140,7 +140,10 @@ def _rate(text: str, value: str) -> tuple[int, float]:
     found = RATE.fullmatch(value)
     if found is None:
         _refuse(text, f"{value!r} is no rate such as 100gbit, 8x400gbit or 25gb/s")
-    return int(found[1] or 1), float(found[2]) * BITS[found[3].lower()]
+    cards, rate = int(found[1] or 1), float(found[2])
+    if not cards * rate:
+        _refuse(text, f"nothing arrives at {value}")
+    return cards, rate * BITS[found[3].lower()]
 
 
 def _refuse(text: str, why: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The forms of the MoE part on ranks that share attention and experts: every layout, gate, order, and scale.
+"""Scales of gradients in all forms of the MoE part on ranks that share attention and experts.
 
 Where ranks of an tp group hold the same tokens, a gradient is easily `tp` times too large, or too small: the
 tests of scales say which one is.
@@ -7,7 +7,6 @@ tests of scales say which one is.
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,70 +17,16 @@ from penstock.moe import MoEConfig, build_layer
 from penstock.moe.config import BalanceGroup
 from penstock.moe.experts.base import ExpertShard
 from penstock.runtime.makers import maker_of
-from penstock.step.shape import FORM_TOKENS, ExpertForm
+from penstock.step.shape import ExpertForm
 from penstock.topology import Layout as Place
-from tests.runtime.test_moe_parity import ACCEPTED, GATES, ORDERS
-from tests.support.layouts import FORMS, TOKENS, Layout, layout_case, layouts
-from tests.support.pairwise import pairwise
-from tests.support.parity import check_parity, merge, reference_step, run_step
+from tests.support.cases import GATES, ORDERS
+from tests.support.layouts import FORMS, TOKENS, Layout, layout_case
+from tests.support.parity import merge, reference_step, run_step
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
 
 ALONE = (4, 2, 4, 1)
 """A layout in which no expert is shared."""
-
-
-def accepted(known: dict[str, Any]) -> bool:
-    """Whether gate and order fit together, and both to form and layout; as far as they are known.
-
-    A soft gate needs whole samples, and rows for several experts whole experts and tokens of one rank alone.
-    """
-    if "order" in known and (known["gate"], known["order"]) not in ACCEPTED:
-        return False
-    _, tp_size, _, etp_size = known.get("layout", ALONE)
-    split = tp_size > 1 and FORM_TOKENS[known["form"]] == "split" if "form" in known else None
-    if known["gate"] == "soft" and split:
-        return False
-    return known.get("order") != "merged" or (etp_size == 1 and split is not False)
-
-
-@pytest.mark.slow
-@pairwise(
-    accepted,
-    gate=GATES,
-    order=ORDERS,
-    form=FORMS,
-    layout=((2, 2, 1, 2), (4, 2, 2, 2), ALONE),
-    tokens=TOKENS,
-    shared_ffn_hidden_size=(0, 6),
-    expert=("gelu", "swiglu"),
-    padding=(False, True),
-)
-def test_every_gate_and_order(
-    ranks: Pools,
-    gate: str,
-    order: str,
-    form: ExpertForm,
-    layout: Layout,
-    tokens: str,
-    shared_ffn_hidden_size: int,
-    expert: str,
-    padding: bool,
-) -> None:
-    parts = {"top_k": 3, "num_layers": 1, "expert": expert} | GATES[gate] | ORDERS[order]
-    parts["shared_ffn_hidden_size"] = shared_ffn_hidden_size
-    check_parity(ranks, layout_case(layout, "penstock", form, tokens=tokens, padding=padding, **parts))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("gate", "order"), ACCEPTED)
-def test_every_gate_and_order_in_every_layout(ranks: Pools, gate: str, order: str, form: ExpertForm) -> None:
-    parts = {"top_k": 3, "num_layers": 1, "padding": True} | GATES[gate] | ORDERS[order]
-    fitting = {"gate": gate, "order": order, "form": form}
-    every = [layout for layout in (*layouts(2), *layouts(4)) if accepted({**fitting, "layout": layout})]
-    for layout, tokens in product(every, TOKENS):
-        check_parity(ranks, layout_case(layout, "penstock", form, tokens=tokens, **parts))
 
 
 @pytest.mark.parametrize(

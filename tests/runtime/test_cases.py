@@ -1,0 +1,302 @@
+"""The numerics contract: a step on real ranks is that of one plain process, whatever is combined in it.
+
+Pairs of all values of `tests.support.cases.AXES` always run, drawn cases beside them, and every case that
+once was wrong or is special by its name. What finds a fault of the engine's numbers is added to NAMED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from penstock.decision import ScheduleConfig
+from penstock.models import ModelConfig
+from penstock.moe import MoEConfig
+from penstock.moe.config import Compression
+from penstock.step.shape import ExpertForm
+from tests.steps import PLAIN
+from tests.support.cases import AXES, DISPATCHES, Step, fits, small_case, step_of, steps
+from tests.support.close import check_close, digest
+from tests.support.draws import draws
+from tests.support.layouts import FORMS, TOKENS, Layout, layout_case
+from tests.support.pairwise import covering
+from tests.support.parity import Case, check_parity, merge, run_step
+from tests.support.ranks import Pools
+
+CUTS = [name for name in sorted(PLAIN) if name not in ("dense_overlap", "lina")]
+"""Every way to cut a step: those two order what others cut likewise."""
+
+
+def named(values: Mapping[str, Any]) -> str:
+    """The values that are not the first of their axis."""
+    return "-".join(str(value) for axis, value in values.items() if value != AXES[axis][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [*covering(AXES, fits)], ids=named)
+def test_pairs(ranks: Pools, values: Mapping[str, Any]) -> None:
+    step_of(values).check(ranks)
+
+
+@pytest.mark.slow
+def test_any_case(ranks: Pools) -> None:
+    @draws(160)
+    @given(step=steps())
+    def check(step: Step) -> None:
+        step.check(ranks)
+
+    check()
+
+
+def drawn(random: Random) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for axis, values in AXES.items():
+        known[axis] = random.choice([each for each in values if fits({**known, axis: each})])
+    return known
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(3000))
+def test_product(ranks: Pools, number: int) -> None:
+    step_of(drawn(Random(number))).check(ranks)
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "samples of one token on ranks that share them": {
+        "layout": "tp 2", "schedule": "flowmoe", "moves": "rotated", "seq_len": 1, "batches": (4, 1),
+    },
+    "one token for each of four ranks": {
+        "layout": "tp 4", "schedule": "flowmoe", "seq_len": 4, "padding": True,
+    },
+    "uneven parts of samples, converted": {
+        "layout": "tp 4", "schedule": "penstock", "tokens": "replicated", "seq_len": 7, "batch": 2,
+    },
+    "uneven parts of samples, converted back": {
+        "layout": "tp 4, etp 2", "schedule": "penstock", "form": "s2", "seq_len": 7, "batch": 2,
+    },
+    "uneven parts with slots of their own": {
+        "layout": "tp 4", "schedule": "flowmoe", "order": "index", "seq_len": 7, "batch": 2,
+    },
+    "no samples but on the last rank": {
+        "layout": "four ranks", "schedule": "penstock", "dispatch": "hierarchical_2d",
+        "batches": (0, 0, 0, 3),
+    },
+    "all samples on one rank that move": {
+        "layout": "four ranks", "schedule": "fsmoe", "moves": "netmoe", "batches": (0, 6, 0, 0),
+        "padding": True,
+    },
+    "more microbatches than samples": {
+        "layout": "one rank", "schedule": "flowmoe", "gate": "noisy", "order": "index", "batches": (1,),
+    },
+    "one rank gets all, compressed into one copy": {
+        "layout": "four ranks", "schedule": "penstock", "order": "merged", "dispatch": "hierarchical_1d",
+        "routing": "one rank", "top_k": 2,
+    },
+    "samples all want one expert": {
+        "layout": "four ranks", "schedule": "penstock", "moves": "netmoe", "busy_experts": (5,),
+    },
+    "samples all want one node": {
+        "layout": "four ranks", "schedule": "flowmoe", "moves": "random", "busy_experts": (0, 1, 2, 3),
+    },
+    "samples move between groups of replicas only": {
+        "layout": "only replicas", "schedule": "penstock", "moves": "random",
+    },
+    "samples move, conditional": {
+        "layout": "four ranks", "schedule": "sequential", "moves": "netmoe", "prediction": "conditional",
+    },
+    "guests and samples where ranks share both": {
+        "layout": "tp 2, etp 2", "schedule": "penstock", "moves": "random", "guests": 2,
+    },
+    "guests by one copy per node": {
+        "layout": "four ranks", "schedule": "penstock", "guests": 2, "dispatch": "node_once", "padding": True,
+    },
+    "guests recomputed": {
+        "layout": "two ranks", "schedule": "penstock", "guests": 2, "recompute": "blocks",
+    },
+    "copies of tokens differ by rounding": {
+        "layout": "tp 2, etp 2", "schedule": "baseline_esp", "form": "baseline", "samples": "few",
+    },
+    "balance of a sample that ranks share": {
+        "layout": "tp 2, etp 2", "schedule": "penstock", "group": "sequence", "tokens": "replicated",
+    },
+    "eight ranks, every axis of two": {
+        "layout": (8, 2, 2, 2), "schedule": "penstock", "batch": 2, "shared_ffn_hidden_size": 6,
+        "order": "index", "moe_layers": (1,), "ignore_labels": True,
+    },
+    "eight ranks, shards of four": {
+        "layout": (8, 4, 2, 4), "schedule": "flowmoe", "form": "s2", "batch": 2, "order": "index",
+        "shared_ffn_hidden_size": 6, "moe_layers": (1,), "ignore_labels": True,
+    },
+    "eight ranks, experts over eight": {
+        "layout": (8, 4, 8, 1), "schedule": "sequential", "form": "s1", "batch": 2, "order": "index",
+        "shared_ffn_hidden_size": 6, "moe_layers": (1,), "ignore_labels": True,
+    },
+}  # fmt: skip
+"""Values of axes, and of settings that are no axis."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_named(ranks: Pools, name: str) -> None:
+    case = NAMED[name]
+    known = {axis: value for axis, value in case.items() if axis in AXES}
+    step_of(known, **{key: value for key, value in case.items() if key not in AXES}).check(ranks)
+
+
+# ---- what more there is to see of a step -------------------------------------------------------------------
+
+
+def plain(world_size: int, schedule: str, **moe: object) -> Case:
+    """A fixed case of a size at which float32 rounding is far below the tolerance."""
+    sizes = {"num_experts": 4, "top_k": 2, "moe_ffn_hidden_size": 24, "aux_loss_coeff": 0.05} | moe
+    return Case(
+        world_size=world_size,
+        ep_size=None,
+        schedule=ScheduleConfig(name=schedule, microbatches=2, chunks=3, all_reduce_chunk_bytes=2048),
+        model=ModelConfig(num_layers=2, hidden_size=16, num_heads=2, seq_len=7, vocab_size=11),
+        moe=MoEConfig(**sizes),  # type: ignore[arg-type]  # a dict of settings is what a caller varies
+        batch=3,
+    )
+
+
+@pytest.mark.every_value
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", CUTS)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.quick) for n in (1, 2)] + [4])
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_float32_within_rounding(
+    ranks: Pools, world_size: int, schedule: str, capacity_factor: float | None
+) -> None:
+    check_parity(ranks, plain(world_size, schedule, capacity_factor=capacity_factor))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["flowmoe", "penstock"])
+def test_experts_have_a_gradient_where_they_have_tokens_and_zeros_else(ranks: Pools, schedule: str) -> None:
+    idle = replace(plain(4, schedule, num_experts=8), idle_expert=3, double=True)
+    gradients = check_parity(ranks, idle).gradients
+    found = [gradients[f"model.layers.0.mlp.experts.w_up.{expert}"].abs().sum() > 0 for expert in (2, 3)]
+    assert found == [True, False]
+    busy = replace(plain(4, schedule, num_experts=8, capacity_factor=1.0), busy_experts=(4, 5), double=True)
+    gradients = check_parity(ranks, busy).gradients
+    used = [bool(gradients[f"model.layers.1.mlp.experts.w_up.{e}"].abs().sum() > 0) for e in range(8)]
+    assert used == [expert in (4, 5) for expert in range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(plain(size, schedule) for size, schedule in ((1, "fsmoe"), (2, "flowmoe"), (4, "penstock"))),
+        layout_case((4, 2, 2, 2), "penstock", "gather", moe_layers=(1,)),
+        *(pytest.param(plain(4, schedule), marks=pytest.mark.soak) for schedule in CUTS),
+    ],
+    ids=lambda case: f"{case.world_size}-{case.schedule.name}",
+)  # fmt: skip
+def test_same_seed_same_bits(ranks: Pools, case: Case) -> None:
+    pool = ranks(case.world_size)
+    first, second = (merge(pool.run(run_step, case)) for _ in range(2))
+    assert first.loss == second.loss
+    assert digest(first.gradients) == digest(second.gradients)
+    assert digest(first.parameters) == digest(second.parameters)
+    other = merge(pool.run(run_step, replace(case, seed=1)))
+    assert digest(other.parameters) != digest(first.parameters)
+
+
+@pytest.mark.slow
+def test_dropout_does_not_depend_on_schedule_or_layout(ranks: Pools) -> None:
+    """Masks are keyed by sample and place: all schedules and two layouts draw the same ones."""
+    results = []
+    for world_size, schedule in [(1, "flowmoe"), *((4, schedule) for schedule in CUTS)]:
+        case = plain(world_size, schedule)
+        case = replace(case, model=replace(case.model, dropout=0.3), double=True, batch=12 // world_size)
+        results.append(merge(ranks(world_size).run(run_step, case)))
+    whole = replace(plain(1, "flowmoe"), double=True, batch=12)
+    assert abs(results[0].loss - merge(ranks(1).run(run_step, whole)).loss) > 1e-6
+    check_equal(results)
+
+
+@pytest.mark.every_value
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_dropout_does_not_depend_on_what_ranks_share(ranks: Pools, form: ExpertForm, tokens: str) -> None:
+    """Masks are keyed by sample and position, of which a rank may have a part."""
+    settings = {"dropout": 0.3, "moe_layers": (1,), "shared_ffn_hidden_size": 6, "tokens": tokens}
+    results = [
+        merge(ranks(1).run(run_step, layout_case((1, 1, 1, 1), "sequential", form, batch=4, **settings)))
+    ]
+    for layout, batch in (((2, 2, 1, 2), 4), ((4, 2, 2, 2), 2), ((4, 4, 4, 1), 4)):
+        step = layout_case(layout, "penstock", form, batch=batch, **settings)
+        results.append(merge(ranks(layout[0]).run(run_step, step)))
+    check_equal(results)
+
+
+def check_equal(results: list[Any]) -> None:
+    base, *others = results
+    for result in others:
+        assert abs(result.loss - base.loss) <= 1e-10 * base.loss
+        for name, gradient in base.gradients.items():
+            check_close(result.gradients[name], gradient, 1e-10, name)
+
+
+@pytest.mark.every_value
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("comm_dtype", ["bfloat16", "int8"])
+def test_compression_is_the_same_on_any_layout(ranks: Pools, comm_dtype: Compression, dispatch: str) -> None:
+    """A row is rounded by itself, there and back: four ranks and one round alike, and not at all is else."""
+    results = []
+    choices: list[tuple[Compression | None, int]] = [(comm_dtype, 4), (comm_dtype, 1), (None, 1)]
+    for chosen, world_size in choices:
+        way = dispatch if world_size > 1 else "flat"
+        base = small_case(world_size, "softmax", "sort", way, "gelu", "penstock")
+        moe = replace(base.moe, comm_dtype=chosen)
+        model = replace(base.model, num_layers=1)
+        step = replace(base, model=model, moe=moe, double=False, batch=12 // world_size)
+        results.append(merge(ranks(world_size).run(run_step, step)))
+    four, one, exact = results
+    assert abs(four.loss - one.loss) <= 1e-5 * one.loss
+    for name, gradient in one.gradients.items():
+        check_close(four.gradients[name], gradient, 2e-3, name)  # rounding may fall to either side of a tie
+    name = "model.layers.0.mlp.experts.w_up.0"
+    distance = (one.gradients[name] - exact.gradients[name]).norm() / exact.gradients[name].norm()
+    assert 1e-4 < distance < 5e-2
+
+
+DENSE = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+)
+WHOLE = (
+    "model.layers.0.self_attn.k_norm.weight",
+    "model.norm.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.mlp.shared.expert.w_up",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "attention", "experts"), [((4, 2, 1, 4), 2, 4), ((4, 4, 2, 2), 4, 2)])
+def test_ranks_hold_their_part_and_no_more(
+    ranks: Pools, layout: Layout, attention: int, experts: int
+) -> None:
+    step = layout_case(layout, "sequential", "gather", moe_layers=(1,), shared_ffn_hidden_size=6)
+    results = ranks(4).run(run_step, step)
+    whole = merge(results).parameters
+    of_expert = [f"model.layers.1.mlp.experts.{name}.7" for name in ("w_gate", "w_up", "w_down")]
+    for result in results:
+        held = {name: whole[name].numel() / part.numel() for name, part in result.parameters.items()}
+        assert {held[name] for name in DENSE} == {attention}
+        assert {held[name] for name in of_expert if name in held} <= {experts}
+        assert {held[name] for name in WHOLE} == {1}

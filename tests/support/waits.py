@@ -1,0 +1,31 @@
+"""What a host may wait for in a step on a GPU, and a check of what it did wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.schedule import SCHEDULES
+from tests.support.card import Wait
+from tests.support.parity import Case
+
+STAGING = "runtime/transport/groups.py"
+MORE = 2
+"""Waits of a step beside those for the counts of dropless routing."""
+PLANS = 2
+"""More waits of a step that plans guests: for the sizes of what ranks have found, and for the plans."""
+
+
+def allowed(case: Case) -> int:
+    """Waits for counts, once for every MoE layer and microbatch, unless slots are fixed; and a few more."""
+    microbatches = case.schedule.microbatches if "microbatches" in SCHEDULES[case.schedule.name].reads else 1
+    known = case.fixed_slots or case.moe.bound_factor is not None
+    counts = 0 if known else case.model.num_layers * microbatches
+    # How many rows there are depends on the routing where rows are joined, and on what is no padding.
+    known_late = counts if case.moe.dispatch == "node_once" or case.padding else 0
+    return counts + known_late + MORE + (case.moe.bound_factor is not None)
+
+
+def check_waits(waits: Mapping[Wait, int], case: Case, more: int = 0) -> None:
+    staged = sum(count for (file, *_), count in waits.items() if file == STAGING)
+    assert sum(waits.values()) - staged <= allowed(case) + more, waits
+    assert bool(staged) == (case.transport == "staged"), "then every transfer waits for its copy"
