@@ -69,7 +69,7 @@ FAULTS = (
         "LossGradients(loss=grads[0] / self.ranks, balance=balance)",
         "LossGradients(loss=grads[0], balance=balance)",
         "1/P is forgotten where every rank returns its own loss",
-        "adapt/test_own_loss.py",
+        "adapt/test_parity.py",
     ),
     Fault(
         "runtime/ops/head.py",
