@@ -204,7 +204,7 @@ FAULTS = (
         'out.append(task.reading({**task.inputs, "saved": (name,)}))',
         "out.append(task)",
         "backward reads what the first run has saved, which keeps nothing",
-        "step",
+        "runtime/test_recompute.py",
     ),
     Fault(
         "step/passes/carried_residual.py",
@@ -389,10 +389,10 @@ FAULTS = (
     # ---- decisions -----------------------------------------------------------------------------------------
     Fault(
         "decision/record.py",
-        "if lcm(forward, n) <= TRIED_SLICES]",
-        "if max(forward, n) <= TRIED_SLICES]",
-        "a search tries chunks that crumble",
-        "decision plan/test_forced.py plan/test_search.py",
+        "forward = self.chunks or READERS[self.schedule].usual_chunks",
+        "forward = self.chunks or 1",
+        "a schedule's usual number of chunks is forgotten",
+        "decision schedule/test_systems.py schedule/test_catalogue.py",
     ),
     Fault(
         "decision/record.py",
