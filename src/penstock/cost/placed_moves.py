@@ -121,11 +121,11 @@ class PlacedMoves(RowMoves):
         return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
 
     def _table(self, task: Task) -> Counts:
-        if not self.splits(task):
+        if not self.placed.hostings:
             return super()._table(task)
-        key = task.microbatch, task.cut.held, task.layer
-        if key not in self._known_tables:  # every slice is split by itself
-            rows_PCE = self._held(self.rows_PRCYE, task)
+        key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
+        if key not in self._known_tables:  # every slice is split by itself, as ranks tell each other
+            rows_PCE = self._held(self._travelling(task), task)
             slices = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
             self._known_tables[key] = np.sum(slices, axis=0)
         return self._known_tables[key]
