@@ -210,6 +210,11 @@ class Mesh:
             "etp": self.etp_size,
         }
 
+    @property
+    def all_experts(self) -> Axes:
+        """The axes of the ranks that together hold all experts of a layer, each a part of some."""
+        return Group.EXPERT if self.etp_size == 1 else Group.EXPERT_SHARDS
+
     def size(self, axes: Axes) -> int:
         """Return the number of ranks in every group along `axes`."""
         return prod(self.sizes[axis] for axis in resolve(axes)[1])

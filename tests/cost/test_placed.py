@@ -31,7 +31,7 @@ from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
 from penstock.placing import copies_of
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.sample_moving import company_of
+from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of
@@ -106,8 +106,10 @@ def test_samples_move_between_the_devices_that_exchange_rows(shares: tuple[int, 
     sizes: dict[str, Any] = dict(zip(("tp_size", "etp_size", "ep_size"), shares, strict=True))
     layout = Layout.build(ParallelConfig(processes=8, **sizes), 8, 0, WORK.num_experts, node_size=8)
     work = replace(WORK, **sizes, node_size=0, devices_per_node=8)
-    ran = [(plane.devices, plane.device_P) for plane in company_of(layout).planes]
-    assert [(each.devices, tuple(each.device_P.tolist())) for each in device_groups(work)] == ran
+    ran = Relocation.on(layout, SampleMoving(), Habits()).company.planes
+    assert [(each.devices, each.device_P) for each in device_groups(work)] == [
+        (plane.devices, plane.device_P) for plane in ran
+    ]
     counts = counts_of("dirichlet,dirichlet_concentration=0.1", work=work)
     placed = SampleMover(work=work, shape=SHAPE).placed(counts)
     for group in device_groups(work):

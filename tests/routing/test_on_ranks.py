@@ -128,7 +128,8 @@ def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
         found = iter(hostings_of(case, hosts))
         stack.host_guests([None if layer is None else next(found) for layer in stack.moe_layers])
     tokens, labels = batch_of(case)
-    mine, sent, rows = case.mine(rank), defaultdict(list), dict[Task, Counts]()
+    sent: Sent = defaultdict(list)
+    mine, rows = case.mine(rank), dict[Task, Counts]()
     with pytest.MonkeyPatch.context() as patch:
         handlers = watched(HANDLERS, sent, patch, rows)
         stack._programs = Programs(handlers, stack.machinery.layout.mesh.silent)

@@ -8,7 +8,7 @@ microbatches, C slices, H positions of an expert group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import why_not_exact
 from penstock.graph import Phase
-from penstock.mesh import Axes, Group
+from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Hosting
 from penstock.placing import (
@@ -36,6 +36,7 @@ from penstock.placing import (
 )
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.rows import by_source_and_target
+from penstock.routing.samples import Plane, company_of
 from penstock.routing.sizes import split_sizes
 from penstock.step import StepShape
 
@@ -146,7 +147,7 @@ class SampleMover:
         self,
         counts_IE: Counts,
         ahead_IE: Counts | None,
-        group: DeviceGroup,
+        group: Plane,
         hosting: Hosting,
         following: Hosting,
     ) -> Counts:
@@ -155,7 +156,7 @@ class SampleMover:
         places_V = np.array([mesh.place(rank, Group.EXPERT) for rank in ranks])
         node_V = nodes_of(self.work, ranks)
         homes_I = np.repeat(np.arange(devices), len(counts_IE) // devices)
-        near = None if ahead_IE is None else Nearness.of_devices(following, group.device_P, node_V)
+        near = None if ahead_IE is None else Nearness.of_devices(following, np.array(group.device_P), node_V)
         problem = sample_problem(
             counts=_by_position(counts_IE, places_V[homes_I], hosting),
             homes=homes_I,
@@ -182,35 +183,14 @@ def row_weight(work: Workload, shape: StepShape) -> float:
     return (residual_bytes + shared_bytes) / work.wire_bytes(1)
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceGroup:
-    """Devices, each a group of ranks with the same samples, between which samples move.
-
-    devices: their numbers, [V]. device_P: by place in an expert group, which of these devices has that rank.
-    """
-
-    devices: tuple[int, ...]
-    device_P: Counts
-
-
-def device_groups(work: Workload) -> list[DeviceGroup]:
-    """Return the devices that exchange rows with each other, as the runtime does: of the ranks that hold all
-    experts, those that begin with the same shard."""
-    mesh, found = work.mesh, list[DeviceGroup]()
-    for ranks in mesh.groups(counting_axes(work)):
-        shard_of: dict[int, int] = {}
-        for rank in ranks:
-            shard_of.setdefault(mesh.place(rank, Group.DATA), mesh.place(rank, Group.SHARDS))
-        for shard in dict.fromkeys(shard_of.values()):
-            devices = tuple(device for device, first in shard_of.items() if first == shard)
-            mine = [mesh.place(rank, Group.DATA) for rank in ranks if mesh.place(rank, Group.SHARDS) == shard]
-            found.append(DeviceGroup(devices, np.array([devices.index(device) for device in mine])))
+def device_groups(work: Workload) -> list[Plane]:
+    """Return the groups of devices that exchange rows, by their numbers in the world: samples move inside."""
+    mesh, found = work.mesh, list[Plane]()
+    for ranks in mesh.groups(mesh.all_experts):
+        world = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in ranks))
+        for plane in company_of(mesh, ranks[0], work.known_per_node).planes:
+            found.append(replace(plane, devices=tuple(world[device] for device in plane.devices)))
     return found
-
-
-def counting_axes(work: Workload) -> Axes:
-    """Return the axes of the ranks that together hold all experts of a layer."""
-    return Group.EXPERT if work.etp_size == 1 else Group.EXPERT_SHARDS
 
 
 def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
@@ -287,7 +267,7 @@ def planned_hostings(
 
 def planning_share(work: Workload, layers: int) -> float:
     """Return the part of planning all layers' guests on the busiest rank: each rank plans some layers."""
-    return -(-layers // work.mesh.size(counting_axes(work))) / max(1, layers)
+    return -(-layers // work.mesh.size(work.mesh.all_experts)) / max(1, layers)
 
 
 def guest_planning_s(work: Workload, planner: str, layers: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.cost.moves import Move, RowMoves, Rows
-from penstock.cost.placed import FLOAT32_BYTES, Placed, counting_axes, device_groups, row_weight
+from penstock.cost.placed import FLOAT32_BYTES, Placed, device_groups, row_weight
 from penstock.graph import Task
 from penstock.mesh import Axes, Group
 from penstock.ops import Op
@@ -61,7 +61,7 @@ class PlacedMoves(RowMoves):
         """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
         work, samples = self.even.workload, len(self._samples(task))
         groups = device_groups(work)
-        solved = len(groups) // len(work.mesh.groups(counting_axes(work)))  # of those that a rank knows of
+        solved = len(groups) // len(work.mesh.groups(work.mesh.all_experts))  # of those that a rank knows of
         return SOLVING_S + SOLVING_S_PER_CELL * samples * solved * len(groups[0].devices) ** 2
 
     def crossing(self, task: Task) -> float:
@@ -121,11 +121,11 @@ class PlacedMoves(RowMoves):
         return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
 
     def _table(self, task: Task) -> Counts:
-        if not self.splits(task):
+        if not self.placed.hostings:
             return super()._table(task)
-        key = task.microbatch, task.cut.held, task.layer
-        if key not in self._known_tables:  # every slice is split by itself
-            rows_PCE = self._held(self.rows_PRCYE, task)
+        key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
+        if key not in self._known_tables:  # every slice is split by itself, as ranks tell each other
+            rows_PCE = self._held(self._travelling(task), task)
             slices = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
             self._known_tables[key] = np.sum(slices, axis=0)
         return self._known_tables[key]

@@ -10,7 +10,7 @@ from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.ops.transfers import Hop
 from penstock.routing.joined import MOST_NODE_SIZE
-from penstock.routing.legs import Dispatch, Leg, Place
+from penstock.routing.legs import Dispatch, Leg, Place, Stops
 
 DISPATCHES: dict[str, Dispatch] = {
     dispatch.name: dispatch
@@ -63,6 +63,7 @@ __all__ = [
     "NodeOnceDispatch",
     "Op",
     "Place",
+    "Stops",
     "find_dispatch",
     "of_hops",
     "runnable",

@@ -8,10 +8,10 @@ A rank works on what it sends and what it receives: O(P C N) numbers; in a dispa
 on what passes its node, O(P G C N). Only what ranks gather, where `RouteMaker.needs_table`, has every rank's
 counts.
 
-One microbatch in one layer on one of 1,024 ranks with one expert each, in nodes of 8, with 4 slices and chunks
+One microbatch in one layer, on one of 1,024 ranks with one expert each, nodes of 8, with 4 slices and chunks
 of one and of two: 0.7 ms and 1.0 MB (flat), 0.8 ms and 0.9 MB (hierarchical_2d), 4.2 ms and 1.8 MB on the
-first rank of a node (hierarchical_1d), 15 ms and 10 MB with 16,384 rows (node_once); with 256 ranks 0.2, 0.2,
-0.8 and 3.4 ms. `tests/routing/test_growth.py` holds the memory.
+first rank of a node (hierarchical_1d), 15 ms and 10 MB with 16,384 rows (node_once). On 256 ranks these are
+0.2, 0.2, 0.8 and 3.4 ms. `tests/routing/test_growth.py` holds the memory.
 
 Shapes: P ranks of the expert group, H ranks that share every expert, C slices (the chunks of a plan of an
 order), N counts per rank and slice. A source is a rank of the expert group, or its place there and its shard.

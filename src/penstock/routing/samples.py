@@ -12,13 +12,15 @@ positions of a rank, C chunks (slices), E experts of the next MoE layer.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from penstock.apportion import Counts
+from penstock.mesh import Group, Mesh, node_of
 from penstock.placement import PlacementError
 from penstock.routing.routes import Degrees, RouteMaker, Routes
 
@@ -87,6 +89,27 @@ class Company:
         found = np.zeros((self.devices, self.parts), np.int64)
         found[self.device_B, self.part_B] = np.arange(len(self.device_B))
         return found
+
+
+@lru_cache(maxsize=64)
+def company_of(mesh: Mesh, rank: int, node_size: int) -> Company:
+    """Return the ranks that exchange counts with a rank, as devices. node_size: 0 = one node."""
+    members = mesh.members(rank, mesh.all_experts)
+    groups = [mesh.group(member, Group.TENSOR) for member in members]
+    first = {group: members[groups.index(group)] for group in groups}
+    number, seen = {group: device for device, group in enumerate(first)}, Counter[int]()
+    parts = []
+    for group in groups:
+        parts.append(seen[group])
+        seen[group] += 1
+    nodes = [node_of(member, node_size or mesh.world_size) for member in first.values()]
+    return Company(
+        device_B=tuple(number[group] for group in groups),
+        part_B=tuple(parts),
+        rank_B=tuple(mesh.place(member, Group.EXPERT) for member in members),
+        plane_B=tuple(mesh.place(member, Group.SHARDS) for member in members),
+        node_D=tuple(sorted(set(nodes)).index(node) for node in nodes),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ from penstock.moe import SampleKeys
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.handlers import Batch
 from penstock.runtime.passengers import Passengers
-from penstock.runtime.sample_moving import counted_by
 from penstock.topology import Control, Layout
 
 NO_LABEL = -100
@@ -208,9 +207,9 @@ class SharedSizes:
         batch, length = samples.tokens_BL.shape
         marks = samples.valid_BL is not None, samples.documents_BL is not None
         everyone = self._gathered((batch, length, *marks))
-        for ranks in self._layout.mesh.groups(counted_by(self._layout)):
+        for ranks in self._layout.mesh.groups(self._layout.mesh.all_experts):
             _check_alike({rank: everyone[rank] for rank in ranks})
-        members = self._layout.mesh.members(self._layout.rank, counted_by(self._layout))
+        members = self._layout.mesh.members(self._layout.rank, self._layout.mesh.all_experts)
         lengths = [everyone[rank][1] for rank in members if everyone[rank][0]]
         companions = tuple(everyone[rank][0] for rank in members)
         return replace(samples, companions=companions).of_length(lengths[0] if lengths else length)

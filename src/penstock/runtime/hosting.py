@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.mesh import Group, node_of
+from penstock.mesh import node_of
 from penstock.moe import MoELayer
 from penstock.moe.experts.base import Experts
 from penstock.moe.seats import Spread, seats_of
@@ -182,8 +182,8 @@ class Host:
     @property
     def _planners(self) -> tuple[int, int]:
         """This rank's place among those that exchange rows, and their number."""
-        axes = Group.EXPERT if self._layout.etp_size == 1 else Group.EXPERT_SHARDS
-        return self._layout.mesh.place(self._layout.rank, axes), self._layout.mesh.size(axes)
+        mesh = self._layout.mesh
+        return mesh.place(self._layout.rank, mesh.all_experts), mesh.size(mesh.all_experts)
 
     def _known_of(self, place: int) -> list[Hosting]:
         """Return the earlier plans of the layers that one of these ranks plans."""

@@ -10,10 +10,9 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.decision.moving import Prediction
-from penstock.mesh import Axes, Group, node_of
 from penstock.placement import Hosting
 from penstock.placing import ConditionalTable, Nearness, assign, prepare, sample_problem
-from penstock.routing.samples import Company, Plane, SampleTable
+from penstock.routing.samples import Company, Plane, SampleTable, company_of
 from penstock.topology import Layout
 
 
@@ -134,8 +133,8 @@ class Relocation:
     def on(layout: Layout, how: SampleMoving, habits: Habits) -> Relocation:
         """Return how samples of this rank's group move."""
         how.placer.prepare()
-        member = layout.mesh.place(layout.rank, counted_by(layout))
-        return Relocation(how, company_of(layout), member, habits)
+        member = layout.mesh.place(layout.rank, layout.mesh.all_experts)
+        return Relocation(how, company_of(layout.mesh, layout.rank, layout.node_size), member, habits)
 
     def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
         """Return the device of every sample. moved_rows: see Placer."""
@@ -148,24 +147,3 @@ class Relocation:
         device_I = self.how.placer.homes(table, visit.following, moved_rows)
         self.habits.left(counts_IE[np.lexsort((table.place_I(device_I), device_I))], visit)
         return device_I
-
-
-def company_of(layout: Layout) -> Company:
-    """Return the ranks that exchange counts with this one, as devices."""
-    mesh, members = layout.mesh, layout.mesh.members(layout.rank, counted_by(layout))
-    devices = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in members))
-    device_B = tuple(devices.index(mesh.group(rank, Group.TENSOR)) for rank in members)
-    first = [members[device_B.index(device)] for device in range(len(devices))]
-    nodes = [node_of(rank, layout.node_size or layout.world_size) for rank in first]
-    return Company(
-        device_B=device_B,
-        part_B=tuple(device_B[:b].count(device) for b, device in enumerate(device_B)),
-        rank_B=tuple(mesh.place(rank, Group.EXPERT) for rank in members),
-        plane_B=tuple(mesh.place(rank, Group.SHARDS) for rank in members),
-        node_D=tuple(sorted(set(nodes)).index(node) for node in nodes),
-    )
-
-
-def counted_by(layout: Layout) -> Axes:
-    """Return the axes of the ranks that exchange what their samples send: all with a part of some expert."""
-    return Group.EXPERT if layout.etp_size == 1 else Group.EXPERT_SHARDS

@@ -170,9 +170,8 @@ class VirtualHandlers:
 
     def reduce_gradients(self, task: Task, inputs: Inputs) -> Outputs:
         del inputs
-        elements = self.cost.reduced_bytes(task) // self.buffers.gradients.element_size()
-        transport = self.transports.of(task.lane, task.axes)
-        transport.all_reduce(self.buffers.gradients[:elements], task.axes)
+        mine, _, transport = self._piece(task)
+        transport.all_reduce(mine, task.axes)
         return NOTHING
 
 
