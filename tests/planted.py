@@ -68,8 +68,8 @@ FAULTS = (
         "runtime/ops/head.py",
         "LossGradients(loss=grads[0] / self.ranks, balance=balance)",
         "LossGradients(loss=grads[0], balance=balance)",
-        "1/P is forgotten where every rank returns its own loss",
-        "adapt/test_own_loss.py",
+        "1/P is forgotten where every rank returns the loss of its own labels",
+        "adapt/test_training.py adapt/test_trainer.py",
     ),
     Fault(
         "runtime/ops/head.py",
@@ -204,7 +204,7 @@ FAULTS = (
         'out.append(task.reading({**task.inputs, "saved": (name,)}))',
         "out.append(task)",
         "backward reads what the first run has saved, which keeps nothing",
-        "step",
+        "runtime/test_recompute.py",
     ),
     Fault(
         "step/passes/carried_residual.py",
@@ -389,10 +389,10 @@ FAULTS = (
     # ---- decisions -----------------------------------------------------------------------------------------
     Fault(
         "decision/record.py",
-        "if lcm(forward, n) <= TRIED_SLICES]",
-        "if max(forward, n) <= TRIED_SLICES]",
-        "a search tries chunks that crumble",
-        "decision plan/test_forced.py plan/test_search.py",
+        "forward = self.chunks or READERS[self.schedule].usual_chunks",
+        "forward = self.chunks or 1",
+        "a schedule's usual number of chunks is forgotten",
+        "decision schedule/test_systems.py schedule/test_catalogue.py",
     ),
     Fault(
         "decision/record.py",
