@@ -22,9 +22,9 @@ from penstock.decision import Decision
 from penstock.graph import Graph
 from penstock.lab.bench.table import markdown_table
 from penstock.plan import Candidate, Problem, evaluate, find_plan
-from penstock.plan.drafts import DRAFTED, ROUNDS, Drafts
 from penstock.plan.effort import Meter
 from penstock.plan.space import space
+from penstock.plan.successive_halving import FIRST_CUTS, ROUNDS, SuccessiveHalving
 from penstock.schedule import SCHEDULES, Cost, Schedule
 from penstock.simulate import iteration_s
 from penstock.step import StepShape
@@ -86,7 +86,7 @@ def _asking(priority: Any) -> Decision:
 
 ORDERS: Final = {
     "the better of two rules": _by_rule,
-    "a short search": lambda graph, cost: OWN.draft(graph, cost, _asking("search"), ROUNDS[-1][1]),
+    "a short search": lambda graph, cost: OWN.quick_order(graph, cost, _asking("search"), ROUNDS[-1][1]),
     "a full search": lambda graph, cost: OWN.order(graph, cost, _asking("search")),
 }
 
@@ -137,7 +137,7 @@ def chosen(problems: int, keep: Keep = lambda done, ways: None) -> tuple[Way, ..
 def _choices(problem: Problem) -> dict[str, tuple[float, float]]:
     """By the name of a way: how much longer the cut that it chooses takes, and its processor time."""
     ruled = {choice: evaluate(problem, choice) for choice in space(problem) if choice.schedule == OWN.name}
-    drafts = Drafts(problem, Meter("usual", 1000.0))
+    drafts = SuccessiveHalving(problem, Meter("usual", 1000.0))
     begin_s = process_time()
     by_draft = drafts.ranked(ruled)
     drafts_s = process_time() - begin_s
@@ -157,8 +157,8 @@ def _choices(problem: Problem) -> dict[str, tuple[float, float]]:
     return {
         "the best cut by rules, then its order": (gap(by_rule, 1), full_s),
         "the best two by rules, then their orders": (gap(by_rule, 2), 2 * full_s),
-        f"short searches of {DRAFTED}, then the best one's order": (gap(by_draft, 1), drafts_s + full_s),
-        f"short searches of {DRAFTED}, then the best two's": (gap(by_draft, 2), drafts_s + 2 * full_s),
+        f"short searches of {FIRST_CUTS}, then the best one's order": (gap(by_draft, 1), drafts_s + full_s),
+        f"short searches of {FIRST_CUTS}, then the best two's": (gap(by_draft, 2), drafts_s + 2 * full_s),
         "the search for a plan": (planned_s / best_s - 1, plan_s),
     }
 

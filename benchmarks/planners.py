@@ -1,5 +1,5 @@
-"""Planners of guest experts on drifting skewed loads, by simulation: how even they make loads, and how fast a
-layer.
+"""Planners of replica experts on drifting skewed loads, by simulation: how even they make loads, and how fast
+a layer.
 
 Every plan is made from one step and serves the next, as in training, unless it would be slower than none
 there. The layer's time is that of the busiest link of every transfer and of the slowest rank's experts.
@@ -21,7 +21,7 @@ from benchmarks.command import parser_of, run_alone
 from benchmarks.progress import in_rows
 from benchmarks.skewed import DRIFT, ROWS, costs, drifting_loads, expert_problem
 from penstock.lab.bench.table import markdown_table
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.placing import PLANNERS, ExpertProblem, LayerLoad, find_planner, overlap, pays
 from penstock.placing.model import LayerSeconds, seconds_of
 
@@ -50,8 +50,9 @@ class Planned:
     ratio: of links to devices. drift: share of the rows that follow another distribution one step later.
     overlap: share of a step's rows in common with those of the step before. deviation: standard deviation of
     the ranks' loads over their mean. imbalance: their maximum over the mean. speedup: the layer's time
-    without guests over its time. of_even: throughput over that of forced balance. dropped: share of steps in
-    which the plan of the step before would have been slower than none. All but the last are means over steps.
+    without replicas over its time. of_even: throughput over that of forced balance. dropped: share of steps
+    in which the plan of the step before would have been slower than none. All but the last are means over
+    steps.
     """
 
     planner: str
@@ -76,7 +77,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannersResult:
-    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one guest slot; by drift our
+    """planners: all of them at one ratio and drift. by_ratio, by_drift: with one replica slot; by drift our
     best planner with more, too."""
 
     ranks: int
@@ -145,7 +146,7 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
     loads = list(drifting_loads(RANKS, steps + 1, drift))
     name, exact = planner.removesuffix(EXACT), planner.endswith(EXACT)
     problems = [expert_problem(RANKS, slots, ratio, each, exact=exact) for each in loads]
-    none = [_step(problem, Hosting.none(problem.placement, slots)) for problem in problems[1:]]
+    none = [_step(problem, Replication.none(problem.placement, slots)) for problem in problems[1:]]
     found = none if planner == NONE else [_served(name, *pair) for pair in pairwise(problems)]
     total_s = float(np.mean([step.time.total_s for step in found]))
     return Planned(
@@ -165,15 +166,15 @@ def _simulated(planner: str, slots: int, ratio: float, drift: float, steps: int)
 
 def _served(name: str, before: ExpertProblem, problem: ExpertProblem) -> _Step:
     """With the plan of the step before, dropped where it does not pay."""
-    hosting = find_planner(name)(before)
-    if hosting.is_empty or pays(problem, hosting):
-        return _step(problem, hosting)
-    none = _step(problem, Hosting.none(problem.placement, problem.replica_slots))
+    replication = find_planner(name)(before)
+    if replication.is_empty or pays(problem, replication):
+        return _step(problem, replication)
+    none = _step(problem, Replication.none(problem.placement, problem.replica_slots))
     return _Step(none.load, none.time, dropped=True)
 
 
-def _step(problem: ExpertProblem, hosting: Hosting) -> _Step:
-    load = LayerLoad.of(problem.loads, hosting, problem.costs.links.nodes)
+def _step(problem: ExpertProblem, replication: Replication) -> _Step:
+    load = LayerLoad.of(problem.loads, replication, problem.costs.links.nodes)
     return _Step(load, seconds_of(problem.costs, load))
 
 
@@ -192,20 +193,20 @@ def render_planners(result: PlannersResult) -> str:
             "drift: share of the rows that follow another distribution one step later",
             "max / mean: of the loads of ranks; std: their standard deviation over the mean",
             "dropped: steps in which the plan of the step before would have been slower than none",
-            "exact: rows of experts with several hosts are split by the loads of the step that runs",
+            "exact: rows of experts with several homes are split by the loads of the step that runs",
             "",
             f"link / device {first.ratio:g}, drift {first.drift:g}, "
             f"which leaves {100 * first.overlap:.0f} % of the rows where they were:",
             "",
             *markdown_table(_planner_rows(result.planners)),
             "",
-            "Speed-up over no guests by link / device, one guest slot:",
+            "Speed-up over no replicas by link / device, one replica slot:",
             "",
             *markdown_table(_ratio_rows(result.by_ratio)),
             "",
             *_where_it_pays([row for row in result.by_ratio if row.planner == _best(result.by_ratio)]),
             "",
-            "Speed-up, and max / mean, by drift, one guest slot if not said; of the plans those dropped:",
+            "Speed-up, and max / mean, by drift, one replica slot if not said; of the plans those dropped:",
             "",
             *markdown_table(_drift_rows(result.by_drift)),
         ]
@@ -215,7 +216,7 @@ def render_planners(result: PlannersResult) -> str:
 def _planner_rows(planners: Sequence[Planned]) -> list[list[str]]:
     head = [
         "planner",
-        "guest slots",
+        "replica slots",
         "std",
         "max / mean",
         "layer ms",
@@ -298,5 +299,5 @@ def _grouped(rows: Sequence[Planned], key: Callable[[Planned], float]) -> dict[f
 
 
 if __name__ == "__main__":
-    about = "Simulates planners of guest experts on drifting skewed loads: a minute."
+    about = "Simulates planners of replica experts on drifting skewed loads: a minute."
     run_alone(parser_of("planners", about), lambda _: simulate_planners(), render_planners)

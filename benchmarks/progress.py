@@ -13,7 +13,7 @@ T = TypeVar("T")
 LINE_EVERY_S: Final = 1.0
 
 
-class Board:
+class ListScheduler:
     """Of this process, which measures one thing. Silent until a command has begun it."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Board:
         return None if self._result is None else self._result()
 
 
-BOARD: Final = Board()
+BOARD: Final = ListScheduler()
 
 
 def in_rows(

@@ -194,12 +194,12 @@ SUITE: Final = (
         benchmark="solvers",
         arguments=(),
         note="NetMoE's assignment of samples at the sizes of its solver table (MoE-GPT-S, 2 nodes of 8 "
-        "devices), and 4,096 samples on 128 nodes; planners of guest experts.",
+        "devices), and 4,096 samples on 128 nodes; planners of replica experts.",
         seconds=40,
     ),
     Run(
         name="planners",
-        title="Planners of guest experts on drifting skewed loads",
+        title="Planners of replica experts on drifting skewed loads",
         benchmark="planners",
         arguments=(),
         note="By simulation: 3 of 16 experts have over half of the rows, and change slowly. A plan is made "

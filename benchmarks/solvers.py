@@ -1,4 +1,4 @@
-"""How long placement takes on the host: NetMoE's assignment by both solvers, and every planner of guests.
+"""How long placement takes on the host: NetMoE's assignment by both solvers, and every planner of replicas.
 
 The assignments are those of NetMoE's solver table (MoE-GPT-S on 2 nodes of 8 devices), beside the time of
 dispatch and experts that the paper measured there and that has to hide the solver, and one far larger. Counts
@@ -20,7 +20,7 @@ from benchmarks.layer.measure import Band, in_turns, quiet_process
 from benchmarks.progress import in_rows
 from benchmarks.skewed import expert_problem
 from penstock.lab.bench.table import markdown_table
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import ExpertPlacement, Replication
 from penstock.placing import PLANNERS, SOLVERS, Nearness, SampleProblem, assign, prepare, sample_problem
 from penstock.words import counted
 
@@ -36,7 +36,7 @@ ROUNDS: Final = 5
 MOST_MATCHED: Final = 512
 """Samples up to which Kuhn-Munkres is timed; its time grows with their third power."""
 PLANNED: Final = ((16, 1), (16, 2), (64, 1))
-"""Ranks, one expert each, and guest slots."""
+"""Ranks, one expert each, and replica slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Solved:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedIn:
-    """Time of every planner of guests, for one layer. seconds: by name."""
+    """Time of every planner of replicas, for one layer. seconds: by name."""
 
     ranks: int
     replica_slots: int
@@ -121,7 +121,7 @@ def measure_solvers(rounds: int = ROUNDS) -> SolversResult:
         ]
         rows.append(("assigning samples, 32 on each of 128 x 1 devices", partial(_solve, 128, 1, 32, rounds)))
         for ranks, slots in PLANNED:
-            what = f"planning guests of {ranks} ranks, {counted(slots, 'slot')} each"
+            what = f"planning replicas of {ranks} ranks, {counted(slots, 'slot')} each"
             rows.append((what, partial(_plan, ranks, slots, rounds)))
         return _result(in_rows(rows, _result))
 
@@ -157,14 +157,14 @@ def sample_assignment(nodes: int, per_node: int, samples: int) -> SampleProblem:
     rng = np.random.default_rng(0)
     homes = np.repeat(np.arange(devices), samples)
     shares = rng.dirichlet(np.full(devices, CONCENTRATION), len(homes))
-    hosting = Hosting.none(ExpertPlacement.even(devices, devices), 0)
+    replication = Replication.none(ExpertPlacement.even(devices, devices), 0)
     return sample_problem(
         counts=rng.multinomial(2 * TOKENS, shares),
         homes=homes,
         moved_rows=np.full(len(homes), TOKENS),
         node_of_device=node_of_device,
         predictions=rng.multinomial(2 * TOKENS, shares),
-        following=Nearness.of(hosting, node_of_device),
+        following=Nearness.of(replication, node_of_device),
     )
 
 
@@ -196,7 +196,7 @@ def render_solvers(result: SolversResult) -> str:
             "",
             *markdown_table(_solved_rows(result.solved)),
             "",
-            "planners of guests for one layer, one expert on each rank; the same",
+            "planners of replicas for one layer, one expert on each rank; the same",
             "",
             *markdown_table(_planned_rows(result.planned)),
         ]
@@ -217,7 +217,7 @@ def _solved_rows(solved: tuple[Solved, ...]) -> list[list[str]]:
 
 
 def _planned_rows(planned: tuple[PlannedIn, ...]) -> list[list[str]]:
-    rows = [["ranks", "guest slots", *(f"{name} ms" for name in PLANNERS)]]
+    rows = [["ranks", "replica slots", *(f"{name} ms" for name in PLANNERS)]]
     for row in planned:
         times = [_milliseconds(row.seconds[name]) for name in PLANNERS]
         rows.append([str(row.ranks), str(row.replica_slots), *times])
@@ -230,5 +230,5 @@ def _milliseconds(band: Band) -> str:
 
 
 if __name__ == "__main__":
-    about = "Measures how long assignments of samples and plans of guest experts take on the host."
+    about = "Measures how long assignments of samples and plans of replica experts take on the host."
     run_alone(parser_of("solvers", about), lambda _: measure_solvers(), render_solvers)

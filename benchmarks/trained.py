@@ -55,7 +55,7 @@ class TrainedCase:
     """One contender on one link. iterations_s: a median per round. speedup: round by round over the first.
 
     uplink_bytes: of a step, the busiest direction. imbalance: the busiest rank's rows over the mean, by owner
-    of the expert; before any guest helps. loss: of the last step of the last round.
+    of the expert; before any replica helps. loss: of the last step of the last round.
     """
 
     rate_bit_per_s: float

@@ -52,7 +52,7 @@ FAULTS = (
     # ---- gradients, norms and scales -----------------------------------------------------------------------
     Fault(
         "runtime/clip.py",
-        "[p for p, home in experts if home.is_first_replica]",
+        "[p for p, home in experts if home.is_first_in_edp]",
         "[p for p, home in experts]",
         "an expert counts in the norm once per replica",
         "runtime/test_clip.py",
@@ -128,11 +128,11 @@ FAULTS = (
         "runtime/sharded",
     ),
     Fault(
-        "runtime/guests.py",
-        "(guests, self.trip.coming), (own, self.trip.leaving), Tensor.add_",
-        "(guests, self.trip.coming), (own, self.trip.leaving), Tensor.copy_",
-        "a guest's gradient replaces its owner's",
-        "runtime/test_guests.py runtime/test_cases.py",
+        "runtime/replicas.py",
+        "(replicas, self.trip.coming), (own, self.trip.leaving), Tensor.add_",
+        "(replicas, self.trip.coming), (own, self.trip.leaving), Tensor.copy_",
+        "a replica's gradient replaces its owner's",
+        "runtime/test_replicas.py runtime/test_cases.py",
     ),
     # ---- ranks that share attention or experts -------------------------------------------------------------
     Fault(
@@ -207,17 +207,17 @@ FAULTS = (
         "runtime/test_recompute.py",
     ),
     Fault(
-        "step/passes/carried_residual.py",
+        "step/passes/packed_residual.py",
         "reads=(*task.reads, *spec_of(Op.ATTENTION).parameters(task.layer))",
         "reads=task.reads",
         "experts compute the norm of carried rows, and do not say that they read it",
         "step",
     ),
     Fault(
-        "step/passes/guests.py",
-        "writes=(parameters_of(guests),) if there else ()",
+        "step/passes/replicas.py",
+        "writes=(parameters_of(replicas),) if there else ()",
         "writes=()",
-        "bringing guests writes no state, so their readers have no order",
+        "bringing replicas writes no state, so their readers have no order",
         "step",
     ),
     Fault(
@@ -250,7 +250,7 @@ FAULTS = (
         "runtime/test_sample_moves.py moe/test_sample_moves.py",
     ),
     Fault(
-        "runtime/fingerprints/marks.py",
+        "runtime/fingerprints/facts.py",
         'f"{self.layer} {self.name} {self.trained} {self.dtype} {self.shape}"',
         'f"{self.layer} {self.name} {self.dtype} {self.shape}"',
         "a rank that has frozen a parameter is not noticed",
@@ -265,7 +265,7 @@ FAULTS = (
     ),
     # ---- the MoE layer -------------------------------------------------------------------------------------
     Fault(
-        "moe/carried.py",
+        "moe/packed_residual.py",
         "weight_of_row_R % choice.weights.shape[1] == 0",
         "weight_of_row_R % choice.weights.shape[1] >= 0",
         "every choice of a token brings its residual",
@@ -323,8 +323,8 @@ FAULTS = (
     ),
     Fault(
         "cost/step.py",
-        "columns = CARRIED_COLUMNS if outward and self.shape.residual_in_rows else 0",
-        "columns = CARRIED_COLUMNS if self.shape.residual_in_rows else 0",
+        "columns = PACKED_COLUMNS if outward and self.shape.packed_residual else 0",
+        "columns = PACKED_COLUMNS if self.shape.packed_residual else 0",
         "columns that only leave home are priced on the way back",
         "cost runtime/test_layout_bytes.py runtime/test_sample_moves.py",
     ),
@@ -398,7 +398,7 @@ FAULTS = (
         "decision/record.py",
         'return 0 if self.experts == "none" else self.replica_slots',
         "return self.replica_slots",
-        "ranks have guest slots where experts stay",
+        "ranks have replica slots where experts stay",
         "decision plan/test_moving.py",
     ),
     Fault(

@@ -78,7 +78,7 @@ def lone_task(text: str) -> Task:
     if spec_of(name.op).kind is not Kind.COLLECTIVE:
         return Task(name, Lane.COMPUTE)
     summed = {
-        Op.EXPERT_ALL_REDUCE: Group.EXPERT_REPLICAS,
+        Op.EXPERT_ALL_REDUCE: Group.EXPERT_DATA,
         Op.ALL_REDUCE: Group.WORLD,
         Op.STATISTICS: Group.WORLD,
     }

@@ -126,7 +126,7 @@ def test_two_nodes_of_two_ranks_twice() -> None:
     assert mesh.groups(Group.EXPERT) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert mesh.groups(Group.NODE) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert mesh.groups(Group.RAIL) == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert mesh.groups(Group.EXPERT_REPLICAS) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.groups(Group.EXPERT_DATA) == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert mesh.groups(Group.WORLD) == (tuple(range(8)),)
     assert mesh.groups(Group.ALONE) == tuple((rank,) for rank in range(8))
     assert mesh.members(6, Group.RAIL) == (4, 6)

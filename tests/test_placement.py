@@ -12,10 +12,10 @@ from penstock.placement import (
     EMPTY,
     SPLIT,
     ExpertPlacement,
-    Host,
-    Hosting,
+    Home,
     Part,
     PlacementError,
+    Replication,
     SamplePlacement,
 )
 
@@ -57,9 +57,9 @@ def test_rows_go_to_the_own_replica_or_else_to_the_owner() -> None:
 @pytest.mark.parametrize(
     ("held", "owners", "words"),
     [
-        ([[0, 1], [3, 4]], None, "expert 2 has no host"),
+        ([[0, 1], [3, 4]], None, "expert 2 has no home"),
         ([[0, 1], [2]], None, "rank 1 has 1 slots and rank 0 has 2"),
-        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not host it (hosts: 0)"),
+        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not home it (homes: 0)"),
         ([[0, 1], [2, 3]], [0, 0, 1], "3 owners for 4 experts"),
         ([[0, 0], [1, 2]], None, "expert 0 has two slots of one rank"),
     ],
@@ -70,17 +70,17 @@ def test_what_is_wrong_is_named(held: list[list[int]], owners: list[int] | None,
 
 
 @pytest.mark.parametrize(
-    ("hosts", "words"),
+    ("homes", "words"),
     [
-        ([Host(0, 0), Host(0, 0)], "experts 0 and 1 are both in slot 0 of rank 0"),
-        ([Host(0, 0), Host(2, 0)], "expert 1 is in slot 0 of rank 2, and there are ranks 0 to 1"),
-        ([Host(0, 0), Host(1, 1)], "expert 1 is in slot 1 of rank 1, and there are ranks 0 to 1 with slots"),
-        ([Host(0, 0)], "rank 1 uses 0 of 1 slots"),
+        ([Home(0, 0), Home(0, 0)], "experts 0 and 1 are both in slot 0 of rank 0"),
+        ([Home(0, 0), Home(2, 0)], "expert 1 is in slot 0 of rank 2, and there are ranks 0 to 1"),
+        ([Home(0, 0), Home(1, 1)], "expert 1 is in slot 1 of rank 1, and there are ranks 0 to 1 with slots"),
+        ([Home(0, 0)], "rank 1 uses 0 of 1 slots"),
     ],
 )
-def test_slots_are_checked(hosts: list[Host], words: str) -> None:
+def test_slots_are_checked(homes: list[Home], words: str) -> None:
     with pytest.raises(PlacementError, match=re.escape(words)):
-        ExpertPlacement(2, 1, tuple((host,) for host in hosts), tuple(host.rank for host in hosts))
+        ExpertPlacement(2, 1, tuple((home,) for home in homes), tuple(home.rank for home in homes))
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
@@ -98,36 +98,40 @@ def test_a_sample_on_no_rank_is_refused() -> None:
     assert SamplePlacement(2, (1, 0)).digest != SamplePlacement.even(2, 2).digest
 
 
-def test_without_guests_rows_go_where_the_placement_sends_them() -> None:
+def test_without_replicas_rows_go_where_the_placement_sends_them() -> None:
     placement = ExpertPlacement.of([[0, 1], [2, 0], [3, 4]], owners=[1, 0, 1, 2, 2])
-    hosting = Hosting.none(placement, 2)
-    assert (hosting.slots, hosting.positions, hosting.is_empty) == (4, 12, True)
-    assert hosting.by_position == (0, 1, EMPTY, EMPTY, 2, 0, EMPTY, EMPTY, 3, 4, EMPTY, EMPTY)
+    replication = Replication.none(placement, 2)
+    assert (replication.slots, replication.positions, replication.is_empty) == (4, 12, True)
+    assert replication.by_position == (0, 1, EMPTY, EMPTY, 2, 0, EMPTY, EMPTY, 3, 4, EMPTY, EMPTY)
     for rank in range(3):
-        positions = [part.position for (part,) in hosting.splits[rank]]
-        assert [hosting.by_position[position] for position in positions] == list(range(5))
-        old = [Host(*divmod(position, 2)) for position in placement.positions(rank)]
-        assert positions == [hosting.own(host) for host in old]
+        positions = [part.position for (part,) in replication.splits[rank]]
+        assert [replication.by_position[position] for position in positions] == list(range(5))
+        old = [Home(*divmod(position, 2)) for position in placement.positions(rank)]
+        assert positions == [replication.own(home) for home in old]
 
 
-def test_a_guest_takes_the_rows_of_its_own_rank() -> None:
-    hosting = Hosting.local(ExpertPlacement.even(4, 2), [[3], [EMPTY]])
-    assert hosting.by_position == (0, 1, 3, 2, 3, EMPTY)
-    assert [[part.position for (part,) in splits] for splits in hosting.splits] == [
+def test_a_replica_takes_the_rows_of_its_own_rank() -> None:
+    replication = Replication.local(ExpertPlacement.even(4, 2), [[3], [EMPTY]])
+    assert replication.by_position == (0, 1, 3, 2, 3, EMPTY)
+    assert [[part.position for (part,) in splits] for splits in replication.splits] == [
         [0, 1, 3, 2],
         [0, 1, 3, 4],
     ]
-    assert not hosting.is_empty
-    assert hosting.digest != Hosting.none(hosting.placement, 1).digest
+    assert not replication.is_empty
+    assert replication.digest != Replication.none(replication.placement, 1).digest
 
 
 @pytest.mark.parametrize(
-    ("guests", "split", "words"),
+    ("replicas", "split", "words"),
     [
-        ([[3]], None, "guests of 1 ranks, and 2 ranks have experts"),
-        ([[3], []], None, "rank 1 has 0 guest slots, and all ranks have 1"),
-        ([[4], [0]], None, "guest slot 0 of rank 0 has expert 4, and there are experts 0 to 3 (-1 for none)"),
-        ([[1], [0]], None, "guest slot 0 of rank 0 has expert 1, which the rank holds already"),
+        ([[3]], None, "replicas of 1 ranks, and 2 ranks have experts"),
+        ([[3], []], None, "rank 1 has 0 replica slots, all ranks have 1"),
+        (
+            [[4], [0]],
+            None,
+            "replica slot 0 of rank 0 has expert 4, and there are experts 0 to 3 (-1 for none)",
+        ),
+        ([[1], [0]], None, "replica slot 0 of rank 0 has expert 1, which the rank holds already"),
         (
             [[3], [0]],
             [(3, SPLIT)],
@@ -138,14 +142,14 @@ def test_a_guest_takes_the_rows_of_its_own_rank() -> None:
         ([[3], [0]], [(4, 1), (4, SPLIT - 1)], "name a position twice"),
     ],
 )
-def test_what_is_wrong_with_guests_is_named(
-    guests: list[list[int]], split: list[tuple[int, int]] | None, words: str
+def test_what_is_wrong_with_replicas_is_named(
+    replicas: list[list[int]], split: list[tuple[int, int]] | None, words: str
 ) -> None:
     placement = ExpertPlacement.even(4, 2)
     with pytest.raises(PlacementError, match=re.escape(words)):
         if split is None:
-            Hosting(placement, 1, tuple(map(tuple, guests)), Hosting.none(placement, 1).splits)
+            Replication(placement, 1, tuple(map(tuple, replicas)), Replication.none(placement, 1).splits)
         else:
-            good = Hosting.local(placement, guests)
+            good = Replication.local(placement, replicas)
             first = (*good.splits[0][:3], tuple(Part(*part) for part in split))
-            Hosting(placement, 1, good.guests, (first, good.splits[1]))
+            Replication(placement, 1, good.replicas, (first, good.splits[1]))

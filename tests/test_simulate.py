@@ -128,7 +128,7 @@ def test_a_group_meets_at_the_latest_of_its_members(mesh: Mesh, seed: int, group
 def test_groups_of_six_ranks() -> None:
     mesh, times = Mesh(world_size=6, ep_size=3), np.array([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
     assert mesh.latest(times, Group.EXPERT).tolist() == [5, 5, 5, 6, 6, 6]
-    assert mesh.latest(times, Group.EXPERT_REPLICAS).tolist() == [4, 5, 6, 4, 5, 6]
+    assert mesh.latest(times, Group.EXPERT_DATA).tolist() == [4, 5, 6, 4, 5, 6]
     assert mesh.latest(times, Group.WORLD).tolist() == [6] * 6
     assert mesh.latest(times, Group.ALONE).tolist() == times.tolist()
 

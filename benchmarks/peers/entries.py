@@ -1,4 +1,4 @@
-"""What takes part in a comparison beside schedules: rivals as shipped, and on Penstock's transport."""
+"""What takes part in a comparison beside schedules: to_try as shipped, and on Penstock's transport."""
 
 from __future__ import annotations
 

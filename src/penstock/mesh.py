@@ -31,7 +31,7 @@ class Group:
     """The kinds of groups that Penstock's own tasks meet in.
 
     EXPERT: the ranks that share a layer's experts. NODE: those of an EXPERT group that are in one node. RAIL:
-    those of an EXPERT group that have the same place in their nodes. EXPERT_REPLICAS: the replicas of an
+    those of an EXPERT group that have the same place in their nodes. EXPERT_DATA: the replicas of an
     expert. SHARDS: the ranks that share every one of their experts. EXPERT_SHARDS: all ranks that hold a part
     of some expert of a layer. TENSOR: the ranks that share attention and see the same samples. DATA: the
     ranks with the same part of attention and other samples. WORLD: all ranks.
@@ -41,7 +41,7 @@ class Group:
     EXPERT: Final[Axes] = ("ep",)
     NODE: Final[Axes] = ("ep_local",)
     RAIL: Final[Axes] = ("ep_node",)
-    EXPERT_REPLICAS: Final[Axes] = ("edp",)
+    EXPERT_DATA: Final[Axes] = ("edp",)
     SHARDS: Final[Axes] = ("etp",)
     EXPERT_SHARDS: Final[Axes] = ("ep", "etp")
     TENSOR: Final[Axes] = ("tp",)
@@ -52,7 +52,7 @@ class Group:
         "ep": EXPERT,
         "node": NODE,
         "rail": RAIL,
-        "edp": EXPERT_REPLICAS,
+        "edp": EXPERT_DATA,
         "world": WORLD,
         "etp": SHARDS,
         "ep x etp": EXPERT_SHARDS,

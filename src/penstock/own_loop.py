@@ -26,9 +26,9 @@ from penstock.runtime import Machinery, PipelinedStack
 from penstock.topology import Control, Layout, ProcessInfo, detect, find_node_size, leave
 from penstock.topology.faults import give_up, reason
 from penstock.topology.join import ALONE, joined
-from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_stack, on_device
 from penstock.train.config import RunConfig
+from penstock.train.consistency import resolved_for_all
 from penstock.train.logs import show_unless_told
 from penstock.train.pilot import Ranks
 
@@ -147,7 +147,7 @@ def _chosen(config: RunConfig, info: ProcessInfo, device: torch.device) -> tuple
     """Return the configuration with its layout chosen, and the ranks that run it."""
     show_unless_told(sys.stderr, shown=info.rank == 0)
     control = Control(info.rank, info.world_size)
-    config = on_device(resolved_alike(config, control), device)
+    config = on_device(resolved_for_all(config, control), device)
     node_size = find_node_size(control, info.local_rank)
     ranks = Ranks(control=control, device=device, node_size=node_size)
     return Autotuner.layout(config, ranks, None), ranks

@@ -1,4 +1,4 @@
-"""Where experts and samples are: hosts, owners and guests of experts, the rank of a sample. No torch.
+"""Where experts and samples are: homes, owners and replicas of experts, the rank of a sample. No torch.
 
 The ranks of an expert group have equally many slots, one expert in each. A *position* is a slot of the whole
 group, counted rank by rank: rows on their way to experts lie in the order of positions, and counts, routes
@@ -23,14 +23,14 @@ SPLIT = 4096
 """Parts into which an expert's rows that start on one rank are cut, where several positions share them."""
 
 EMPTY = -1
-"""The value of a guest slot that holds no expert."""
+"""The value of a replica slot that holds no expert."""
 
 
 class PlacementError(ValueError):
     """A placement that contradicts itself, or that differs between ranks."""
 
 
-class Host(NamedTuple):
+class Home(NamedTuple):
     """A rank, counted within the expert group, and the slot in which it holds an expert."""
 
     rank: int
@@ -73,17 +73,17 @@ Splits = tuple[tuple[tuple[Part, ...], ...], ...]
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The hosts of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
+    """The homes of every expert of a layer, and who owns it. Equal on all ranks, which compare its digest.
 
-    ranks: ranks of the expert group. slots: slots of every rank, all of them used. hosts: by expert number;
-    more than one host means replicas, whose gradients are summed at the owner. owners: by expert, the rank of
+    ranks: ranks of the expert group. slots: slots of every rank, all of them used. homes: by expert number;
+    more than one home means replicas, whose gradients are summed at the owner. owners: by expert, the rank of
     the expert group that keeps its optimiser state and saves it. Raises PlacementError naming expert, rank
     and slot.
     """
 
     ranks: int
     slots: int
-    hosts: tuple[tuple[Host, ...], ...]
+    homes: tuple[tuple[Home, ...], ...]
     owners: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class ExpertPlacement:
     def of(held: Sequence[Sequence[int]], owners: Sequence[int] | None = None) -> ExpertPlacement:
         """Return the placement in which rank r holds expert `held[r][s]` in slot s.
 
-        owners: by expert; without it an expert's owner is its first host.
+        owners: by expert; without it an expert's owner is its first home.
         """
         sizes = [len(experts) for experts in held]
         for rank, size in enumerate(sizes):
@@ -115,11 +115,11 @@ class ExpertPlacement:
                     f"rank {rank} has {size} slots and rank 0 has {sizes[0]}: ranks need equally many, since "
                     "counts of rows travel in pieces of one size"
                 )
-        hosts: dict[int, list[Host]] = {}
+        homes: dict[int, list[Home]] = {}
         for rank, experts in enumerate(held):
             for slot, expert in enumerate(experts):
-                hosts.setdefault(expert, []).append(Host(rank, slot))
-        by_expert = tuple(tuple(hosts.get(expert, ())) for expert in range(max(hosts, default=-1) + 1))
+                homes.setdefault(expert, []).append(Home(rank, slot))
+        by_expert = tuple(tuple(homes.get(expert, ())) for expert in range(max(homes, default=-1) + 1))
         first = (found[0].rank if found else -1 for found in by_expert)
         return ExpertPlacement(
             len(sizes), sizes[0], by_expert, tuple(first) if owners is None else tuple(owners)
@@ -127,12 +127,12 @@ class ExpertPlacement:
 
     @property
     def num_experts(self) -> int:
-        return len(self.hosts)
+        return len(self.homes)
 
     @property
     def has_replicas(self) -> bool:
-        """Whether an expert has several hosts."""
-        return any(len(hosts) > 1 for hosts in self.hosts)
+        """Whether an expert has several homes."""
+        return any(len(homes) > 1 for homes in self.homes)
 
     @cached_property
     def is_even(self) -> bool:
@@ -142,12 +142,12 @@ class ExpertPlacement:
     @cached_property
     def by_position(self) -> tuple[int, ...]:
         """The expert at every position."""
-        found = {self.position(host): expert for expert, hosts in enumerate(self.hosts) for host in hosts}
+        found = {self.position(home): expert for expert, homes in enumerate(self.homes) for home in homes}
         return tuple(found[position] for position in range(self.ranks * self.slots))
 
-    def position(self, host: Host) -> int:
+    def position(self, home: Home) -> int:
         """Return the number of a slot within the whole expert group."""
-        return host.rank * self.slots + host.slot
+        return home.rank * self.slots + home.slot
 
     def held(self, rank: int) -> tuple[int, ...]:
         """Return the experts of a rank, by slot."""
@@ -165,43 +165,44 @@ class ExpertPlacement:
         return f"experts {', '.join(named)} of {self.num_experts}"
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return by expert the position to which `rank` sends rows: its own if it hosts one, or the
+        """Return by expert the position to which `rank` sends rows: its own if it homes one, or the
         owner's."""
         return tuple(
-            self.position(next((host for host in hosts if host.rank == rank), self._owning(expert)))
-            for expert, hosts in enumerate(self.hosts)
+            self.position(next((home for home in homes if home.rank == rank), self._owning(expert)))
+            for expert, homes in enumerate(self.homes)
         )
 
     @cached_property
     def digest(self) -> str:
         """A hash of the whole placement, for ranks to compare."""
-        return _digest((self.ranks, self.slots, self.hosts, self.owners))
+        return _digest((self.ranks, self.slots, self.homes, self.owners))
 
-    def _owning(self, expert: int) -> Host:
-        return next(host for host in self.hosts[expert] if host.rank == self.owners[expert])
+    def _owning(self, expert: int) -> Home:
+        return next(home for home in self.homes[expert] if home.rank == self.owners[expert])
 
 
 @dataclass(frozen=True)
-class Hosting:
-    """Which experts ranks host as guests for a while, and who computes whose rows. Equal on all ranks.
+class Replication:
+    """Which experts ranks home as replicas for a while, and who computes whose rows. Equal on all ranks.
 
     Owners stay where `placement` says. Every rank has `replica_slots` slots beside its own
-    `placement.slots`; a position is `rank * (placement.slots + replica_slots) + slot`, guests after own
-    experts. guests: by rank and guest slot the expert, or EMPTY. splits: by rank and expert the positions to
-    which rows go that start on the rank, with parts that sum to SPLIT. limit: if given, rows of experts with
-    several hosts are split by the loads of the step that runs, so that no rank computes more than `limit`
-    SPLITths of the mean where hosts allow it; a layer that must know beforehand still goes by `splits`, which
-    planners then leave as `local` makes them. Raises PlacementError naming rank, slot and expert.
+    `placement.slots`; a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own
+    experts. replicas: by rank and replica slot the expert, or EMPTY. splits: by rank and expert the positions
+    to which rows go that start on the rank, with parts that sum to SPLIT. limit: if given, rows of experts
+    with several homes are split by the loads of the step that runs, so that no rank computes more than
+    `limit` SPLITths of the mean where homes allow it; a layer that must know beforehand still goes by
+    `splits`, which planners then leave as `local` makes them. Raises PlacementError naming rank, slot and
+    expert.
     """
 
     placement: ExpertPlacement
     replica_slots: int
-    guests: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int, ...], ...]
     splits: Splits
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        _check_guests(self)
+        _check_replicas(self)
         _check_splits(self)
         if self.limit is not None and self.limit < SPLIT:
             raise PlacementError(
@@ -210,21 +211,24 @@ class Hosting:
 
     @staticmethod
     @cache
-    def none(placement: ExpertPlacement, replica_slots: int) -> Hosting:
-        """Return a hosting without guests: every row goes where `placement` alone sends it."""
-        return Hosting.local(placement, ((EMPTY,) * replica_slots,) * placement.ranks)
+    def none(placement: ExpertPlacement, replica_slots: int) -> Replication:
+        """Return a replication without replicas: every row goes where `placement` alone sends it."""
+        return Replication.local(placement, ((EMPTY,) * replica_slots,) * placement.ranks)
 
     @staticmethod
     def local(
-        placement: ExpertPlacement, guests: Sequence[Sequence[int]], limit: int | None = None
-    ) -> Hosting:
-        """Return a hosting whose guests compute rows of their own ranks only; other rows pass them by."""
-        splits = local_splits(placement, guests)
-        return Hosting(placement, len(guests[0]), tuple(tuple(held) for held in guests), splits, limit)
+        placement: ExpertPlacement, replicas: Sequence[Sequence[int]], limit: int | None = None
+    ) -> Replication:
+        """Return a replication whose replicas compute rows of their own ranks only; other rows pass them
+        by."""
+        splits = local_splits(placement, replicas)
+        return Replication(
+            placement, len(replicas[0]), tuple(tuple(held) for held in replicas), splits, limit
+        )
 
     @property
     def slots(self) -> int:
-        """Slots of a rank: those of its own experts and those of guests."""
+        """Slots of a rank: those of its own experts and those of replicas."""
         return self.placement.slots + self.replica_slots
 
     @property
@@ -237,21 +241,21 @@ class Hosting:
         """The expert at every position, EMPTY where there is none."""
         return tuple(
             expert
-            for rank, guests in enumerate(self.guests)
-            for expert in (*self.placement.held(rank), *guests)
+            for rank, replicas in enumerate(self.replicas)
+            for expert in (*self.placement.held(rank), *replicas)
         )
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has a guest."""
-        return all(expert == EMPTY for guests in self.guests for expert in guests)
+        """Whether no rank has a replica."""
+        return all(expert == EMPTY for replicas in self.replicas for expert in replicas)
 
-    def own(self, host: Host) -> int:
+    def own(self, home: Home) -> int:
         """Return the position of a slot of `placement`."""
-        return host.rank * self.slots + host.slot
+        return home.rank * self.slots + home.slot
 
-    def guest(self, rank: int, slot: int) -> int:
-        """Return the position of a rank's guest slot."""
+    def replica(self, rank: int, slot: int) -> int:
+        """Return the position of a rank's replica slot."""
         return rank * self.slots + self.placement.slots + slot
 
     @cached_property
@@ -269,7 +273,7 @@ class Hosting:
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
         """The splits that differ from those of `local_splits`, each with its rank and expert."""
-        pairs = zip(self.splits, local_splits(self.placement, self.guests), strict=True)
+        pairs = zip(self.splits, local_splits(self.placement, self.replicas), strict=True)
         return tuple(
             (rank, expert, parts)
             for rank, (splits, usual) in enumerate(pairs)
@@ -280,8 +284,10 @@ class Hosting:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the whole hosting, for ranks to compare."""
-        return _digest((self.placement.digest, self.replica_slots, self.guests, self.own_splits, self.limit))
+        """A hash of the whole replication, for ranks to compare."""
+        return _digest(
+            (self.placement.digest, self.replica_slots, self.replicas, self.own_splits, self.limit)
+        )
 
 
 @dataclass(frozen=True)
@@ -315,11 +321,11 @@ class SamplePlacement:
         return _digest((self.ranks, self.homes))
 
 
-def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) -> Splits:
-    """Return the splits of guests that compute rows of their own ranks only; other rows pass them by."""
-    slots = placement.slots + len(guests[0])
-    found = list(_splits_without(placement, len(guests[0])))
-    for rank, held in enumerate(guests):
+def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:
+    """Return the splits of replicas that compute rows of their own ranks only; other rows pass them by."""
+    slots = placement.slots + len(replicas[0])
+    found = list(_splits_without(placement, len(replicas[0])))
+    for rank, held in enumerate(replicas):
         for slot, expert in enumerate(held):
             if 0 <= expert < placement.num_experts:
                 here = (Part(rank * slots + placement.slots + slot, SPLIT),)
@@ -329,7 +335,8 @@ def local_splits(placement: ExpertPlacement, guests: Sequence[Sequence[int]]) ->
 
 @cache
 def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
-    """Return the splits of rows that follow `placement` alone. Cached: most splits of a hosting are these."""
+    """Return the splits of rows that follow `placement` alone. Cached: most splits of a replication are
+    these."""
     slots = placement.slots + replica_slots
     return tuple(
         tuple(
@@ -345,32 +352,32 @@ def _check_owners(placement: ExpertPlacement) -> None:
         raise PlacementError(
             f"{len(placement.owners)} owners for {placement.num_experts} experts: every expert needs one"
         )
-    for expert, (hosts, owner) in enumerate(zip(placement.hosts, placement.owners, strict=True)):
-        if not hosts:
-            raise PlacementError(f"expert {expert} has no host: rows sent to it would be lost")
-        if owner not in {host.rank for host in hosts}:
-            ranks = ", ".join(str(host.rank) for host in hosts)
+    for expert, (homes, owner) in enumerate(zip(placement.homes, placement.owners, strict=True)):
+        if not homes:
+            raise PlacementError(f"expert {expert} has no home: rows sent to it would be lost")
+        if owner not in {home.rank for home in homes}:
+            ranks = ", ".join(str(home.rank) for home in homes)
             raise PlacementError(
-                f"expert {expert} is owned by rank {owner}, which does not host it (hosts: {ranks}): the "
+                f"expert {expert} is owned by rank {owner}, which does not home it (homes: {ranks}): the "
                 "owner updates the expert and needs it in one of its slots"
             )
 
 
 def _check_slots(placement: ExpertPlacement) -> None:
-    used: dict[Host, int] = {}
-    for expert, hosts in enumerate(placement.hosts):
-        for host in hosts:
-            if not (0 <= host.rank < placement.ranks and 0 <= host.slot < placement.slots):
+    used: dict[Home, int] = {}
+    for expert, homes in enumerate(placement.homes):
+        for home in homes:
+            if not (0 <= home.rank < placement.ranks and 0 <= home.slot < placement.slots):
                 raise PlacementError(
-                    f"expert {expert} is in slot {host.slot} of rank {host.rank}, and there are ranks 0 to "
+                    f"expert {expert} is in slot {home.slot} of rank {home.rank}, and there are ranks 0 to "
                     f"{placement.ranks - 1} with slots 0 to {placement.slots - 1}"
                 )
-            if (other := used.setdefault(host, expert)) != expert:
+            if (other := used.setdefault(home, expert)) != expert:
                 raise PlacementError(
-                    f"experts {other} and {expert} are both in slot {host.slot} of rank {host.rank}"
+                    f"experts {other} and {expert} are both in slot {home.slot} of rank {home.rank}"
                 )
-        if len({host.rank for host in hosts}) < len(hosts):
-            raise PlacementError(f"expert {expert} has two slots of one rank: a rank hosts it once")
+        if len({home.rank for home in homes}) < len(homes):
+            raise PlacementError(f"expert {expert} has two slots of one rank: a rank homes it once")
     for rank, slots in enumerate(_filled(placement, used)):
         if slots < placement.slots:
             raise PlacementError(
@@ -378,59 +385,61 @@ def _check_slots(placement: ExpertPlacement) -> None:
             )
 
 
-def _filled(placement: ExpertPlacement, used: dict[Host, int]) -> list[int]:
+def _filled(placement: ExpertPlacement, used: dict[Home, int]) -> list[int]:
     """Return, by rank, how many slots hold an expert."""
     counts = [0] * placement.ranks
-    for host in used:
-        counts[host.rank] += 1
+    for home in used:
+        counts[home.rank] += 1
     return counts
 
 
-def _check_guests(hosting: Hosting) -> None:
-    placement = hosting.placement
-    if len(hosting.guests) != placement.ranks:
+def _check_replicas(replication: Replication) -> None:
+    placement = replication.placement
+    if len(replication.replicas) != placement.ranks:
         raise PlacementError(
-            f"guests of {len(hosting.guests)} ranks, and {placement.ranks} ranks have experts"
+            f"replicas of {len(replication.replicas)} ranks, and {placement.ranks} ranks have experts"
         )
-    for rank, guests in enumerate(hosting.guests):
-        if len(guests) != hosting.replica_slots:
+    for rank, replicas in enumerate(replication.replicas):
+        if len(replicas) != replication.replica_slots:
             raise PlacementError(
-                f"rank {rank} has {len(guests)} guest slots, and all ranks have {hosting.replica_slots}"
+                f"rank {rank} has {len(replicas)} replica slots, all ranks have {replication.replica_slots}"
             )
         held = set(placement.held(rank))
-        for slot, expert in enumerate(guests):
+        for slot, expert in enumerate(replicas):
             if expert == EMPTY:
                 continue
             if not 0 <= expert < placement.num_experts:
                 raise PlacementError(
-                    f"guest slot {slot} of rank {rank} has expert {expert}, and there are experts 0 to "
+                    f"replica slot {slot} of rank {rank} has expert {expert}, and there are experts 0 to "
                     f"{placement.num_experts - 1} ({EMPTY} for none)"
                 )
             if expert in held:
                 raise PlacementError(
-                    f"guest slot {slot} of rank {rank} has expert {expert}, which the rank holds already: "
-                    "a rank hosts an expert once"
+                    f"replica slot {slot} of rank {rank} has expert {expert}, which the rank holds already: "
+                    "a rank homes an expert once"
                 )
             held.add(expert)
 
 
-def _check_splits(hosting: Hosting) -> None:
-    placement = hosting.placement
-    if len(hosting.splits) != placement.ranks:
-        raise PlacementError(f"splits of {len(hosting.splits)} ranks, and {placement.ranks} ranks have rows")
-    for rank, splits in enumerate(hosting.splits):
+def _check_splits(replication: Replication) -> None:
+    placement = replication.placement
+    if len(replication.splits) != placement.ranks:
+        raise PlacementError(
+            f"splits of {len(replication.splits)} ranks, and {placement.ranks} ranks have rows"
+        )
+    for rank, splits in enumerate(replication.splits):
         if len(splits) != placement.num_experts:
             raise PlacementError(
                 f"rank {rank} splits rows of {len(splits)} experts, and there are {placement.num_experts}"
             )
-    for rank, expert, parts in hosting.own_splits:
-        _check_split(hosting, rank, expert, parts)
+    for rank, expert, parts in replication.own_splits:
+        _check_split(replication, rank, expert, parts)
 
 
-def _check_split(hosting: Hosting, rank: int, expert: int, parts: tuple[Part, ...]) -> None:
+def _check_split(replication: Replication, rank: int, expert: int, parts: tuple[Part, ...]) -> None:
     told = f"rows of expert {expert} that start on rank {rank}"
     for position, share in parts:
-        if not (0 <= position < hosting.positions and hosting.by_position[position] == expert):
+        if not (0 <= position < replication.positions and replication.by_position[position] == expert):
             raise PlacementError(f"{told} go to position {position}, which does not hold the expert")
         if share < 1:
             raise PlacementError(f"{told} go to position {position} with {share} parts: leave it out instead")

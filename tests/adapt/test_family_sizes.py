@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.cost.model_flops import PASSES, ModelFlops
 from penstock.decision import GradientBytes
+from penstock.families.inspection import look
 from penstock.families.known import FAMILIES, family_of
-from penstock.families.look import look
 from penstock.topology import Layout
 from tests.support.families import found as known
 from tests.support.families import tiny

@@ -28,9 +28,9 @@ from tests.support.adapted import (
     small,
     without_labels,
 )
-from tests.support.hosted import Hosts, host_randomly
 from tests.support.pages import EXTENDING, blocks, run_block
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, host_randomly
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
 RANDOM = "phimoe"
@@ -110,8 +110,8 @@ def agreement(
             updating=Updating(clips=True) if sharded else None,
         )
         optimizer = sharded_adamw(model) if sharded else None
-        if isinstance(plan, Decision) and plan.guests:
-            host_randomly(engine_of(model).stack, Hosts(slots=plan.guests), step=0)
+        if isinstance(plan, Decision) and plan.num_replica_slots:
+            host_randomly(engine_of(model).stack, Hosts(slots=plan.num_replica_slots), step=0)
         if bound_factor is not None:  # training and evaluation have bounds of their own
             for trains in (True, False):
                 with torch.set_grad_enabled(trains):
@@ -380,7 +380,9 @@ def test_every_way_of_rows_and_experts_serves_families(ranks: Pools, tp_size: in
 )
 def test_every_family_has_these_ways(ranks: Pools, plan: Decision) -> None:
     pairs = [
-        (name, plan) for name, family in sorted(FAMILIES.items()) if family.form.moves or not plan.guests
+        (name, plan)
+        for name, family in sorted(FAMILIES.items())
+        if family.form.moves or not plan.num_replica_slots
     ]
     for found in ranks(4).run(agreements_of, 4, pairs, 1, timeout_s=600):
         assert max(found.values()) < LIMITS[torch.float64], found

@@ -22,7 +22,7 @@ from penstock.autotune.choose.subject import run_subject
 from penstock.config import ConfigError
 from penstock.cost import ClusterFile
 from penstock.train.assemble import build_machinery
-from penstock.train.fits import COPIES, memory_of
+from penstock.train.memory_check import COPIES, memory_of
 from tests.adapt.test_run import LENGTH, Case, Trained, folder_of, text
 from tests.support.adapted import DIVISIBLE
 from tests.support.forked import run_forked

@@ -119,12 +119,12 @@ def test_a_long_run_tries_the_best_plans(ranks: Pools, tmp_path: Path) -> None:
 
 
 def plans_by_its_slack(trainer: Trainer, step: int) -> None:
-    """Guests are planned by what the order in use hides, also after it was computed again.
+    """Replicas are planned by what the order in use hides, also after it was computed again.
 
     And steps in which they are used are predicted by the routing that called for them.
     """
     del step
-    planning, planned = trainer.stack.host.moving, trainer.pilot.moving
+    planning, planned = trainer.stack.replica_manager.moving, trainer.pilot.moving
     assert (planning and planning.slack) == (planned and planned.slack)
     assert isinstance(trainer.pilot, Autotuner)
     assert (trainer.pilot.planned.problem.evidence is None) == (planned is None)
@@ -142,7 +142,7 @@ def test_a_run_moves_experts_where_that_pays(ranks: Pools, given: Path, tmp_path
         re.search(r"Experts  [^;]*, pays; ", " ".join(paper.why)) and "changing to plan 2: " in told[0].said
     )
     assert paper.explains_choice, "its lines end with the plan that the run has changed to"
-    assert paper.choice.guests in (1, 2) and paper.choice.experts != "none"
+    assert paper.choice.num_replica_slots in (1, 2) and paper.choice.experts != "none"
     assert losses(folder) == pytest.approx(losses(given)[:24], rel=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What a trial of moving tells: what guests' transfers take in steps, and how far predictions err."""
+"""What a trial of moving tells: what replicas' transfers take in steps, and how far predictions err."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.autotune.planned import Planned
-from penstock.autotune.trial import TRIAL_STEPS, Turn, _lesson
+from penstock.autotune.trial import TRIAL_STEPS, Turn, _correction
 from penstock.cost import ClusterFile, ProfiledCluster
 from penstock.cost.cluster_file import MoveModel, TaskModel
 from penstock.decision import Decision, Movable
@@ -20,16 +20,16 @@ from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 
 STILL = Decision(schedule="moe_pipeline")
-GUESTS = replace(STILL, experts="planned", replica_slots=1)
+REPLICAS = replace(STILL, experts="planned", replica_slots=1)
 SLOWER = 20.0
-"""How many times longer guests travel than predicted."""
+"""How many times longer replicas travel than predicted."""
 
 
 def planned(choice: Decision) -> Planned:
-    """A plan on a measured cluster whose transfers feel company."""
+    """A plan on a measured cluster whose transfers feel contention."""
     each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned"), replica_slots=(1,)))
-    task = TaskModel(op="X", phase="F", alpha_s=1e-4, scale=1.0, beside=1.2)
-    file: ClusterFile = replace(FILE, rates=each.cluster, tasks=(task,), transfers_beside_compute=1.5)
+    task = TaskModel(op="X", phase="F", alpha_s=1e-4, scale=1.0, contended=1.2)
+    file: ClusterFile = replace(FILE, rates=each.cluster, tasks=(task,), contended_transfers=1.5)
     each = replace(each, cluster=ProfiledCluster.build(file), observed=each.evidence)
     return Planned(problem=each, choice=choice, plan=each.plan(choice), file=file)
 
@@ -52,44 +52,44 @@ def lesson(
         Turn(planned=slower, times_s=[seconds] * TRIAL_STEPS),
         Turn(planned=faster, times_s=[1.0] * TRIAL_STEPS),
     )
-    return _lesson(*runs, records)
+    return _correction(*runs, records)
 
 
-def test_the_price_of_guests_is_the_measured_one_and_the_decision_follows_from_it() -> None:
-    still, guests = planned(STILL), planned(GUESTS)
-    assert guests.predicted_s < still.predicted_s
-    times = {Op.GUEST_PARAMETERS: SLOWER, Op.GUEST_GRADIENTS: SLOWER, Op.DISPATCH: 3.0}
-    moves, trial = lesson(guests, still, times, 1.1)
+def test_the_price_of_replicas_is_the_measured_one_and_the_decision_follows_from_it() -> None:
+    still, replicas = planned(STILL), planned(REPLICAS)
+    assert replicas.predicted_s < still.predicted_s
+    times = {Op.REPLICA_PARAMETERS: SLOWER, Op.REPLICA_GRADIENTS: SLOWER, Op.DISPATCH: 3.0}
+    moves, trial = lesson(replicas, still, times, 1.1)
     found = {move.op: move.in_steps for move in moves}
-    assert found[Op.GUEST_PARAMETERS] == pytest.approx(SLOWER)
-    assert found[Op.GUEST_GRADIENTS] == pytest.approx(SLOWER)
+    assert found[Op.REPLICA_PARAMETERS] == pytest.approx(SLOWER)
+    assert found[Op.REPLICA_GRADIENTS] == pytest.approx(SLOWER)
     assert Op.DISPATCH not in found, "a profile has measured what both plans send"
-    assert trial.predicted > 1.0, "by these prices, the guests that ran lose"
-    knowing = guests.learning(moves, ())
+    assert trial.predicted > 1.0, "by these prices, the replicas that ran lose"
+    knowing = replicas.learning(moves, ())
     assert knowing.file is not None and knowing.file.moves == moves
-    before, after = (weigh(each.problem, [STILL]) for each in (guests, knowing))
+    before, after = (weigh(each.problem, [STILL]) for each in (replicas, knowing))
     assert before.moves and not after.moves, "whatever else the trial says"
     assert trial.measured == 1.1 and trial.moves == ("none", "planned") and trial.against == ("none", "none")
 
 
 def test_a_price_that_was_known_is_corrected_and_not_forgotten() -> None:
-    known = (MoveModel(op=Op.GUEST_PARAMETERS, in_steps=2.0), MoveModel(op=Op.SAMPLE_MOVE, in_steps=7.0))
-    still, guests = (planned(each).learning(known, ()) for each in (STILL, GUESTS))
-    moves, _ = lesson(guests, still, {Op.GUEST_PARAMETERS: 3.0}, 1.1)
+    known = (MoveModel(op=Op.REPLICA_PARAMETERS, in_steps=2.0), MoveModel(op=Op.SAMPLE_MOVE, in_steps=7.0))
+    still, replicas = (planned(each).learning(known, ()) for each in (STILL, REPLICAS))
+    moves, _ = lesson(replicas, still, {Op.REPLICA_PARAMETERS: 3.0}, 1.1)
     found = {move.op: move.in_steps for move in moves}
-    assert found[Op.GUEST_PARAMETERS] == pytest.approx(6.0) and found[Op.SAMPLE_MOVE] == 7.0
+    assert found[Op.REPLICA_PARAMETERS] == pytest.approx(6.0) and found[Op.SAMPLE_MOVE] == 7.0
 
 
 def test_a_plan_that_stops_moving_and_loses_has_no_transfers_of_its_own() -> None:
-    still, guests = planned(STILL), planned(GUESTS)
-    moves, trial = lesson(still, guests, {}, 1.3)
+    still, replicas = planned(STILL), planned(REPLICAS)
+    moves, trial = lesson(still, replicas, {}, 1.3)
     assert moves == () and trial.moves == ("none", "none") and trial.against == ("none", "planned")
 
 
-def test_planners_of_guests_know_the_price() -> None:
-    guests = planned(GUESTS)
-    dear = guests.learning((MoveModel(op=Op.GUEST_PARAMETERS, in_steps=1e4),), ())
-    shape = guests.plan.shape
-    (cheap, none) = (each.problem.placed(GUESTS, shape) for each in (guests, dear))
-    assert cheap is not None and not all(hosting.is_empty for hosting in cheap.hostings)
-    assert none is not None and all(hosting.is_empty for hosting in none.hostings)
+def test_planners_of_replicas_know_the_price() -> None:
+    replicas = planned(REPLICAS)
+    dear = replicas.learning((MoveModel(op=Op.REPLICA_PARAMETERS, in_steps=1e4),), ())
+    shape = replicas.plan.shape
+    (cheap, none) = (each.problem.placed(REPLICAS, shape) for each in (replicas, dear))
+    assert cheap is not None and not all(replication.is_empty for replication in cheap.replications)
+    assert none is not None and all(replication.is_empty for replication in none.replications)

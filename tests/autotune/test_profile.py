@@ -87,9 +87,9 @@ def check(file: ClusterFile) -> None:
         assert link.alpha_s >= 0 and link.beta_s_per_byte > 0
         assert link.fit is not None and math.isfinite(link.fit.r2)
     for task in file.tasks:
-        assert task.alpha_s >= 0 and task.scale > 0 and task.beside >= 1
+        assert task.alpha_s >= 0 and task.scale > 0 and task.contended >= 1
         assert task.fit is not None and math.isfinite(task.fit.r2)
-    assert file.transfers_beside_compute >= 1 and file.jitter >= 0
+    assert file.contended_transfers >= 1 and file.jitter >= 0
     if OVERRAN not in file.doubts:
         check_complete(file)
     if file.steps is not None:
@@ -231,8 +231,8 @@ def test_one_rank_has_no_links(overrides: tuple[str, ...]) -> None:
         file = profile_run(config, machinery, budget_s=BUDGET_S)
     machinery.lanes.close()
     check(file)
-    assert (file.ranks, file.links, file.transfers_beside_compute) == (1, (), 1.0)
-    assert {task.beside for task in file.tasks} == {1.0}
+    assert (file.ranks, file.links, file.contended_transfers) == (1, (), 1.0)
+    assert {task.contended for task in file.tasks} == {1.0}
     assert ("S" in {task.op for task in file.tasks}) == (config.moe.shared_ffn_hidden_size > 0)
     assert said[0].startswith("measuring computation on all ranks at once")
     assert said[1].startswith("steps of two layers, round 1 of ") and not any("link" in text for text in said)

@@ -24,7 +24,7 @@ SLOW = Diagnosis(transfers={}, compute=(1.0, 1.0, 1.0, 1.5), threshold=0.2)
 
 @pytest.mark.slow
 def test_a_search_that_moves_nothing_does_not_end_what_moves(tmp_path: Path) -> None:
-    """Beside plans for even routing, which nobody needs guests for, a plan that brings some looks slow."""
+    """Beside plans for even routing, which nobody needs replicas for, a plan that brings some looks slow."""
     evenly = replace(routed("even", NOTHING_MOVES), evidence=None)
     hot = routed("hot_expert,hot_share=0.5", NOTHING_MOVES).evidence
     config = load(RunConfig, write_config(tmp_path), [f"plan.budget={BUDGET}"])

@@ -57,7 +57,7 @@ def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("asked", "planned", "warns"), [(2, 4, False), (2, 2, False), (2, 3, True)])
-def test_a_plan_with_as_many_guest_slots_as_are_weighed_is_what_was_asked_for(
+def test_a_plan_with_as_many_replica_slots_as_are_weighed_is_what_was_asked_for(
     asked: int, planned: int, warns: bool
 ) -> None:
     choice = Decision(experts="planned", replica_slots=planned)

@@ -34,9 +34,10 @@ PLAIN = replace(
 )
 TRUTH = replace(
     PLAIN,
-    tasks=tuple(replace(x, alpha_s=1.1 * x.alpha_s, scale=1.1 * x.scale, beside=1.3) for x in PLAIN.tasks),
+    tasks=tuple(replace(x, alpha_s=1.1 * x.alpha_s, scale=1.1 * x.scale, contended=1.3) for x in PLAIN.tasks),
     links=tuple(
-        replace(x, in_steps=1.2, beside=1.15 if x.collective == "all_reduce" else 1.05) for x in PLAIN.links
+        replace(x, in_steps=1.2, contended=1.15 if x.collective == "all_reduce" else 1.05)
+        for x in PLAIN.links
     ),
 )
 
@@ -69,12 +70,12 @@ def test_known_factors_are_recovered_and_predict_other_plans() -> None:
     found = with_steps(PLAIN, [watched(truth, choice, late=1.04) for choice in CHOICES], problem_of)
     assert found.doubts == ()
     for model, known in zip(found.tasks, TRUTH.tasks, strict=True):
-        both = model.scale * model.beside, model.scale
-        assert both == pytest.approx((known.scale * known.beside, known.scale), rel=0.06), model.op
+        both = model.scale * model.contended, model.scale
+        assert both == pytest.approx((known.scale * known.contended, known.scale), rel=0.06), model.op
     for link, line in zip(found.links, TRUTH.links, strict=True):
         assert (link.alpha_s, link.beta_s_per_byte) == (line.alpha_s, line.beta_s_per_byte), "still the line"
-        assert line.beside is not None and link.beside is not None
-        assert link.in_steps * link.beside == pytest.approx(1.2 * line.beside, rel=0.03)
+        assert line.contended is not None and link.contended is not None
+        assert link.in_steps * link.contended == pytest.approx(1.2 * line.contended, rel=0.03)
     assert found.steps is not None and found.steps.steps == 9
     assert found.steps.ratio == pytest.approx(1.04, rel=0.02)
     other = Decision(schedule="flowmoe", microbatches=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.autotune.planned import Planned, Rival
+from penstock.autotune.planned import Planned, PlanToTry
 from penstock.autotune.trial import TRIAL_STEPS, TRIALS_S, Trials, worth_while
 from penstock.decision import Decision
 from penstock.plan import PlanFile, evaluate
@@ -23,11 +23,11 @@ CHOICES = tuple(Decision(schedule=name) for name in ("penstock", "flowmoe", "seq
 
 
 def planned() -> Planned:
-    first, *rivals = (
-        Rival(choice=choice, plan=EACH.plan(choice), predicted_s=0.1 * number)
+    first, *to_try = (
+        PlanToTry(choice=choice, plan=EACH.plan(choice), predicted_s=0.1 * number)
         for number, choice in enumerate(CHOICES, 1)
     )
-    return Planned(problem=EACH, choice=first.choice, plan=first.plan, rivals=tuple(rivals))
+    return Planned(problem=EACH, choice=first.choice, plan=first.plan, to_try=tuple(to_try))
 
 
 def predicted_s() -> float:
@@ -55,7 +55,7 @@ def test_turns_of_equal_length_and_the_fastest_is_kept() -> None:
     trials, ran = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})
     assert ran == [choice.schedule for choice in CHOICES for _ in range(TRIAL_STEPS)]
     kept = trials.turn
-    assert (kept.choice, kept.plan.schedule.name, kept.rivals) == (CHOICES[1], "flowmoe", ())
+    assert (kept.choice, kept.plan.schedule.name, kept.to_try) == (CHOICES[1], "flowmoe", ())
     assert kept.learnt.misses == pytest.approx(
         {"penstock": 0.5 / predicted_s(), "flowmoe": 1.5, "sequential": 0.4 / 0.3}
     )
@@ -108,4 +108,4 @@ def test_steps_are_measured_with_their_updates_and_predicted_with_them(tmp_path:
 def test_only_runs_that_gain_by_it_try_plans() -> None:
     assert worth_while(planned(), 30 * TRIAL_STEPS)
     assert not worth_while(planned(), 30 * TRIAL_STEPS - 1)
-    assert not worth_while(replace(planned(), rivals=()), 10_000)
+    assert not worth_while(replace(planned(), to_try=()), 10_000)

@@ -121,11 +121,11 @@ def test_only_runs_with_trials_that_gain_by_it_try_moves(settings: list[str], wo
 
 
 def slow_where(moves: bool, trainer: Trainer) -> None:
-    """Steps are slow that plan guests, or all others."""
+    """Steps are slow that plan replicas, or all others."""
 
     def step_s(step: int) -> float:
         del step
-        return STEP_S * (SLOW if (trainer.stack.host.moving is not None) is moves else 1.0)
+        return STEP_S * (SLOW if (trainer.stack.replica_manager.moving is not None) is moves else 1.0)
 
     pretend(trainer, lambda _: TASK_S, step_s)
 
@@ -189,12 +189,12 @@ def test_a_run_that_plans_again_does_not_try_what_has_lost(
 
 
 def test_a_run_in_which_moving_is_as_fast_as_predicted_keeps_it(ranks: Pools, tmp_path: Path) -> None:
-    """Guests, none, and guests again, after which the run goes on as it was saved."""
+    """Replicas, none, and replicas again, after which the run goes on as it was saved."""
     folder = folder_of(tmp_path, "run", RANKS)
     told, paper = run_that_moves(ranks, folder, slow=False)
     log = " ".join(told[0].logged.split())
     assert (tried := re.search(TRIED + r"keeping \1", log)), log
-    assert paper.choice.guests > 0 and paper.explains_choice and paper.lost == ()
+    assert paper.choice.num_replica_slots > 0 and paper.explains_choice and paper.lost == ()
     assert any(line.endswith(f"keeping {tried[1]}") for line in paper.why)
     assert paper.trial_s == STEP_S
     (before,) = paper.others

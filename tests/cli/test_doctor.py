@@ -12,7 +12,7 @@ from penstock.cli.main import main
 from penstock.config import ConfigError, load
 from penstock.topology import Layout
 from penstock.train.config import RunConfig
-from penstock.train.fits import memory_of
+from penstock.train.memory_check import memory_of
 from penstock.words import gib
 from tests.support.forked import run_forked
 

@@ -451,7 +451,7 @@ def test_a_plan_that_moves_has_the_order_that_was_found_and_fits_into_memory(
     assert "Edited" not in shown and "Placed " in shown
     assert choice.priority == free["best"]["priority"]
     still, moving = (free[each]["memory_bytes"] for each in ("still", "best"))
-    assert moving < still, "guests take more rows from the busiest rank than they need themselves"
+    assert moving < still, "replicas take more rows from the busiest rank than they need themselves"
     assert PlanFile.read(path).memory_bytes == moving
     limit = still - 1
     tight = json.loads(run([*routed, "--memory-gib", str(limit / 2**30)], capsys))["moving"]

@@ -372,7 +372,7 @@ def test_loads_are_drawn_and_told_for_every_layer(pair_run: Whole) -> None:
         assert step.rank_load_max_over_mean is not None and step.expert_load_max_over_mean is not None
         assert len(step.rank_load_max_over_mean) == len(step.expert_load_max_over_mean) == 2
         assert mean(step.expert_load_max_over_mean) == pytest.approx(step.tokens_per_expert_max_over_mean)
-        assert step.rank_rows_max_over_mean == step.rank_load_max_over_mean, "nobody has guests"
+        assert step.rank_rows_max_over_mean == step.rank_load_max_over_mean, "nobody has replicas"
         assert (step.loads_in_common is None) is (step.step == 1)
         assert 1 <= max(step.rank_load_max_over_mean) <= 2 == len(step.expert_load_entropy or ())
     assert pair_run.found["outputs"]["loads"].endswith("loads.png")

@@ -40,13 +40,13 @@ MEASURED = ClusterFile(
             alpha_s=1e-4,
             beta_s_per_byte=1e-8,
             in_steps=1.1,
-            beside=1.3,
+            contended=1.3,
             fit=Fit(r2=0.99, residual=0.02, points=((1024.0, 1e-3), (2048.0, 1.4e-3), (4096.0, 2e-3))),
         ),
     ),
-    tasks=(TaskModel(op="AT", phase="F", alpha_s=1e-4, scale=1.5, beside=1.1),),
+    tasks=(TaskModel(op="AT", phase="F", alpha_s=1e-4, scale=1.5, contended=1.1),),
     kernels=(KernelModel(name="copy", unit="byte", alpha_s=0.0, beta_s_per_unit=1e-10),),
-    transfers_beside_compute=1.2,
+    contended_transfers=1.2,
     jitter=0.05,
     steps=StepFit(ratio=1.05, low=1.0, high=1.1, steps=9),
     doubts=("X F is predicted as measured by itself",),
@@ -189,11 +189,11 @@ def test_a_file_of_the_first_version_is_read_and_saved_as_the_present_one(tmp_pa
     for key in ("steps", "doubts"):
         del old[key]
     old["links"] = [
-        {k: v for k, v in link.items() if k not in ("in_steps", "beside")} for link in now["links"]
+        {k: v for k, v in link.items() if k not in ("in_steps", "contended")} for link in now["links"]
     ]
     path.write_text(json.dumps(old))
     file = ClusterFile.read(path)
-    links = (replace(MEASURED.links[0], in_steps=1.0, beside=None),)
+    links = (replace(MEASURED.links[0], in_steps=1.0, contended=None),)
     assert file == replace(MEASURED, steps=None, doubts=(), links=links)
     file.save(path)
     assert json.loads(path.read_text())["version"] == now["version"] == 2
@@ -249,14 +249,14 @@ def refusal(folder: Path, change: dict[str, object]) -> ConfigError:
         "links[0].beta_s_per_byte",
         "tasks[0].alpha_s",
         "tasks[0].scale",
-        "tasks[0].beside",
+        "tasks[0].contended",
         "kernels[0].alpha_s",
         "kernels[0].beta_s_per_unit",
         "rates.flops_per_s",
         "rates.link_latency_s",
-        "transfers_beside_compute",
+        "contended_transfers",
         "links[0].in_steps",
-        "links[0].beside",
+        "links[0].contended",
         "jitter",
     ],
 )
@@ -276,9 +276,9 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, key: str, value: float) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"transfers_beside_compute": 0.5},
-        {"links": [LINK | {"beside": 0.9}]},
-        {"tasks": [TASK | {"beside": 0.0}]},
+        {"contended_transfers": 0.5},
+        {"links": [LINK | {"contended": 0.9}]},
+        {"tasks": [TASK | {"contended": 0.0}]},
     ],
 )
 def test_other_work_makes_no_task_shorter(tmp_path: Path, change: dict[str, object]) -> None:

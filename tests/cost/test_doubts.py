@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cost.company import Company
+from penstock.cost.contention import Contention
 from penstock.cost.doubts import STOPPED, listed, scattered
 
 SCATTER = {"AT.F": 0.58, "U.F": 0.73}
@@ -11,9 +11,9 @@ SCATTER = {"AT.F": 0.58, "U.F": 0.73}
 def test_kinds_that_differ_from_step_to_step_share_a_line() -> None:
     """On a busy machine there are a dozen of them; what is said for other reasons stays as it is."""
     differing = [
-        scattered(what, Company(scatter=share).words) for what, share in (("AT.F", 0.58), ("U.F", 0.73))
+        scattered(what, Contention(scatter=share).words) for what, share in (("AT.F", 0.58), ("U.F", 0.73))
     ]
-    far = scattered("X.B", Company(alone=3.0).words)
+    far = scattered("X.B", Contention(solo=3.0).words)
     assert listed([*differing, far, STOPPED]) == (
         "predicted as measured by themselves, since they differ from step to step: AT.F (58 %), U.F (73 %)",
         far,

@@ -53,7 +53,7 @@ def test_backward_makes_two_gradients_which_split_phases_make_apart() -> None:
         products=(Product(16384, 8192, 8192),), score_flops=1e9, score_width=128, moved_bytes=1e6
     )
     seconds = {phase: HOPPER.seconds(kernels, phase) for phase in Phase}
-    assert seconds[Phase.AGAIN] == seconds[Phase.FORWARD]
+    assert seconds[Phase.RECOMPUTE] == seconds[Phase.FORWARD]
     assert seconds[Phase.BACKWARD] == pytest.approx(seconds[Phase.INPUT] + seconds[Phase.WEIGHT])
     assert seconds[Phase.BACKWARD] > 2 * seconds[Phase.FORWARD]
 

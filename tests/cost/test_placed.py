@@ -27,7 +27,7 @@ from penstock.dispatch import DISPATCHES
 from penstock.graph import Task
 from penstock.mesh import Group, Mesh
 from penstock.ops import Op
-from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.placing import copies_of
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.sizes import split_sizes
@@ -36,7 +36,7 @@ from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
-from tests.support.hosted import random_hosting
+from tests.support.replicas import random_hosting
 from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -106,7 +106,7 @@ def test_samples_move_between_the_devices_that_exchange_rows(shares: tuple[int, 
     sizes: dict[str, Any] = dict(zip(("tp_size", "etp_size", "ep_size"), shares, strict=True))
     layout = Layout.build(ParallelConfig(processes=8, **sizes), 8, 0, WORK.num_experts, node_size=8)
     work = replace(WORK, **sizes, node_size=0, devices_per_node=8)
-    ran = Relocation.on(layout, SampleMoving(), Habits()).company.planes
+    ran = Relocation.on(layout, SampleMoving(), Habits()).exchange_group.planes
     assert [(each.devices, each.device_P) for each in device_groups(work)] == [
         (plane.devices, plane.device_P) for plane in ran
     ]
@@ -158,27 +158,29 @@ def test_rows_that_bring_the_residual_save_more_and_leave_little_to_follow() -> 
 # ---- experts -----------------------------------------------------------------------------------------------
 
 
-def halved() -> Hosting:
-    """The first expert is a guest of the last rank, which computes its own rows of it."""
+def halved() -> Replication:
+    """The first expert is a replica of the last rank, which computes its own rows of it."""
     placement = ExpertPlacement.even(8, 8)
-    return Hosting.local(placement, [*[[EMPTY]] * 7, [0]])
+    return Replication.local(placement, [*[[EMPTY]] * 7, [0]])
 
 
 def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
     rows_PE = np.arange(64).reshape(8, 8)
-    none = rows_by_position(rows_PE, Hosting.none(ExpertPlacement.even(8, 8), 1), WORK.mesh).reshape(8, 8, 2)
+    none = rows_by_position(rows_PE, Replication.none(ExpertPlacement.even(8, 8), 1), WORK.mesh).reshape(
+        8, 8, 2
+    )
     assert (none[:, :, 0] == rows_PE).all() and not none[:, :, 1].any()
     some = rows_by_position(rows_PE, halved(), WORK.mesh).reshape(8, 8, 2)
     assert some[7, 7, 1] == rows_PE[7, 0] and some[7, 0, 0] == 0
     assert (some[:7] == none[:7]).all()
 
 
-def shares(hosting: Hosting) -> Counts:
+def shares(replication: Replication) -> Counts:
     """Parts of SPLIT of the rows from a rank for an expert that go to every position, [ranks, E, H]."""
-    ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
-    found = np.zeros((ranks, experts, hosting.positions), np.int64)
+    ranks, experts = replication.placement.ranks, replication.placement.num_experts
+    found = np.zeros((ranks, experts, replication.positions), np.int64)
     for rank, expert in product(range(ranks), range(experts)):
-        for part in hosting.splits[rank][expert]:
+        for part in replication.splits[rank][expert]:
             found[rank, expert, part.position] += part.parts
     return found
 
@@ -186,27 +188,27 @@ def shares(hosting: Hosting) -> Counts:
 @given(st.integers(1, 3), st.sampled_from([2, 4, 8]), st.randoms(use_true_random=False))
 def test_rows_are_split_as_the_whole_table_of_shares_says(slots: int, ep_size: int, random: Random) -> None:
     work = replace(WORK, ep_size=ep_size, node_size=1)
-    hosting = random_hosting(ExpertPlacement.even(8, ep_size), slots, random)
+    replication = random_hosting(ExpertPlacement.even(8, ep_size), slots, random)
     rows_PE = np.array([[random.randrange(1000) for _ in range(8)] for _ in range(8)])
     place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(8)])
-    shares_PEH = shares(hosting)[place_P]
+    shares_PEH = shares(replication)[place_P]
     upto_PEH = np.cumsum(shares_PEH, axis=2) * rows_PE[:, :, None] // SPLIT
     wanted_PH = np.diff(upto_PEH, axis=2, prepend=0).sum(axis=1)
-    assert (rows_by_position(rows_PE, hosting, work.mesh) == wanted_PH).all()
+    assert (rows_by_position(rows_PE, replication, work.mesh) == wanted_PH).all()
     by_position_PH = (rows_PE[:, :, None] * shares_PEH).sum(axis=1) // SPLIT
-    assert (_by_position(rows_PE, place_P, hosting) == by_position_PH).all()
+    assert (_by_position(rows_PE, place_P, replication) == by_position_PH).all()
 
 
 def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
     """With 512 ranks and experts it would take gigabytes, twice for every layer and slice."""
     ranks = 64
     work = replace(WORK, world_size=ranks, ep_size=ranks, num_experts=ranks)
-    hosting = Hosting.none(ExpertPlacement.even(ranks, ranks), 1)
+    replication = Replication.none(ExpertPlacement.even(ranks, ranks), 1)
     rows_PE = np.ones((ranks, ranks), np.int64)
-    whole_bytes = hosting.positions * rows_PE.nbytes
+    whole_bytes = replication.positions * rows_PE.nbytes
     for make in (
-        lambda: rows_by_position(rows_PE, hosting, work.mesh),
-        lambda: _by_position(rows_PE, np.arange(ranks), hosting),
+        lambda: rows_by_position(rows_PE, replication, work.mesh),
+        lambda: _by_position(rows_PE, np.arange(ranks), replication),
     ):
         tracemalloc.start()
         try:
@@ -217,72 +219,76 @@ def test_no_table_of_all_ranks_experts_and_positions_is_made() -> None:
 
 
 def test_rows_that_are_split_by_their_own_loads_are_even_and_all_ranks_are_told_of_all() -> None:
-    """Split as the hosting says, guests would compute the rows of their own ranks alone."""
+    """Split as the replication says, replicas would compute the rows of their own ranks alone."""
     shape = replace(SHAPE, replica_slots=1, chunks=2)
     counts = counts_of("hot_expert,hot_share=0.5")
     hot = int(rank_loads(counts, shape, WORK)[0].sum(axis=0).argmax())
-    guests = [[hot] if (rank - hot) % 2 else [EMPTY] for rank in range(8)]
-    by_rank = Hosting.local(ExpertPlacement.even(8, 8), guests)
+    replicas = [[hot] if (rank - hot) % 2 else [EMPTY] for rank in range(8)]
+    by_rank = Replication.local(ExpertPlacement.even(8, 8), replicas)
     imbalance = {}
-    for hosting in (by_rank, replace(by_rank, limit=SPLIT)):
-        hosted = RoutedCost(shape, WORK, CLUSTER, counts, placed=Placed.still(counts, (hosting, hosting)))
+    for replication in (by_rank, replace(by_rank, limit=SPLIT)):
+        hosted = RoutedCost(
+            shape, WORK, CLUSTER, counts, placed=Placed.still(counts, (replication, replication))
+        )
         tasks = [task for task in build_graph(shape).tasks if task.layer == 0]
-        imbalance[hosting.limit] = hosted.imbalance(tasks)
+        imbalance[replication.limit] = hosted.imbalance(tasks)
         there = [task for task in tasks if task.op == Op.DISPATCH and task.forward]
         received = sum(hosted.move(task, rank).output_splits[0] for task in there for rank in range(8))
         assert received == rank_loads(counts, shape, WORK)[0][0].sum()
         count = next(task for task in tasks if task.op == Op.COUNTS)
         sent, told = hosted.exchanged_counts(count, 3)
-        assert sent.shape == ((8, 2, 2) if hosting is by_rank else (2, 8))
-        assert told.shape == ((8, 2, 2) if hosting is by_rank else (8, 2, 8))
+        assert sent.shape == ((8, 2, 2) if replication is by_rank else (2, 8))
+        assert told.shape == ((8, 2, 2) if replication is by_rank else (8, 2, 8))
         as_planned = RoutedCost(shape, WORK, CLUSTER, counts)
-        assert (hosted(count) > as_planned(count)).all() == (hosting is not by_rank)
+        assert (hosted(count) > as_planned(count)).all() == (replication is not by_rank)
     assert imbalance[SPLIT] < 0.7 * imbalance[None]
 
 
-def test_guests_take_load_off_their_owners_and_their_parameters_cross_links() -> None:
+def test_replicas_take_load_off_their_owners_and_their_parameters_cross_links() -> None:
     shape = replace(SHAPE, replica_slots=1)
     counts = counts_of("hot_expert,hot_share=0.5")
     plain = RoutedCost(shape, WORK, CLUSTER, counts)
     loads = rank_loads(counts, shape, WORK)
     assert loads.shape == (2, 8, 8) and loads.sum() == counts.sum()
     hot = int(loads[0].sum(axis=0).argmax())
-    guests = [[EMPTY] if rank == hot else [hot] for rank in range(8)]
-    hosting = Hosting.local(ExpertPlacement.even(8, 8), guests)
-    assert copies_of(hosting)[hot].sum() == copies_of(hosting).sum() == 7
-    hosted = replace(plain, placed=Placed.still(counts, (hosting, Hosting.none(hosting.placement, 1))))
+    replicas = [[EMPTY] if rank == hot else [hot] for rank in range(8)]
+    replication = Replication.local(ExpertPlacement.even(8, 8), replicas)
+    assert copies_of(replication)[hot].sum() == copies_of(replication).sum() == 7
+    hosted = replace(
+        plain, placed=Placed.still(counts, (replication, Replication.none(replication.placement, 1)))
+    )
     tasks = build_graph(shape).tasks
     first = [task for task in tasks if task.layer == 0]
     assert hosted.imbalance(first) < 1.2
     assert plain.imbalance(first) > 3
-    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+    for op in (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS):
         busy, idle = (next(t for t in tasks if (t.op, t.layer) == (op, layer)) for layer in (0, 2))
         assert hosted(busy)[hot] > plain(busy)[0] and not hosted(idle).any()
 
 
-def test_bringing_guests_costs_what_they_weigh_however_many_slots_are_empty() -> None:
+def test_bringing_replicas_costs_what_they_weigh_however_many_slots_are_empty() -> None:
     counts, cluster = counts_of("hot_expert,hot_share=0.5"), replace(CLUSTER, link_latency_s=1e-9)
 
     def seconds(op: str, slots: int) -> list[float]:
         empty = [EMPTY] * slots
-        hosting = Hosting.local(ExpertPlacement.even(8, 8), [empty, *[[0, *empty[1:]]] * 7])
-        shape, placed = replace(SHAPE, replica_slots=slots), Placed.still(counts, (hosting, hosting))
+        replication = Replication.local(ExpertPlacement.even(8, 8), [empty, *[[0, *empty[1:]]] * 7])
+        shape, placed = replace(SHAPE, replica_slots=slots), Placed.still(counts, (replication, replication))
         task = next(each for each in build_graph(shape).tasks if each.op == op)
         found: list[float] = RoutedCost(shape, WORK, cluster, counts, placed=placed)(task).tolist()
         return found
 
-    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+    for op in (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS):
         assert max(seconds(op, 1)) > 0
         for slots in (2, 4):
             assert seconds(op, slots) == pytest.approx(seconds(op, 1))
 
 
 def test_rows_by_position_are_worked_out_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[Hosting]()
+    calls = list[Replication]()
 
-    def counted(rows_PE: Counts, hosting: Hosting, mesh: Mesh) -> Counts:
-        calls.append(hosting)
-        return rows_by_position(rows_PE, hosting, mesh)
+    def counted(rows_PE: Counts, replication: Replication, mesh: Mesh) -> Counts:
+        calls.append(replication)
+        return rows_by_position(rows_PE, replication, mesh)
 
     monkeypatch.setattr(placed_moves, "rows_by_position", counted)
     work = replace(WORK, dispatch="hierarchical_2d")

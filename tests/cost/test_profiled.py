@@ -73,7 +73,7 @@ def test_other_sizes_keep_the_speed_of_the_wire(collective: str) -> None:
 
 def test_a_leg_that_was_not_measured_is_slower_beside_computation_too() -> None:
     quiet = ProfiledCluster.build(TESTBED_B)
-    crowded = ProfiledCluster.build(replace(TESTBED_B, transfers_beside_compute=1.5))
+    crowded = ProfiledCluster.build(replace(TESTBED_B, contended_transfers=1.5))
     quiet_s, crowded_s = (
         cluster.leg("hierarchical_1d", Op.DISPATCH, Span.regular(8, 4)).seconds(1 << 20)
         for cluster in (quiet, crowded)
@@ -138,12 +138,12 @@ def test_a_file_lends_another_what_that_lacks() -> None:
 def test_transfers_of_moves_take_as_long_as_a_run_has_measured() -> None:
     """Only those of their op: rows take the same collective, and are as a profile has measured them."""
     shape = StepShape(moe_layers=(True,), replica_slots=1)
-    file = replace(TESTBED_B, moves=(MoveModel(op=Op.GUEST_PARAMETERS, in_steps=3.0),))
+    file = replace(TESTBED_B, moves=(MoveModel(op=Op.REPLICA_PARAMETERS, in_steps=3.0),))
     before, now = (
         StepCost(shape, workload(shape), ProfiledCluster.build(each)) for each in (TESTBED_B, file)
     )
     for task in build_graph(shape).tasks:
         if task.axes:
-            times = 3.0 if task.op == Op.GUEST_PARAMETERS else 1.0
+            times = 3.0 if task.op == Op.REPLICA_PARAMETERS else 1.0
             assert now.communication_s(task) == pytest.approx(times * before.communication_s(task))
-            assert now.carried_s(task, 2.0) == pytest.approx(times * before.carried_s(task, 2.0))
+            assert now.scaled_s(task, 2.0) == pytest.approx(times * before.scaled_s(task, 2.0))

@@ -284,7 +284,7 @@ def test_a_transfer_of_nothing_costs_nothing() -> None:
 def test_alone_is_the_sum_of_the_computation() -> None:
     cost = written_out()
     tasks = build_graph(cost.shape).tasks
-    alone = cost.alone_s(tasks)
+    alone = cost.solo_s(tasks)
     assert alone == pytest.approx(sum(cost(task) for task in tasks if task.lane is Lane.COMPUTE))
     assert alone[1] > alone[0]
 
@@ -305,7 +305,7 @@ def test_the_simulator_predicts_it(step: Step, name: str) -> None:
     ranks = work.mesh
     timeline = simulate(plan.schedule, plan.graph, cost, ranks)
     assert timeline.iteration_s >= lower_bound(plan.graph, cost, ranks).seconds * (1 - 1e-9)
-    assert timeline.iteration_s >= cost.alone_s(plan.graph.tasks).max() * (1 - 1e-9)
+    assert timeline.iteration_s >= cost.solo_s(plan.graph.tasks).max() * (1 - 1e-9)
 
 
 @pytest.mark.slow

@@ -15,15 +15,15 @@ from penstock.step import StepShape
 from penstock.topology import Layout
 from tests.cost.test_step import workload
 
-KINDS = [Group.EXPERT, Group.EXPERT_REPLICAS, Group.WORLD]
+KINDS = [Group.EXPERT, Group.EXPERT_DATA, Group.WORLD]
 
 
 @given(
     st.sampled_from(KINDS), st.sampled_from([1, 2, 3, 4]), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6])
 )
-def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, replicas: int, node_size: int) -> None:
+def test_spans_are_those_of_the_layout(kind: Axes, ep_size: int, edp: int, node_size: int) -> None:
     """Also of groups that do not fill whole nodes."""
-    world = ep_size * replicas
+    world = ep_size * edp
     mesh = Layout(world_size=world, ep_size=ep_size, rank=0, node_size=node_size).mesh
     groups = mesh.groups(kind)
     span = span_of(mesh, kind, node_size)
@@ -55,7 +55,7 @@ def test_what_a_workload_says_of_its_groups() -> None:
     assert inside.span(Group.WORLD) == Span.apart(4), "nobody knows nodes"
     inside = replace(inside, devices_per_node=2)
     assert inside.span(Group.EXPERT) == Span.of([[0, 0], [1, 1]])
-    assert inside.span(Group.EXPERT_REPLICAS) == Span.regular(2, 1, at_once=2), "both share the card"
+    assert inside.span(Group.EXPERT_DATA) == Span.regular(2, 1, at_once=2), "both share the card"
     assert inside.span(Group.WORLD) == Span.regular(2, 2)
 
 

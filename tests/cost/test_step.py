@@ -70,7 +70,7 @@ def alpha_s(task: Task, work: Workload) -> float:
         return CLUSTER.leg(work.dispatch, task.op, work.span(Group.EXPERT)).alpha_s
     if task.op == Op.COUNTS:
         return CLUSTER.all_to_all(work.span(Group.EXPERT)).alpha_s
-    group = Group.EXPERT_REPLICAS if task.op == Op.EXPERT_ALL_REDUCE else Group.WORLD
+    group = Group.EXPERT_DATA if task.op == Op.EXPERT_ALL_REDUCE else Group.WORLD
     return CLUSTER.all_reduce(work.span(group)).alpha_s
 
 
@@ -212,11 +212,11 @@ def test_soft_slots_are_counted_by_sample() -> None:
 
 
 @pytest.mark.parametrize(("slots", "pieces", "shards"), [(1, 1, 1), (3, 2, 1), (2, 5, 2)])
-def test_guests_cost_their_room_in_any_number_of_pieces(slots: int, pieces: int, shards: int) -> None:
+def test_replicas_cost_their_room_in_any_number_of_pieces(slots: int, pieces: int, shards: int) -> None:
     """Experts of 3 x 16 x 24 numbers."""
-    shape = StepShape(moe_layers=(True,), replica_slots=slots, guest_pieces=pieces)
+    shape = StepShape(moe_layers=(True,), replica_slots=slots, replica_pieces=pieces)
     cost = StepCost(shape, replace(workload(shape), etp_size=shards), CLUSTER)
-    for op in (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS):
+    for op in (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS):
         tasks = [task for task in build_graph(shape).tasks if task.op == op]
         assert len(tasks) == pieces
         found = sum(cost.work(task).sent_bytes for task in tasks)

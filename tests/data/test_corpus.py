@@ -17,7 +17,7 @@ import tokenizers
 from penstock.cli import main
 from penstock.config import ConfigError, Table
 from penstock.data import Corpus, DataConfig, load_corpora
-from penstock.data.corpus import MIN_TEXT_BYTES, check_alike
+from penstock.data.corpus import MIN_TEXT_BYTES, check_one_source
 from penstock.data.prepare import Preparation
 from penstock.data.text import Text, entropy_nats, scan
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
@@ -199,12 +199,12 @@ def test_a_mixture_ends_its_documents_alike(tmp_path: Path) -> None:
         (DataConfig(mixture=Table({one: 1.0, str(text): 1.0})), "tokens of different tokenizers"),
     ]
     for config, why in refused:
-        for check in (check_alike, load_corpora):
+        for check in (check_one_source, load_corpora):
             with pytest.raises(ConfigError, match=why) as caught:
                 check(replace(config, cache=tmp_path / "cache"))
             assert caught.value.key == "mixture" and caught.value.hint.startswith("Prepare all texts")
     assert not (tmp_path / "cache").exists()
-    check_alike(DataConfig(mixture=Table({two: 1.0, str(text): 1.0}), tokenizer=named))
+    check_one_source(DataConfig(mixture=Table({two: 1.0, str(text): 1.0}), tokenizer=named))
 
 
 def prepared(text: Path, folder: Path, tokenizer: Tokenizer) -> str:

@@ -47,11 +47,11 @@ def test_it_is_a_section_of_its_own(tmp_path: Path) -> None:
 def test_by_default_nothing_moves() -> None:
     for placement in (None, PlacementConfig(), PlacementConfig(replica_slots=3)):
         choice = ScheduleConfig().decision("flat", placement)
-        assert (choice.samples, choice.experts, choice.guests) == ("none", "none", 0)
+        assert (choice.samples, choice.experts, choice.num_replica_slots) == ("none", "none", 0)
         assert "move" not in choice.words
 
 
-def test_twice_the_guest_slots_are_weighed_where_it_is_open_how_experts_move() -> None:
+def test_twice_the_replica_slots_are_weighed_where_it_is_open_how_experts_move() -> None:
     assert PlacementConfig(replica_slots=3).weighed.replica_slots == (3, 6)
     assert PlacementConfig(replica_slots=64).weighed.replica_slots == (64,)
     assert PlacementConfig(replica_slots=3, experts="planned").weighed.replica_slots == (3,)
@@ -74,7 +74,7 @@ def test_what_may_move_is_searched_where_rows_are_gathered() -> None:
     moved = {(s, e, n) for s in BOTH.samples for e, n in (("none", 1), ("planned", 1), ("planned", 2))}
     others = {(form, "none", "none", 1) for form in FORM_TOKENS}
     assert tried == {("gather", *values) for values in moved} | others
-    assert not any(d.samples != "none" or d.guests for d in space(problem()))
+    assert not any(d.samples != "none" or d.num_replica_slots for d in space(problem()))
     assert all(near.form == "gather" for near in neighbours(each, Decision()) if near.samples != "none")
 
 
@@ -82,7 +82,9 @@ def test_it_is_told_of_and_has_columns_where_some_plan_moves() -> None:
     plain = Decision()
     moving = replace(plain, samples="netmoe", experts="least_loaded", replica_slots=2)
     assert replace(moving, experts="none").words == f"{plain.words}, samples move (netmoe)"
-    assert moving.words.endswith("samples move (netmoe), experts move (least_loaded, 2 guest slots per rank)")
+    assert moving.words.endswith(
+        "samples move (netmoe), experts move (least_loaded, 2 replica slots per rank)"
+    )
     candidate = evaluate(problem(), plain)
     assert "samples" not in _table([candidate], 110, dispatches=False)
     head, first, second, *_ = _table(
@@ -121,7 +123,7 @@ def test_rows_are_split_by_the_loads_of_their_step_where_they_can_be() -> None:
     assert splits_exactly(asked, work) and not splits_exactly(
         replace(asked, experts="none", dispatch="node_once"), work
     )
-    assert "(planned, a guest slot per rank, split by the loads of each step)" in asked.words
+    assert "(planned, a replica slot per rank, split by the loads of each step)" in asked.words
     with pytest.raises(
         ConfigError, match=r'placement.split = "exact": moe.one_copy_per_rank=true sends one row for'
     ):
@@ -133,7 +135,7 @@ def test_rows_are_split_by_the_loads_of_their_step_where_they_can_be() -> None:
     [
         (
             Decision(experts="pro_prophet", split="exact"),
-            "placement.experts=pro_prophet gives guests the rows of their own ranks",
+            "placement.experts=pro_prophet gives replicas the rows of their own ranks",
         ),
         (
             Decision(experts="planned", split="exact", samples="netmoe"),
@@ -154,16 +156,16 @@ def test_an_exact_split_that_cannot_be_is_refused_where_it_is_asked_for(asked: D
     cut(replace(asked, split="auto"), shape, gradients_of(shape))
 
 
-def test_guests_travel_in_pieces_where_gradients_do() -> None:
+def test_replicas_travel_in_pieces_where_gradients_do() -> None:
     shape = StepShape(moe_layers=(True,))
     gradients = gradients_of(shape)._replace(expert=700)
     for name, pieces in (("flowmoe", 6), ("sequential", 1)):
         choice = Decision(schedule=name, experts="planned", replica_slots=2, all_reduce_chunk_bytes=256)
-        assert cut(choice, shape, gradients).guest_pieces == pieces
-        assert cut(replace(choice, experts="none"), shape, gradients).guest_pieces == 1
+        assert cut(choice, shape, gradients).replica_pieces == pieces
+        assert cut(replace(choice, experts="none"), shape, gradients).replica_pieces == 1
     assert (
         cut(
             Decision(schedule="lina", experts="planned", all_reduce_chunk_bytes=1), shape, gradients
-        ).guest_pieces
+        ).replica_pieces
         == 64
     )

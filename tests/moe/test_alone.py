@@ -66,7 +66,7 @@ def settings_of(config: MoEConfig, samples: int, valid: Tensor | None) -> Settin
         aux_group=config.aux_loss_group,
         z_coeff=Z,
         pieces=[list(range(samples))],
-        seats=[samples],
+        expert_slots=[samples],
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
 from penstock.placement import PlacementError
-from penstock.routing.samples import Company, SampleHomes, SampleTable, TableSize, settle
+from penstock.routing.samples import ExchangeGroup, SampleHomes, SampleTable, TableSize, settle
 from penstock.routing.sizes import split_sizes
 from tests.support.placers import RandomHomes
 
@@ -23,7 +23,7 @@ Row = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Group:
-    """Company that are devices of their own. counts: [I, positions]; samples_P: of every member."""
+    """ExchangeGroup that are devices of their own. counts: [I, positions]; samples_P: of every member."""
 
     counts: tuple[tuple[int, ...], ...]
     samples_P: tuple[int, ...]
@@ -39,7 +39,7 @@ class Group:
     def table(self) -> SampleTable:
         found = np.array(self.counts, np.int64).reshape(sum(self.samples_P), self.ranks * self.slots)
         size = TableSize(ranks=self.ranks, positions=found.shape[1], chunks=self.chunks)
-        return SampleTable.of(found, self.samples_P, Company.alone([0] * self.ranks), size)
+        return SampleTable.of(found, self.samples_P, ExchangeGroup.alone([0] * self.ranks), size)
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def test_homes_that_cannot_be_are_refused(homes: list[int], words: str) -> None:
 
 
 def test_samples_do_not_leave_the_ranks_that_they_exchange_rows_with() -> None:
-    table = replace(GROUP.table, company=replace(GROUP.table.company, plane_B=(0, 1)))
+    table = replace(GROUP.table, exchange_group=replace(GROUP.table.exchange_group, plane_B=(0, 1)))
     with pytest.raises(PlacementError, match="shares no expert group with its own"):
         settle(table, np.array([0, 1, 0, 1]), 0, RouteMaker(FlatDispatch(), Place(0, 2, 2)), (1,))
 

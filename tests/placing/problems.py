@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import ExpertPlacement, Replication
 from penstock.placing import ExpertCosts, ExpertProblem, Links, Nearness, SampleProblem, sample_problem
 from penstock.placing.integers import Ints
 
@@ -14,14 +14,14 @@ def even_problem(
     counts: Ints, homes: Ints, nodes: Ints, following: Ints | None = None, moved_rows: int = 0
 ) -> SampleProblem:
     """With the even placement in both layers. counts, following: [I, E], rows. nodes: by device."""
-    hosting = Hosting.none(ExpertPlacement.even(counts.shape[1], len(nodes)), 0)
+    replication = Replication.none(ExpertPlacement.even(counts.shape[1], len(nodes)), 0)
     return sample_problem(
         counts=counts,
         homes=homes,
         moved_rows=np.full(len(homes), moved_rows),
         node_of_device=nodes,
         predictions=following,
-        following=None if following is None else Nearness.of(hosting, nodes),
+        following=None if following is None else Nearness.of(replication, nodes),
     )
 
 

@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from benchmarks.skewed import drifting_loads, expert_problem
-from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting, PlacementError
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
 from penstock.placing import LayerLoad, find_planner
 from penstock.placing.exact import ExactSplit, filled
 from penstock.placing.integers import Ints
@@ -25,21 +25,21 @@ PAIRS = ExpertPlacement.even(4, 4)
 
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[ExactSplit, Ints]:
-    """Guests anywhere, any limit, and the rows of up to 3 slices; some experts on 1 or 2 ranks each."""
+    """Replicas anywhere, any limit, and the rows of up to 3 slices; some experts on 1 or 2 ranks each."""
     problem = draw(expert_problems())
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    placement, guests = problem.placement, []
+    placement, replicas = problem.placement, []
     for rank in range(problem.ranks):
         others = [e for e in range(placement.num_experts) if e not in placement.held(rank)]
         chosen = [*rng.permutation(others).tolist(), *[EMPTY] * problem.replica_slots][
             : problem.replica_slots
         ]
-        guests.append([EMPTY if rng.random() < 0.3 else expert for expert in chosen])
+        replicas.append([EMPTY if rng.random() < 0.3 else expert for expert in chosen])
     limit = draw(st.sampled_from((SPLIT, SPLIT + 200, 2 * SPLIT)))
-    hosting = replace(Hosting.local(placement, guests), limit=limit)
+    replication = replace(Replication.local(placement, replicas), limit=limit)
     slices, shards = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     parts = np.repeat(problem.loads, shards, axis=0)[:, None].repeat(slices, axis=1)
-    return ExactSplit.of(hosting, problem.costs.links.nodes), rng.binomial(parts, 0.5)
+    return ExactSplit.of(replication, problem.costs.links.nodes), rng.binomial(parts, 0.5)
 
 
 def computed(split: ExactSplit, counts_SCE: Ints) -> Ints:
@@ -97,7 +97,9 @@ def test_a_slice_is_split_for_itself_and_the_same_everywhere(drawn: tuple[ExactS
 
 def shared(limit: int) -> ExactSplit:
     """Expert 0 on all four ranks, in two nodes of two."""
-    return ExactSplit.of(replace(Hosting.local(PAIRS, [[EMPTY], [0], [0], [0]]), limit=limit), (0, 0, 1, 1))
+    return ExactSplit.of(
+        replace(Replication.local(PAIRS, [[EMPTY], [0], [0], [0]]), limit=limit), (0, 0, 1, 1)
+    )
 
 
 def flows(split: ExactSplit, rows_PE: list[list[int]]) -> list[list[int]]:
@@ -116,7 +118,7 @@ def test_rows_stay_where_they_start_as_far_as_the_limit_allows_then_in_their_nod
 
 def test_rows_without_a_host_in_their_node_go_where_least_is_to_do() -> None:
     split = ExactSplit.of(
-        replace(Hosting.local(PAIRS, [[EMPTY], [0], [EMPTY], [EMPTY]]), limit=4 * SPLIT), (0, 0, 1, 1)
+        replace(Replication.local(PAIRS, [[EMPTY], [0], [EMPTY], [EMPTY]]), limit=4 * SPLIT), (0, 0, 1, 1)
     )
     assert flows(split, [[0, 0, 0, 0], [0, 20, 0, 0], [40, 0, 0, 0], [0, 0, 0, 0]]) == [
         [0, 0],
@@ -136,14 +138,14 @@ def test_the_lowest_fill_up_first(heights: list[int], rows: int) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_drifting_loads_are_even_though_plans_are_a_step_old() -> None:
-    """Up to five steps old, and guests are where they are needed; split as planned, some are not even."""
+    """Up to five steps old, and replicas are where they are needed; split as planned, some are not even."""
     exact, as_planned = [], []
     for step, (before, after) in enumerate(pairwise(drifting_loads(16, 1001, drift=0.005))):
         if step % 5 == 0:
             problem = expert_problem(16, 1, loads=before)
             both = (replace(problem, exact=each) for each in (True, False))
-            hosting, planned = map(find_planner("least_loaded"), both)
-        exact.append(LayerLoad.of(after, hosting, problem.costs.links.nodes).imbalance)
+            replication, planned = map(find_planner("least_loaded"), both)
+        exact.append(LayerLoad.of(after, replication, problem.costs.links.nodes).imbalance)
         if step % 5 == 4:
             as_planned.append(LayerLoad.of(after, planned).imbalance)
     assert max(exact) <= 1.05
@@ -152,4 +154,4 @@ def test_a_thousand_drifting_loads_are_even_though_plans_are_a_step_old() -> Non
 
 def test_a_limit_is_the_mean_at_least() -> None:
     with pytest.raises(PlacementError, match="limit = 4095: ranks compute the mean at least, which is 4096"):
-        replace(Hosting.none(PAIRS, 1), limit=SPLIT - 1)
+        replace(Replication.none(PAIRS, 1), limit=SPLIT - 1)

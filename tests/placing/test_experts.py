@@ -1,5 +1,5 @@
-"""Every planner: hostings are valid, account for all rows, never lose by their own model, and are the same
-everywhere."""
+"""Every planner: replications are valid, account for all rows, never lose by their own model, and are the
+same everywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.placing import (
     PLANNERS,
     ExpertProblem,
@@ -29,8 +29,8 @@ from tests.placing.problems import costs_of, expert_problems, skewed_loads
 NODES = (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
 
 
-def none_of(problem: ExpertProblem) -> Hosting:
-    return Hosting.none(problem.placement, problem.replica_slots)
+def none_of(problem: ExpertProblem) -> Replication:
+    return Replication.none(problem.placement, problem.replica_slots)
 
 
 def skewed(seed: int = 0, replica_slots: int = 1, byte_s: float = 1e-11) -> ExpertProblem:
@@ -43,9 +43,9 @@ def skewed(seed: int = 0, replica_slots: int = 1, byte_s: float = 1e-11) -> Expe
 
 @given(problem=expert_problems(), name=st.sampled_from(list(PLANNERS)))
 def test_all_rows_are_computed_once(problem: ExpertProblem, name: str) -> None:
-    """That a hosting is valid it checks itself."""
-    hosting = find_planner(name)(problem)
-    load = LayerLoad.of(problem.loads, hosting)
+    """That a replication is valid it checks itself."""
+    replication = find_planner(name)(problem)
+    load = LayerLoad.of(problem.loads, replication)
     assert load.computed.sum() == pytest.approx(problem.loads.sum())
     assert load.traffic.sum(axis=1) == pytest.approx(problem.loads.sum(axis=1))
 
@@ -58,7 +58,7 @@ def test_the_best_plan_is_never_slower_than_none(problem: ExpertProblem) -> None
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_even_loads_and_no_loads_need_no_guests(name: str) -> None:
+def test_even_loads_and_no_loads_need_no_replicas(name: str) -> None:
     for rows in (0, 64):
         loads = np.full((16, 16), rows)
         placement = ExpertPlacement.even(16, 16)
@@ -81,10 +81,10 @@ def test_planners_differ_as_their_papers_say() -> None:
     problem = skewed()
     shadowed, prophet = (find_planner(name)(problem) for name in ("shadowing", "pro_prophet"))
     hottest = int(problem.expert_rows.argmax())
-    assert [rank for rank, held in enumerate(shadowed.guests) if held != (hottest,)] == [hottest]
-    assert shadowed == Hosting.local(problem.placement, shadowed.guests)
-    assert prophet.guests not in (shadowed.guests, none_of(problem).guests)
-    assert prophet == Hosting.local(problem.placement, prophet.guests)
+    assert [rank for rank, held in enumerate(shadowed.replicas) if held != (hottest,)] == [hottest]
+    assert shadowed == Replication.local(problem.placement, shadowed.replicas)
+    assert prophet.replicas not in (shadowed.replicas, none_of(problem).replicas)
+    assert prophet == Replication.local(problem.placement, prophet.replicas)
     none_s = layer_seconds(problem, none_of(problem)).total_s
     planned_s = layer_seconds(problem, find_planner("planned")(problem)).total_s
     assert planned_s < layer_seconds(problem, prophet).total_s < none_s
@@ -100,19 +100,19 @@ def test_on_slow_links_weights_stay_where_they_are() -> None:
 
 
 def test_slots_that_are_left_are_filled_as_far_as_that_is_hidden() -> None:
-    """Experts that turn hot unforeseen then have hosts, where rows are split by their own loads."""
+    """Experts that turn hot unforeseen then have homes, where rows are split by their own loads."""
     problem = skewed(replica_slots=2, byte_s=1e-12)
-    hosting, by_plan = (find_planner("planned")(replace(problem, exact=exact)) for exact in (True, False))
+    replication, by_plan = (find_planner("planned")(replace(problem, exact=exact)) for exact in (True, False))
     filled, left = (
-        sum(guest == EMPTY for held in each.guests for guest in held) for each in (hosting, by_plan)
+        sum(replica == EMPTY for held in each.replicas for replica in held) for each in (replication, by_plan)
     )
     assert filled == 0 < left
     turned = problem.loads[:, ::-1]
-    served = LayerLoad.of(turned, hosting, NODES).imbalance
+    served = LayerLoad.of(turned, replication, NODES).imbalance
     assert served < 0.7 * LayerLoad.of(turned, replace(by_plan, limit=SPLIT), NODES).imbalance
     exposed = replace(problem.costs, forward_slack_s=0.0, backward_slack_s=0.0)
     bare = find_planner("planned")(replace(problem, costs=exposed))
-    assert any(EMPTY in held for held in bare.guests)
+    assert any(EMPTY in held for held in bare.replicas)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -127,8 +127,8 @@ def test_flows_that_are_worked_out_in_parts_lead_to_the_same_plan(
         sizes.append(left_CJS.shape[1])
         return matched(left_CJS, room_CJP, near)
 
-    monkeypatch.setattr("penstock.placing.draft.matched", noting)
-    monkeypatch.setattr("penstock.placing.draft.MOST_FLOWS", 2 * 16**2)
+    monkeypatch.setattr("penstock.placing.builder.matched", noting)
+    monkeypatch.setattr("penstock.placing.builder.MOST_FLOWS", 2 * 16**2)
     assert find_planner("planned")(problem) == whole and not whole.is_empty
     assert set(sizes) == {1, 2}
 
@@ -136,10 +136,10 @@ def test_flows_that_are_worked_out_in_parts_lead_to_the_same_plan(
 def test_a_stale_plan_is_noticed() -> None:
     """It serves the loads that it was made from, not even ones, where weights travel for nothing."""
     problem = skewed(byte_s=1e-9)
-    hosting = find_planner("pro_prophet")(problem)
-    assert pays(problem, hosting)
+    replication = find_planner("pro_prophet")(problem)
+    assert pays(problem, replication)
     exposed = replace(problem.costs, forward_slack_s=0.0, backward_slack_s=0.0)
-    assert not pays(replace(problem, loads=np.full((16, 16), 256), costs=exposed), hosting)
+    assert not pays(replace(problem, loads=np.full((16, 16), 256), costs=exposed), replication)
     assert not pays(problem, none_of(problem))
 
 
@@ -169,7 +169,7 @@ def test_refusals() -> None:
 
 @given(problem=expert_problems())
 def test_the_best_plan_is_never_slower_than_an_even_one(problem: ExpertProblem) -> None:
-    """Also where links are so slow that no single guest pays, and all together do."""
+    """Also where links are so slow that no single replica pays, and all together do."""
     best_s, even_s = (
         layer_seconds(problem, find_planner(name)(problem)).total_s for name in ("planned", "least_loaded")
     )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import ExpertPlacement, Replication
 from penstock.placing import SOLVERS, Nearness, SampleProblem, assign, sample_problem
 from penstock.placing.integers import Ints
 from tests.placing.problems import even_problem
@@ -135,17 +135,17 @@ def test_a_prediction_that_is_the_same_for_all_samples_changes_nothing() -> None
     assert assign(even_problem(counts, homes, nodes, popular)).tolist() == without.tolist()
 
 
-def test_a_row_whose_expert_is_a_guest_on_the_device_costs_nothing() -> None:
-    """Expert 3 of device 3 is a guest of device 0: its rows stay there, and cross nodes from device 1."""
+def test_a_row_whose_expert_is_a_replica_on_the_device_costs_nothing() -> None:
+    """Expert 3 of device 3 is a replica of device 0: its rows stay there, and cross nodes from device 1."""
     nodes = np.array([0, 0, 1, 1])
-    hosting = Hosting.local(ExpertPlacement.even(4, 4), [[3], [-1], [-1], [-1]])
+    replication = Replication.local(ExpertPlacement.even(4, 4), [[3], [-1], [-1], [-1]])
     problem = sample_problem(
         counts=np.zeros((4, 8), np.int64),
         homes=np.arange(4),
         moved_rows=np.zeros(4, np.int64),
         node_of_device=nodes,
         predictions=np.broadcast_to([0, 0, 0, 10], (4, 4)),
-        following=Nearness.of(hosting, nodes),
+        following=Nearness.of(replication, nodes),
     )
     inter, intra = every_cell(problem)
     assert inter[0].tolist() == [0, 10, 0, 0]

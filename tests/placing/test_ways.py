@@ -22,7 +22,7 @@ def test_one_by_one_as_all_at_once(card_per_rank: bool, seed: int) -> None:
     copies = rng.integers(0, 3, (6, 6)) * (1 - np.eye(6, dtype=np.int64))
     ways = Ways(links, copies)
     for _ in range(6):
-        owner, host = map(int, rng.choice(6, 2, replace=False))
-        copies[owner, host] += 1
-        assert ways.with_one_more(owner, host) == links.seconds(copies)
-        ways.add(owner, host)
+        owner, home = map(int, rng.choice(6, 2, replace=False))
+        copies[owner, home] += 1
+        assert ways.with_one_more(owner, home) == links.seconds(copies)
+        ways.add(owner, home)

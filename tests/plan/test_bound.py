@@ -50,7 +50,7 @@ LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e10, link_latency_s=1e-
 def test_what_a_step_does_once_or_in_all_layers_at_a_time_is_counted_so(
     what: dict[str, Any], layers: tuple[bool, ...]
 ) -> None:
-    """Loads are gathered once, and guests may travel for all layers before the first attention ends."""
+    """Loads are gathered once, and replicas may travel for all layers before the first attention ends."""
     each = problem(layers, batch=1, cluster=LATE, all_reduce_bytes=0)
     shape = replace(each.shape, gathers_loads=what.get("gathers_loads", False))
     each = replace(each, shape=shape, movable=what.get("moving", each.movable))
@@ -62,8 +62,8 @@ def test_what_a_step_does_once_or_in_all_layers_at_a_time_is_counted_so(
             assert bounds.seconds(choice) <= exact.predicted_s * (1 + 1e-9), choice.words
 
 
-def test_guests_in_more_pieces_have_a_bound_of_their_own() -> None:
-    """Every piece of a guest has a start-up: what was known of few pieces is not the bound of many."""
+def test_replicas_in_more_pieces_have_a_bound_of_their_own() -> None:
+    """Every piece of a replica has a start-up: what was known of few pieces is not the bound of many."""
     each = problem(cluster=LATE)
     few, many = (
         Decision(schedule="flowmoe", experts="planned", all_reduce_chunk_bytes=size)

@@ -41,15 +41,15 @@ def moving(**fixed: Any) -> Problem:
     return replace(small(), movable=Movable(**fixed))
 
 
-def guests(**fixed: Any) -> Problem:
+def replicas(**fixed: Any) -> Problem:
     return moving(experts=("planned",), **fixed)
 
 
 FORCED: list[tuple[Problem, str, object]] = [
     *((moving(samples=(value,)), "samples", value) for value in get_args(SampleMoves)),
     *((moving(experts=(value,)), "experts", value) for value in get_args(ExpertMoves)),
-    *((guests(replica_slots=(value,)), "replica_slots", value) for value in (1, 2, 5)),
-    *((guests(split=value), "split", value) for value in get_args(Split)),
+    *((replicas(replica_slots=(value,)), "replica_slots", value) for value in (1, 2, 5)),
+    *((replicas(split=value), "split", value) for value in get_args(Split)),
     *((small(dispatches=(value,)), "dispatch", value) for value in DISPATCHES),
     *((replace(small(), comm_dtypes=(value,)), "comm_dtype", value) for value in get_args(RowForm)),
     *((replace(small(), recompute=(value,)), "recompute", value) for value in get_args(Recompute)),
@@ -87,7 +87,7 @@ def test_a_forced_setting_holds_in_every_answer(
     each = with_sharing(each, 2, 2) if shared else each
     for planner, choice in answers(each):
         assert choice.value(name) == value, (planner, choice.words)
-        assert name != "replica_slots" or choice.guests == value
+        assert name != "replica_slots" or choice.num_replica_slots == value
         each.cut(choice)  # it can be had, too
     assert {choice.value(name) for choice in space(each)} == {value}
 

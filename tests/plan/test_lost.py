@@ -13,7 +13,7 @@ from penstock.plan.moving import WORTH, weigh
 from tests.plan.test_moving import CHOICE, routed
 
 STILL = CHOICE
-GUESTS = replace(CHOICE, experts="planned", replica_slots=1)
+REPLICAS = replace(CHOICE, experts="planned", replica_slots=1)
 SAMPLES = replace(CHOICE, samples="netmoe")
 MOVABLE = Movable(experts=("none", "planned"), replica_slots=(1,))
 
@@ -23,39 +23,39 @@ def lost(slower: Decision, faster: Decision, *, predicted: float, measured: floa
 
 
 def test_a_trial_tells_by_how_much_the_prediction_of_a_move_errs() -> None:
-    trial = lost(GUESTS, STILL, predicted=0.9, measured=1.08)
-    assert miss([trial], GUESTS, STILL) == pytest.approx(1.2)
-    assert miss([trial], replace(GUESTS, replica_slots=2), STILL) == pytest.approx(1.2)
-    assert miss([trial], STILL, STILL) == miss([trial], SAMPLES, STILL) == miss([], GUESTS, STILL) == 1.0
+    trial = lost(REPLICAS, STILL, predicted=0.9, measured=1.08)
+    assert miss([trial], REPLICAS, STILL) == pytest.approx(1.2)
+    assert miss([trial], replace(REPLICAS, replica_slots=2), STILL) == pytest.approx(1.2)
+    assert miss([trial], STILL, STILL) == miss([trial], SAMPLES, STILL) == miss([], REPLICAS, STILL) == 1.0
 
 
 def test_what_was_never_tried_is_told_by_what_is_like_it() -> None:
-    """Another planner's guests travel alike, with samples that move, too."""
-    guests = lost(GUESTS, STILL, predicted=0.9, measured=1.08)
+    """Another planner's replicas travel alike, with samples that move, too."""
+    replicas = lost(REPLICAS, STILL, predicted=0.9, measured=1.08)
     samples = lost(SAMPLES, STILL, predicted=1.0, measured=1.5)
-    other = replace(GUESTS, experts="least_loaded")
-    assert miss([guests], other, STILL) == pytest.approx(1.2)
-    assert miss([guests], replace(other, samples="netmoe"), STILL) == pytest.approx(1.2)
-    assert miss([guests, samples], replace(other, samples="netmoe"), STILL) == pytest.approx(1.2 * 1.5)
-    better = lost(GUESTS, other, predicted=1.0, measured=1.1)
-    assert miss([lost(other, STILL, predicted=0.9, measured=0.99), better], GUESTS, STILL) == pytest.approx(
+    other = replace(REPLICAS, experts="least_loaded")
+    assert miss([replicas], other, STILL) == pytest.approx(1.2)
+    assert miss([replicas], replace(other, samples="netmoe"), STILL) == pytest.approx(1.2)
+    assert miss([replicas, samples], replace(other, samples="netmoe"), STILL) == pytest.approx(1.2 * 1.5)
+    better = lost(REPLICAS, other, predicted=1.0, measured=1.1)
+    assert miss([lost(other, STILL, predicted=0.9, measured=0.99), better], REPLICAS, STILL) == pytest.approx(
         1.21
     )
-    assert miss([guests, better], replace(GUESTS, experts="shadowing"), STILL) == pytest.approx(1.1)
+    assert miss([replicas, better], replace(REPLICAS, experts="shadowing"), STILL) == pytest.approx(1.1)
 
 
 def test_a_plan_without_moves_that_lost_tells_of_those_of_the_other() -> None:
-    trial = lost(STILL, GUESTS, predicted=0.8, measured=1.0)
-    assert miss([trial], GUESTS, STILL) == pytest.approx(0.8)
+    trial = lost(STILL, REPLICAS, predicted=0.8, measured=1.0)
+    assert miss([trial], REPLICAS, STILL) == pytest.approx(0.8)
 
 
 def test_what_lost_to_another_move_is_told_by_both_trials() -> None:
     first, second = (
-        lost(GUESTS, STILL, predicted=0.8, measured=1.0),
-        lost(SAMPLES, GUESTS, predicted=1.0, measured=1.5),
+        lost(REPLICAS, STILL, predicted=0.8, measured=1.0),
+        lost(SAMPLES, REPLICAS, predicted=1.0, measured=1.5),
     )
     assert miss([first, second], SAMPLES, STILL) == pytest.approx(1.25 * 1.5)
-    assert second.settles(GUESTS, SAMPLES) and not second.settles(STILL, SAMPLES)
+    assert second.settles(REPLICAS, SAMPLES) and not second.settles(STILL, SAMPLES)
 
 
 def test_what_lost_is_not_wanted_again_before_it_promises_more() -> None:
@@ -64,7 +64,7 @@ def test_what_lost_is_not_wanted_again_before_it_promises_more() -> None:
     free = weigh(each, [CHOICE])
     promised = free.best.predicted_s / free.still.predicted_s
     assert free.moves and promised < WORTH
-    trial = lost(GUESTS, STILL, predicted=promised, measured=1.02)
+    trial = lost(REPLICAS, STILL, predicted=promised, measured=1.02)
     again = weigh(each, [CHOICE], lost=[trial])
     assert not again.moves and again.still.predicted_s == free.still.predicted_s
     told = f"does not pay by a trial, whose steps took {1.02 / promised:.2f} times as long as predicted; "

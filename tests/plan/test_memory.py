@@ -106,7 +106,7 @@ def test_what_a_step_takes_on_a_gpu(cards: Pools, precision: str, batch: int, re
     assert least * taken_bytes <= found.total_bytes <= 1.2 * taken_bytes
 
 
-def test_guests_take_weights_and_gradients_and_no_moments() -> None:
+def test_replicas_take_weights_and_gradients_and_no_moments() -> None:
     without, found = (
         estimate_memory(problem((True, False, True)), Decision(experts=experts, replica_slots=3))
         for experts in ("none", "planned")
@@ -153,8 +153,9 @@ def test_a_known_routing_counts_layer_by_layer_on_the_rank_that_needs_most() -> 
     assert estimate_memory(fixed, Decision()) == estimate_memory(even_fixed, Decision())
 
 
-def test_guests_take_rows_from_the_busiest_rank() -> None:
-    """Rank 0 has the only expert that is wanted twice; once it has guests, no rank has more than the mean."""
+def test_replicas_take_rows_from_the_busiest_rank() -> None:
+    """Rank 0 has the only expert that is wanted twice; once it has replicas, no rank has more than the
+    mean."""
     each = known(problem(), (0, 1), (0, 1))
     still, moving = (
         estimate_memory(each, Decision(experts=experts, replica_slots=1))

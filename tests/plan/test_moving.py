@@ -12,9 +12,9 @@ from penstock.cost import ClusterConfig, routing_sizes
 from penstock.cost.placed import (
     Evidence,
     SampleMover,
-    guest_planning_s,
-    planned_hostings,
+    planned_replications,
     planning_share,
+    replica_planning_s,
 )
 from penstock.decision import Decision, Movable, PlacementConfig
 from penstock.graph import Graph, RefusalError, ScheduleError
@@ -39,7 +39,7 @@ def routed(text: str, movable: Movable) -> Problem:
 
 
 @pytest.mark.parametrize("planner", ["pro_prophet", "shadowing", "least_loaded", "planned"])
-def test_guests_pay_where_an_expert_is_hot(planner: str) -> None:
+def test_replicas_pay_where_an_expert_is_hot(planner: str) -> None:
     movable = Movable(experts=("none", planner), replica_slots=(1, 2))
     found = weigh(routed("hot_expert,hot_share=0.5", movable), [CHOICE, Decision()])
     assert found.moves and found.best.choice.experts == planner
@@ -64,7 +64,7 @@ def test_moves_are_not_weighed_when_the_time_is_over() -> None:
 def test_even_routing_needs_none_and_it_is_said() -> None:
     found = weigh(routed("even", Movable(experts=("none", "planned"))), [CHOICE])
     assert not found.moves and found.best == found.still
-    assert found.lines[1].startswith("Experts  planned with 1 guest slot: ")
+    assert found.lines[1].startswith("Experts  planned with 1 replica slot: ")
     assert ", does not pay; " in found.lines[1]
     assert weigh(routed("even", Movable()), [CHOICE]).lines == ()
 
@@ -108,7 +108,7 @@ def test_ranks_wait_as_their_loads_differ() -> None:
 
 def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
     few = problem(cluster=ClusterConfig(flops_per_s=2e9, link_bytes_per_s=2e8))
-    few = replace(few, workload=replace(few.workload, seq_len=16))  # guests need more than they take away
+    few = replace(few, workload=replace(few.workload, seq_len=16))  # replicas need more than they take away
     movable = Movable(samples=("none", "netmoe"), experts=("none", "planned"))
     each = with_routing(few, RoutingConfig.parse("hot_expert,hot_share=0.7"), movable)
     free = weigh(each, [CHOICE])
@@ -117,11 +117,11 @@ def test_what_does_not_fit_is_not_taken_and_that_is_said() -> None:
     assert tight.best.memory_bytes <= free.still.memory_bytes and tight.best.choice.experts == "none"
     _, samples, experts = tight.lines
     assert samples.startswith("Samples  netmoe: ") and "not fit" not in samples
-    assert experts.startswith("Experts  does not fit: planned with 1 guest slot needs ")
+    assert experts.startswith("Experts  does not fit: planned with 1 replica slot needs ")
 
 
 def test_what_alone_fits_is_taken_however_little_it_gains() -> None:
-    """Guests gain less than predictions err, but take rows from a rank that has no room for them."""
+    """Replicas gain less than predictions err, but take rows from a rank that has no room for them."""
     quick = ClusterConfig(flops_per_s=1e15, link_bytes_per_s=2e8)
     each = problem((True,), batch=64, cluster=quick, all_reduce_bytes=1 << 24)
     each = replace(each, workload=replace(each.workload, ffn_hidden_size=5120))
@@ -163,13 +163,13 @@ def on_16_ranks(text: str, **sizes: int) -> Problem:
     return with_routing(replace(each, workload=work), RoutingConfig.parse(text), movable)
 
 
-def test_twice_the_guest_slots_are_taken_where_loads_drift_and_they_fit() -> None:
+def test_twice_the_replica_slots_are_taken_where_loads_drift_and_they_fit() -> None:
     drifting = on_16_ranks("slow_drift,drift=0.3", seq_len=16, ffn_hidden_size=1024)
     two = weigh(drifting, [CHOICE])
     assert (two.best.choice.experts, two.best.choice.replica_slots) == ("planned", 2)
-    assert two.lines[1].startswith("Experts  planned with 2 guest slots: ")
+    assert two.lines[1].startswith("Experts  planned with 2 replica slots: ")
     one = weigh(drifting, [CHOICE], memory=MemoryBudget(bytes=two.best.memory_bytes - 1))
-    assert one.best.choice.replica_slots == 1 and "with 1 guest slot: " in one.lines[1]
+    assert one.best.choice.replica_slots == 1 and "with 1 replica slot: " in one.lines[1]
     assert two.best.predicted_s < WORTH * one.best.predicted_s
     steady = weigh(on_16_ranks("hot_expert,hot_share=0.7"), [CHOICE])
     assert steady.moves and steady.best.choice.replica_slots == 1, "a second one would bring next to nothing"
@@ -215,7 +215,7 @@ class ForgetsToReduce:
     stage = Stage.GRADIENTS
 
     def __call__(self, graph: Graph) -> Graph:
-        moves = any(task.op == Op.GUEST_PARAMETERS for task in graph.tasks)
+        moves = any(task.op == Op.REPLICA_PARAMETERS for task in graph.tasks)
         return Graph.of(task for task in graph.tasks if not (moves and task.op == Op.ALL_REDUCE))
 
 
@@ -238,14 +238,14 @@ def test_samples_are_priced_where_the_settings_would_put_them() -> None:
     assert (found.held_YDB == wanted.held_YDB).all() and (found.held_YDB != usual.held_YDB).any()
 
 
-def test_guests_are_priced_with_the_slack_that_the_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_are_priced_with_the_slack_that_the_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Costs] = []
 
     def noted(*given: Any) -> Any:
         seen.append(given[4])
-        return planned_hostings(*given)
+        return planned_replications(*given)
 
-    monkeypatch.setattr("penstock.plan.problem.planned_hostings", noted)
+    monkeypatch.setattr("penstock.plan.problem.planned_replications", noted)
     each = routed("hot_expert,hot_share=0.5", Movable(experts=("none", "planned")))
     choice = replace(CHOICE, experts="planned")
     assert each.placed(choice, each.cut(choice)) is not None
@@ -255,14 +255,14 @@ def test_guests_are_priced_with_the_slack_that_the_step_leaves(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_planning_guests_takes_as_long_whenever_it_is_asked(planner: Any) -> None:
+def test_planning_replicas_takes_as_long_whenever_it_is_asked(planner: Any) -> None:
     movable = Movable(experts=("none", planner))
     choice = replace(CHOICE, experts=planner)
     found = []
     for each in (routed("hot_expert,hot_share=0.5", movable) for _ in range(2)):
         plan = each.plan(choice)
         placed, cost = each.placed(choice, plan.shape), each.cost(choice, plan.shape)
-        (task,) = [task for task in plan.graph.tasks if task.op == Op.PLAN_GUESTS]
+        (task,) = [task for task in plan.graph.tasks if task.op == Op.PLAN_REPLICAS]
         assert placed is not None and 0 < placed.planning_s <= float(cost(task)[0])
         found.append((placed.planning_s, evaluate(each, choice).predicted_s))
     assert found[0] == found[1]
@@ -272,4 +272,4 @@ def test_ranks_plan_their_layers_side_by_side() -> None:
     work = routed("even", Movable()).workload
     assert planning_share(work, 2) == 0.5, "two layers on four ranks: some plan one, some none"
     one = planning_s("planned", 4, 4)
-    assert [guest_planning_s(work, "planned", layers) for layers in (1, 4, 5)] == [one, one, 2 * one]
+    assert [replica_planning_s(work, "planned", layers) for layers in (1, 4, 5)] == [one, one, 2 * one]

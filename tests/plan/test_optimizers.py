@@ -45,8 +45,8 @@ def test_a_rank_saves_the_moments_of_what_others_own() -> None:
     plain, sharded = (estimate_memory(each, CHOICE) for each in (problem(), sharing_updates(problem())))
     assert plain.optimizer_bytes - sharded.optimizer_bytes == 2 * (2 << 20) * 3 // 4
     assert plain.weights_bytes + plain.gradients_bytes == sharded.weights_bytes + sharded.gradients_bytes
-    replicas = sharing_updates(problem(ranks=8)).shape.updating
-    assert replicas is not None and replicas.replicas
+    edp = sharing_updates(problem(ranks=8)).shape.updating
+    assert edp is not None and edp.edp
 
 
 def test_given_up_gradients_are_a_share_and_those_of_two_layers() -> None:

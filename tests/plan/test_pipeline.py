@@ -144,7 +144,7 @@ def test_one_stage_with_a_sharded_optimizer_is_a_step_with_one() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_measured_cluster_is_heeded_in_stages(overlaps: bool) -> None:
-    quiet, loud = profiled(), profiled(beside=1.5, transfers=1.2, jitter=0.1)
+    quiet, loud = profiled(), profiled(contended=1.5, transfers=1.2, jitter=0.1)
     step_s = predict_s(loud, Decision(), loud.plan(Decision())) + closing_s(loud)
     assert predict_pipeline(loud, pipeline(1, 1, 1), Decision()).update_s == pytest.approx(step_s)
     choice = Decision(schedule="moe_pipeline", chunks=2, backward_chunks=2)

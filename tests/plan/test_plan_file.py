@@ -289,7 +289,7 @@ def test_an_explanation_is_of_one_choice(path: Path) -> None:
     words = PlanFile.read(path).choice.words
     rounded = f"{words} (5 MiB of rows per rank and step instead of 10 MiB, rounded: plan.comm_dtype)"
     assert edited(path, put(None, "why", [f"Plan     {rounded}"])).explains_choice
-    placed = f"Placed   {words}, experts move (planned, a guest slot per rank)"
+    placed = f"Placed   {words}, experts move (planned, a replica slot per rank)"
     assert not edited(path, put(None, "why", [f"Plan     {words}", placed])).explains_choice
     edited(path, put(None, "why", [f"Plan     {words}", "Time     1 ms"]))
     assert PlanFile.read(path).explains_choice

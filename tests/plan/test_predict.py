@@ -1,4 +1,4 @@
-"""Predictions on measured clusters: company that slows tasks down, and ranks that scatter."""
+"""Predictions on measured clusters: contention that slows tasks down, and ranks that scatter."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ SEQUENTIAL = Decision()
 FLOWMOE = Decision(schedule="flowmoe", microbatches=2)
 
 
-def profiled(*, beside: float = 1.0, transfers: float = 1.0, jitter: float = 0.0) -> Problem:
-    """Every compute task is `beside` times longer beside traffic, traffic `transfers` times beside tasks."""
+def profiled(*, contended: float = 1.0, transfers: float = 1.0, jitter: float = 0.0) -> Problem:
+    """Every compute task is `contended` times longer beside traffic, traffic `transfers` times beside
+    tasks."""
     ops = ("EM.F", "EM.B", "AT.F", "AT.B", "X.F", "X.B", "U.F", "U.B", "HD.F", "HD.B")
     tasks = tuple(
-        TaskModel(op=op, phase=phase, alpha_s=2e-4, scale=1.0, beside=beside)
+        TaskModel(op=op, phase=phase, alpha_s=2e-4, scale=1.0, contended=contended)
         for op, phase in (each.split(".") for each in ops)
     )
-    file = replace(FILE, tasks=tasks, transfers_beside_compute=transfers, jitter=jitter)
+    file = replace(FILE, tasks=tasks, contended_transfers=transfers, jitter=jitter)
     return problem(cluster=ProfiledCluster.build(file))
 
 
@@ -44,12 +45,12 @@ def test_without_a_profile_the_prediction_is_the_simulation(each: Problem) -> No
 
 
 def test_where_nothing_overlaps_nobody_has_company() -> None:
-    quiet, crowded = profiled(), profiled(beside=3.0, transfers=2.0)
+    quiet, crowded = profiled(), profiled(contended=3.0, transfers=2.0)
     assert seconds(crowded, SEQUENTIAL) == pytest.approx(seconds(quiet, SEQUENTIAL))
 
 
 def test_partial_company_lies_between_none_and_full() -> None:
-    quiet, crowded = profiled(), profiled(beside=1.6, transfers=1.3)
+    quiet, crowded = profiled(), profiled(contended=1.6, transfers=1.3)
     plan = crowded.plan(FLOWMOE)
     none_s = alone(crowded).simulate(FLOWMOE, plan).iteration_s
     full_s = crowded.simulate(FLOWMOE, plan).iteration_s
@@ -58,7 +59,7 @@ def test_partial_company_lies_between_none_and_full() -> None:
 
 
 def test_bounds_hold_for_tasks_without_company() -> None:
-    found = evaluate(profiled(beside=1.6, transfers=1.3), FLOWMOE)
+    found = evaluate(profiled(contended=1.6, transfers=1.3), FLOWMOE)
     assert found.bound.seconds <= found.predicted_s
 
 
@@ -78,7 +79,7 @@ def corrected(each: Problem, ratio: float) -> Problem:
 def test_real_steps_correct_the_prediction_and_give_it_an_interval() -> None:
     """And lower bounds with it, which a prediction is compared with: the same plan is the best."""
     ratio = 0.6
-    each = profiled(beside=1.6, jitter=0.1)
+    each = profiled(contended=1.6, jitter=0.1)
     usual, found = evaluate(each, FLOWMOE), evaluate(corrected(each, ratio), FLOWMOE)
     assert usual.interval_s is None and "(" not in usual.predicted
     assert found.predicted_s == pytest.approx(ratio * usual.predicted_s)
@@ -106,8 +107,8 @@ def test_a_slower_rank_holds_up_all() -> None:
 
 
 def test_it_does_not_matter_which_rank_is_slower() -> None:
-    """Company is not read off one rank: the slow one has other company than those that wait for it."""
-    crowded = profiled(beside=1.6, transfers=1.3)
+    """Company is not read off one rank: the slow one has other contention than those that wait for it."""
+    crowded = profiled(contended=1.6, transfers=1.3)
     alike, first, third = (
         seconds(replace(crowded, slowness=slowness), FLOWMOE)
         for slowness in ((1.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0), (1.0, 1.0, 2.0, 1.0))

@@ -18,7 +18,7 @@ from penstock.cost.cluster_file import TaskModel
 from penstock.decision import Decision, Movable
 from penstock.decision.record import TRIED_SLICES
 from penstock.graph import ScheduleError
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.plan import MemoryBudget, Problem, estimate_memory, predict_s
 from penstock.plan.bound import QuickBounds
 from penstock.plan.moving import with_routing
@@ -35,12 +35,12 @@ ROUTINGS = ("even", "hot_expert,hot_share=0.6", "dirichlet,dirichlet_concentrati
 @st.composite
 def routed(draw: st.DrawFn) -> Problem:
     """A measured step of any kind, routed evenly, or with a routing that is observed or prices it."""
-    each, company = draw(every_kind()), draw(st.floats(1, 2))
+    each, contention = draw(every_kind()), draw(st.floats(1, 2))
     tasks = tuple(
-        TaskModel(op=op, phase=phase, alpha_s=1e-5, scale=2.0, beside=company)
+        TaskModel(op=op, phase=phase, alpha_s=1e-5, scale=2.0, contended=contention)
         for op, phase in product(("AT", "X"), "FB")
     )
-    file = replace(FILE, rates=each.cluster, tasks=tasks, transfers_beside_compute=draw(st.floats(1, 2)))
+    file = replace(FILE, rates=each.cluster, tasks=tasks, contended_transfers=draw(st.floats(1, 2)))
     each = replace(each, cluster=ProfiledCluster.build(file))
     kind = draw(st.sampled_from(("even", "observed", "priced")))
     if kind == "even" or not any(each.shape.moe_layers):
@@ -116,22 +116,23 @@ def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: P
         {"split": "last_step"},
     ],
 )
-def test_guests_are_those_of_the_choice_that_is_priced(other: dict[str, Any]) -> None:
-    """Slack decides who hosts whom, and everything that decides on the order decides on the slack."""
+def test_replicas_are_those_of_the_choice_that_is_priced(other: dict[str, Any]) -> None:
+    """Slack decides which rank holds which replica, and everything that decides on the order decides on the
+    slack."""
     quick = ClusterConfig(flops_per_s=1e11, link_bytes_per_s=1e9)
     each = with_routing(problem((True,) * 3, cluster=quick), RoutingConfig.parse("zipf"), Movable())
     one = Decision(schedule="penstock", microbatches=2, experts="planned")
-    apart = {choice: hostings(replace(each), choice) for choice in (one, replace(one, **other))}
+    apart = {choice: replications(replace(each), choice) for choice in (one, replace(one, **other))}
     assert len(set(apart.values())) == 2, "else nothing is shown"
     for order in (list(apart), list(apart)[::-1]):
         shared = replace(each)
-        assert [hostings(shared, choice) for choice in order] == [apart[choice] for choice in order]
+        assert [replications(shared, choice) for choice in order] == [apart[choice] for choice in order]
 
 
-def hostings(each: Problem, choice: Decision) -> tuple[Hosting, ...]:
+def replications(each: Problem, choice: Decision) -> tuple[Replication, ...]:
     placed = each.placed(choice, each.cut(choice))
     assert placed is not None
-    return placed.hostings
+    return placed.replications
 
 
 def test_a_search_cuts_what_both_halves_share_into_few_slices() -> None:

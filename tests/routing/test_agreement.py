@@ -22,16 +22,16 @@ from penstock.graph import Task
 from penstock.mesh import Group, node_of
 from penstock.ops import Op, shards
 from penstock.ops.transfers import TRANSFERS, outward
-from penstock.placement import SPLIT, ExpertPlacement, Hosting
+from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.placing.exact import ExactSplit
 from penstock.routing.joined import joined_legs, num_sets, sets_of
 from penstock.routing.legs import busier_rows, legs_of, place_in
 from penstock.routing.routes import RouteMaker, Routes, ShardPlace, Shares, in_turn
-from penstock.routing.samples import Company, SampleTable, TableSize, settle
+from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.shape import ExpertForm
 from tests.support.draws import draws
-from tests.support.hosted import random_hosting
+from tests.support.replicas import random_hosting
 from tests.workloads.strategies import CLUSTER
 
 EXPERTS, SAMPLES, LENGTH, TOP_K, LAYERS = 8, 4, 6, 2, 2
@@ -89,8 +89,8 @@ def steps(draw: st.DrawFn) -> Step:
         return Step(shape, work, counts)
     placement = ExpertPlacement.even(EXPERTS, ep)
     limits = draw(st.sampled_from([(None, SPLIT), (SPLIT, 2 * SPLIT)]))
-    hostings = tuple(replace(random_hosting(placement, 1, random), limit=limit) for limit in limits)
-    return Step(shape, work, counts, Placed.still(counts, hostings))
+    replications = tuple(replace(random_hosting(placement, 1, random), limit=limit) for limit in limits)
+    return Step(shape, work, counts, Placed.still(counts, replications))
 
 
 def routed(random: Random, groups: int) -> Counts:
@@ -106,16 +106,18 @@ def routes_of(step: Step, rows_PRCYE: Counts, rank: int, microbatch: int, moe_la
     """The routes that a real rank makes from what ranks tell each other."""
     work, mesh = step.work, step.work.mesh
     place = Place(mesh.place(rank, Group.EXPERT), work.ep_size, work.ranks_per_node)
-    hosting = step.placed.hostings[moe_layer] if step.placed is not None and step.placed.hostings else None
-    exact = hosting is not None and hosting.limit is not None
+    replication = (
+        step.placed.replications[moe_layer] if step.placed is not None and step.placed.replications else None
+    )
+    exact = replication is not None and replication.limit is not None
     nodes = tuple(node_of(each, work.ranks_per_node) for each in range(work.ep_size))
-    split = ExactSplit.of(hosting, nodes) if exact and hosting is not None else None
+    split = ExactSplit.of(replication, nodes) if exact and replication is not None else None
     shard_place = ShardPlace.of(step.shape.expert_form, mesh, rank)
     maker = RouteMaker(DISPATCHES[work.dispatch], place, shards=shard_place, split=split)
     members = mesh.members(rank, Group.EXPERT_SHARDS if shard_place else Group.EXPERT)
     told_SCX = rows_PRCYE[list(members), microbatch, :, moe_layer]
-    if hosting is not None and not exact:
-        told_SCX = by_position(told_SCX, hosting)
+    if replication is not None and not exact:
+        told_SCX = by_position(told_SCX, replication)
     degrees = step.shape.transfer_degrees
     if maker.needs_table:
         return maker.from_everyone(told_SCX, degrees)
@@ -123,11 +125,11 @@ def routes_of(step: Step, rows_PRCYE: Counts, rank: int, microbatch: int, moe_la
     return maker.from_pair(table_SPCN[place.rank], table_SPCN[:, place.rank], degrees)
 
 
-def by_position(rows_SCE: Counts, hosting: Hosting) -> Counts:
+def by_position(rows_SCE: Counts, replication: Replication) -> Counts:
     """Rows of experts at their positions, written out: an expert's rows are cut at its parts' ends."""
-    found = np.zeros((*rows_SCE.shape[:2], hosting.positions), np.int64)
+    found = np.zeros((*rows_SCE.shape[:2], replication.positions), np.int64)
     for source, piece in np.ndindex(*rows_SCE.shape[:2]):
-        for expert, parts in enumerate(hosting.splits[source]):
+        for expert, parts in enumerate(replication.splits[source]):
             rows, upto = int(rows_SCE[source, piece, expert]), 0
             for part in sorted(parts):
                 found[source, piece, part.position] += (
@@ -238,11 +240,11 @@ def test_rows_of_samples_that_move_leave_and_come_home_alike(case: tuple[Step, l
     assert placed is not None
     leaving = placed.leaving(step.counts)
     size = TableSize(ranks=8, positions=EXPERTS, chunks=step.shape.slices)
-    company = Company.alone([node_of(rank, 2) for rank in range(8)])
+    exchange_group = ExchangeGroup.alone([node_of(rank, 2) for rank in range(8)])
     tasks = [task for task in build_graph(step.shape).tasks if task.op in TRANSFERS]
     for moe_layer, device_I in enumerate(homes):
         gathered = leaving[:, :, moe_layer].reshape(-1, EXPERTS)
-        table = SampleTable.of(gathered, [SAMPLES] * 8, company, size)
+        table = SampleTable.of(gathered, [SAMPLES] * 8, exchange_group, size)
         for rank in range(8):
             maker = RouteMaker(DISPATCHES[work.dispatch], Place(rank, 8, 2))
             degrees = step.shape.transfer_degrees

@@ -29,18 +29,18 @@ from penstock.mesh import Axes
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
-from penstock.placement import SPLIT, ExpertPlacement, Hosting
+from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.runtime.handlers import HANDLERS, Handlers, Inputs, Outputs
 from penstock.runtime.program import Programs
 from penstock.runtime.transport.groups import GroupTransport
 from penstock.schedule import StepPlan
-from tests.support.hosted import Hosts, hosted_stack, random_hosting
 from tests.support.parity import Case, batch_of, machinery_of, stack_of
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, hosted_stack, random_hosting
 
 pytestmark = pytest.mark.slow
 
-OPS = (*ROW_MOVES, *TOKEN_MOVES, Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS)
+OPS = (*ROW_MOVES, *TOKEN_MOVES, Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
 Sent = dict[str, list[tuple[Axes, tuple[int, ...]]]]
 """By task, the bytes for every member in each exchange; none for the rank itself."""
 
@@ -113,20 +113,20 @@ def watched(
     return {key: noting(handler) for key, handler in handlers.items()}
 
 
-def hostings_of(case: Case, hosts: bool) -> tuple[Hosting, ...]:
-    """Hostings of both MoE layers whose rows are split by the loads of the step; () = experts stay."""
+def hostings_of(case: Case, hosts: bool) -> tuple[Replication, ...]:
+    """Replications of both MoE layers whose rows are split by the loads of the step; () = experts stay."""
     if not hosts:
         return ()
     placement = ExpertPlacement.even(case.moe.num_experts, case.holders)
     made = (random_hosting(placement, 1, Random(layer)) for layer in range(2))
-    return tuple(replace(hosting, limit=SPLIT + 100) for hosting in made)
+    return tuple(replace(replication, limit=SPLIT + 100) for replication in made)
 
 
 def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
     stack = hosted_stack(rank, case, Hosts(steps=1)) if hosts else stack_of(rank, case)
     if hosts:
         found = iter(hostings_of(case, hosts))
-        stack.host_guests([None if layer is None else next(found) for layer in stack.moe_layers])
+        stack.set_replicas([None if layer is None else next(found) for layer in stack.moe_layers])
     tokens, labels = batch_of(case)
     sent: Sent = defaultdict(list)
     mine, rows = case.mine(rank), dict[Task, Counts]()
@@ -149,8 +149,8 @@ def virtual_step(rank: int, case: Case, plan: StepPlan, rows: Counts, hosts: boo
     stack: VirtualStack = build_virtual(config, VirtualConfig(), machinery_of(rank, case))
     stack.adopt(plan)
     plain = stack.cost(0)
-    hostings = hostings_of(case, hosts)
-    placed = Placed.still(plain.counts_DBYE, hostings) if hosts else None
+    replications = hostings_of(case, hosts)
+    placed = Placed.still(plain.counts_DBYE, replications) if hosts else None
     cost = Measured(plan.shape, plain.workload, plain.cluster, plain.counts_DBYE, placed=placed, counted=rows)
     stack.cost = lambda number: cost  # type: ignore[method-assign]  # of this one step
     sent: Sent = defaultdict(list)
@@ -175,7 +175,7 @@ def virtual_step(rank: int, case: Case, plan: StepPlan, rows: Counts, hosts: boo
 
 
 def of_rows(sent: Sent) -> Sent:
-    """What tasks sent that move rows, tokens or guests."""
+    """What tasks sent that move rows, tokens or replicas."""
     return {name: each for name, each in sent.items() if name.split(".")[1] in {str(op) for op in OPS}}
 
 

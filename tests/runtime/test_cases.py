@@ -104,19 +104,20 @@ NAMED: dict[str, dict[str, Any]] = {
         "layout": "four ranks", "schedule": "flowmoe", "moves": "random", "busy_experts": (0, 1, 2, 3),
     },
     "samples move between groups of replicas only": {
-        "layout": "only replicas", "schedule": "penstock", "moves": "random",
+        "layout": "only edp", "schedule": "penstock", "moves": "random",
     },
     "samples move, conditional": {
         "layout": "four ranks", "schedule": "sequential", "moves": "netmoe", "prediction": "conditional",
     },
-    "guests and samples where ranks share both": {
-        "layout": "tp 2, etp 2", "schedule": "penstock", "moves": "random", "guests": 2,
+    "replicas and samples where ranks share both": {
+        "layout": "tp 2, etp 2", "schedule": "penstock", "moves": "random", "replicas": 2,
     },
-    "guests by one copy per node": {
-        "layout": "four ranks", "schedule": "penstock", "guests": 2, "dispatch": "node_once", "padding": True,
+    "replicas by one copy per node": {
+        "layout": "four ranks", "schedule": "penstock", "replicas": 2, "padding": True,
+        "dispatch": "node_once",
     },
-    "guests recomputed": {
-        "layout": "two ranks", "schedule": "penstock", "guests": 2, "recompute": "blocks",
+    "replicas recomputed": {
+        "layout": "two ranks", "schedule": "penstock", "replicas": 2, "recompute": "blocks",
     },
     "copies of tokens differ by rounding": {
         "layout": "tp 2, etp 2", "schedule": "baseline_esp", "form": "baseline", "samples": "few",

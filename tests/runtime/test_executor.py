@@ -65,13 +65,13 @@ cuts = st.builds(
 
 def random_plan(shape: StepShape, cut: Cut) -> StepPlan:
     """The same on every rank, since it follows from the seed."""
-    replicas = tuple(cut.all_reduce_chunks if n else 0 for n in shape.expert_all_reduce_chunks)
+    edp = tuple(cut.all_reduce_chunks if n else 0 for n in shape.expert_all_reduce_chunks)
     shape = replace(
         shape,
         microbatches=cut.microbatches,
         chunks=cut.chunks,
         all_reduce_chunks=(cut.all_reduce_chunks,) * shape.num_layers,
-        expert_all_reduce_chunks=replicas,
+        expert_all_reduce_chunks=edp,
     )
     graph = build_graph(shape)
     return StepPlan(graph, random_schedule(graph, cut), shape)

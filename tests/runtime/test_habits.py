@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from penstock.apportion import Counts
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import ExpertPlacement, Replication
 from penstock.runtime.sample_moving import Habits, Visit
 
-HOSTING = Hosting.none(ExpertPlacement.even(4, 2), 0)
+HOSTING = Replication.none(ExpertPlacement.even(4, 2), 0)
 HERE = np.array([[6, 0, 0, 0], [0, 6, 0, 0], [3, 0, 3, 0]])
 THERE = np.array([[0, 0, 6, 0], [6, 0, 0, 0], [0, 0, 3, 3]])
 """Rows of three samples in two layers: expert 0 is followed by 2, expert 1 by 0, expert 2 by 3 and 2."""

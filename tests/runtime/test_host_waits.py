@@ -19,13 +19,13 @@ from penstock.topology.groups import Summation, TransportName
 from penstock.train.optimizer import build_adamw
 from tests.steps import PLAIN
 from tests.support.card import OPERATIONS, Card, CardDevice, Wait, counted, install
-from tests.support.hosted import Hosts
 from tests.support.layouts import Layout, engines, layout_case
 from tests.support.pairwise import valuewise
 from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result, merge, result_of, stack_of
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools, RankPool
 from tests.support.recorded import carded_steps, plain_steps
+from tests.support.replicas import Hosts
 from tests.support.waits import check_waits
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))

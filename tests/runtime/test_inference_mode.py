@@ -8,16 +8,16 @@ import torch
 
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close
-from tests.support.hosted import Hosts, host_randomly, hosted_stack
 from tests.support.parity import batch_of, stack_of
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, host_randomly, hosted_stack
 
 HOSTS = Hosts(slots=2, pieces=2)
 STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
 
 
 def judged_and_trained(rank: int) -> None:
-    """Each of two steps follows an evaluation, of which the first makes the room for guests."""
+    """Each of two steps follows an evaluation, of which the first makes the room for replicas."""
     hosted, plain = hosted_stack(rank, STEP, HOSTS), stack_of(rank, STEP)
     tokens, labels = batch_of(STEP)
     batch = tokens[STEP.mine(rank)], labels[STEP.mine(rank)]
@@ -36,5 +36,5 @@ def judged_and_trained(rank: int) -> None:
             check_close(parameter.grad, wanted, 1e-10, name)
 
 
-def test_guests_of_an_evaluation_leave_room_for_those_of_steps(ranks: Pools) -> None:
+def test_replicas_of_an_evaluation_leave_room_for_those_of_steps(ranks: Pools) -> None:
     ranks(2).run(judged_and_trained)

@@ -1,4 +1,4 @@
-"""Guests planned from loads: on ranks against the reference, and when plans are kept or dropped."""
+"""Replicas planned from loads: on ranks against the reference, and when plans are kept or dropped."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.cost.placed import planned_hostings
+from penstock.cost.placed import planned_replications
 from penstock.mesh import Mesh
-from penstock.placement import EMPTY, ExpertPlacement, Hosting
+from penstock.placement import EMPTY, ExpertPlacement, Replication
 from penstock.placing.experts import PLANNERS
 from penstock.placing.problem import ExpertProblem
 from penstock.runtime import TaskError
 from penstock.runtime.moving import ExpertMoving, Plans, loads_of_group
 from tests.placing.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
-from tests.support.hosted import Hosts, check_hosted, hosted_stack
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, check_hosted, hosted_stack
 
 EVEN = ExpertPlacement.even(4, 2)
 COSTS = costs_of((0, 1), row_s=1e-3, expert_bytes=1e3)
@@ -28,22 +28,22 @@ COSTS = costs_of((0, 1), row_s=1e-3, expert_bytes=1e3)
 HOT, COLD = np.array([[0, 40, 2, 2], [0, 40, 2, 2]]), np.array([[2, 2, 0, 40], [2, 2, 0, 40]])
 
 
-def planner(problem: ExpertProblem) -> Hosting:
-    """The most loaded expert is a guest of the other rank."""
+def planner(problem: ExpertProblem) -> Replication:
+    """The most loaded expert is a replica of the other rank."""
     expert = int(problem.expert_rows.argmax())
-    guests = [[EMPTY], [EMPTY]]
-    guests[1 - EVEN.owners[expert]] = [expert]
-    return Hosting.local(EVEN, guests)
+    replicas = [[EMPTY], [EMPTY]]
+    replicas[1 - EVEN.owners[expert]] = [expert]
+    return Replication.local(EVEN, replicas)
 
 
 def hosted_after(steps: Sequence[np.ndarray[Any, Any]], every: int = 1) -> list[tuple[int, ...]]:
-    """The guests of both ranks after each step of one layer with these loads."""
+    """The replicas of both ranks after each step of one layer with these loads."""
     moving = ExpertMoving(planner=planner, costs=COSTS, every=every)
-    plans, found = Plans.none([Hosting.none(EVEN, 1)]), []
+    plans, found = Plans.none([Replication.none(EVEN, 1)]), []
     for loads_PE in steps:
         plans = plans.after([loads_PE], moving)
-        (hosting,) = plans.hostings
-        found.append(tuple(guest for (guest,) in hosting.guests))
+        (replication,) = plans.replications
+        found.append(tuple(replica for (replica,) in replication.replicas))
     return found
 
 
@@ -68,9 +68,9 @@ def test_plans_are_made_after_every_so_many_steps_and_judged_after_each() -> Non
 def test_a_new_plan_that_its_own_loads_do_not_pay_for_is_not_hosted() -> None:
     """Its planner may price links otherwise: here it asks no price at all."""
     dear = ExpertMoving(planner=planner, costs=costs_of((0, 1), row_s=1e-9, expert_bytes=1e9))
-    plans = Plans.none([Hosting.none(EVEN, 1)]).after([HOT], dear)
-    assert not plans.made[0].is_empty and plans.hostings[0].is_empty
-    assert planned_hostings(np.stack([HOT]), "least_loaded", 1, EVEN, [dear.costs])[0].is_empty
+    plans = Plans.none([Replication.none(EVEN, 1)]).after([HOT], dear)
+    assert not plans.made[0].is_empty and plans.replications[0].is_empty
+    assert planned_replications(np.stack([HOT]), "least_loaded", 1, EVEN, [dear.costs])[0].is_empty
 
 
 def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
@@ -85,8 +85,8 @@ def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
 
 
 def test_what_ranks_host_is_told_apart_by_its_hash() -> None:
-    none, some = Hosting.none(EVEN, 1), Hosting.local(EVEN, [[2], [EMPTY]])
-    hashes = {Plans.none([hosting]).hash64 for hosting in (none, some)}
+    none, some = Replication.none(EVEN, 1), Replication.local(EVEN, [[2], [EMPTY]])
+    hashes = {Plans.none([replication]).hash64 for replication in (none, some)}
     assert len(hashes) == 2 and Plans.none([some]).hash64 in hashes
     assert Plans((some,), (False,)).hash64 not in hashes
 
@@ -101,7 +101,7 @@ def tables(rng: np.random.Generator) -> list[np.ndarray[Any, Any]]:
 def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name: str) -> None:
     """A thousand tables, however many share the layers, and however a rank's copy lies in memory."""
     rng, moving = np.random.default_rng(0), small(4, name)
-    plans = Plans.none([Hosting.none(ExpertPlacement.even(8, 4), 2)] * 3)
+    plans = Plans.none([Replication.none(ExpertPlacement.even(8, 4), 2)] * 3)
     for number in range(84):
         loads = tables(rng)
         alone = plans.after(loads, moving)
@@ -111,18 +111,18 @@ def test_ranks_find_the_same_together_as_one_alone_whatever_ties_there_are(name:
         assert sum(map(len, shares)) == 3
         assert plans.joined(shares, moving) == alone
         plans = alone
-    assert not all(hosting.is_empty for hosting in plans.made)
+    assert not all(replication.is_empty for replication in plans.made)
 
 
 def test_a_rank_plans_its_own_layers_only() -> None:
     asked: list[int] = []
 
-    def counting(problem: ExpertProblem) -> Hosting:
+    def counting(problem: ExpertProblem) -> Replication:
         asked.append(int(problem.loads.sum()))
         return planner(problem)
 
     moving = ExpertMoving(planner=counting, costs=COSTS)
-    plans = Plans.none([Hosting.none(EVEN, 1)] * 3)
+    plans = Plans.none([Replication.none(EVEN, 1)] * 3)
     plans.share([HOT, 2 * HOT, 3 * HOT], moving, place=1, places=2)
     assert asked == [2 * HOT.sum()]
 
@@ -141,23 +141,23 @@ def small(world_size: int, name: str) -> ExpertMoving:
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "planned"), (4, "pro_prophet")])
-def test_planned_guests_change_nothing_but_speed(ranks: Pools, world_size: int, name: str) -> None:
+def test_planned_replicas_change_nothing_but_speed(ranks: Pools, world_size: int, name: str) -> None:
     hosts = Hosts(slots=2, steps=4, moving=small(world_size, name))
     check_hosted(ranks, skewed(world_size, "flowmoe"), hosts)
 
 
 def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str], list[bool]]:
-    """After two steps: digests of what is hosted next, and whether ranks have guests. A step's loads have the
-    guests that it ran with."""
+    """After two steps: digests of the present replications next, and whether ranks have replicas. A step's
+    loads have the replicas that it ran with."""
     stack = hosted_stack(rank, case, hosts)
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     for _ in range(2):
-        found = [hosting for hosting in stack.host.hostings if hosting is not None]
+        found = [replication for replication in stack.replica_manager.replications if replication is not None]
         stack(tokens[mine], labels[mine]).backward()
-        assert stack.loads.hostings == tuple(found)
-    found = [hosting for hosting in stack.host.hostings if hosting is not None]
-    return [hosting.digest for hosting in found], [hosting.is_empty for hosting in found]
+        assert stack.loads.replications == tuple(found)
+    found = [replication for replication in stack.replica_manager.replications if replication is not None]
+    return [replication.digest for replication in found], [replication.is_empty for replication in found]
 
 
 def test_all_ranks_host_the_same_and_something(ranks: Pools) -> None:
@@ -171,7 +171,7 @@ def disagreeing(rank: int, case: Case) -> str:
     """What a rank says whose planner is another than the others'."""
     stack = hosted_stack(rank, case, Hosts(moving=small(2, "least_loaded")))
     if rank:
-        stack.host.moving = None
+        stack.replica_manager.moving = None
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     try:
@@ -181,7 +181,7 @@ def disagreeing(rank: int, case: Case) -> str:
     return "nothing"
 
 
-def test_ranks_that_plan_different_guests_are_told(ranks: Pools) -> None:
+def test_ranks_that_plan_different_replicas_are_told(ranks: Pools) -> None:
     for text in ranks(2).run(disagreeing, skewed(2, "sequential")):
         assert "L0.PH.B" in text and "host others than it does, or plan in another way" in text
     ranks(2).close()

@@ -89,5 +89,5 @@ def test_a_placement_that_does_not_fit_is_refused(held: list[list[int]], words: 
 def test_replicas_inside_an_expert_group_are_not_there_yet() -> None:
     placement = ExpertPlacement.of([[0, 1], [0, 2]])
     config = MoEConfig(num_experts=3, moe_ffn_hidden_size=8, top_k=1)
-    with pytest.raises(ValueError, match="gives an expert several hosts"):
+    with pytest.raises(ValueError, match="gives an expert several homes"):
         build_layer(8, config, ep_size=2, placement=placement)

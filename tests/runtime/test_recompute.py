@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from penstock.graph import Phase
-from penstock.runtime.again import Kept
 from penstock.runtime.ops.experts import KeptSlice
+from penstock.runtime.recompute import Kept
 from penstock.runtime.replay import Replay
 from penstock.step.shape import Recompute
 from tests.runtime.sharded.steps import Habits, train
@@ -68,7 +68,7 @@ def kept_and_sent(rank: int, step: Case) -> tuple[int, Counter[int], int]:
     for tensor in filter(torch.is_tensor, inputs_of(stack.execution.values)):
         keep(tensor)
     loss.backward()
-    again = sum(record.task.phase is Phase.AGAIN for record in stack.records())
+    again = sum(record.task.phase is Phase.RECOMPUTE for record in stack.records())
     return sum(kept.values()), Counter(stack.machinery.transports.traffic - before), again
 
 

@@ -12,9 +12,9 @@ from penstock.decision.moving import ExpertMoves
 from penstock.train.assemble import first_plan
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close
-from tests.support.hosted import Hosts, host_randomly, hosted_stack
 from tests.support.parity import batch_of
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, host_randomly, hosted_stack
 from tests.support.searching import short_search
 
 HOSTS = Hosts(slots=2, pieces=2)
@@ -24,7 +24,7 @@ BY_RANK = replace(STEP, moe=replace(STEP.moe, aux_loss_group="microbatch"))
 
 
 def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
-    """Plans with other guest slots, or none, that move samples, too."""
+    """Plans with other replica slots, or none, that move samples, too."""
     stack = hosted_stack(rank, BY_RANK, HOSTS)
     host_randomly(stack, HOSTS, 0)
     tokens, labels = (each[BY_RANK.mine(rank)] for each in batch_of(BY_RANK))
@@ -33,10 +33,10 @@ def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     config = replace(BY_RANK.config, placement=placement)
     with short_search():
         other = first_plan(config, stack.machinery.layout, stack.base_shape, stack.gradients.sizes_bytes)
-    hosted = stack.host.hostings
+    hosted = stack.replica_manager.replications
     with pytest.raises(ValueError, match="samples cannot move"):
         stack.adopt(other)
-    assert stack.plan is plan and stack.host.hostings == hosted
+    assert stack.plan is plan and stack.replica_manager.replications == hosted
     loss = stack(tokens, labels)
     check_close(loss.detach(), before, 1e-12, "loss")
     loss.backward()

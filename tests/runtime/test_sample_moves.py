@@ -14,8 +14,8 @@ from penstock.apportion import Counts
 from penstock.decision.moving import Prediction
 from penstock.dispatch import FlatDispatch, Place
 from penstock.moe import RouteMaker
-from penstock.placement import ExpertPlacement, Hosting
-from penstock.routing.samples import Company, SampleTable, TableSize, settle
+from penstock.placement import ExpertPlacement, Replication
+from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, settle
 from penstock.runtime import TaskError
 from tests.runtime.test_layout_bytes import really_sent
 from tests.support.cases import moving_case as case
@@ -67,10 +67,10 @@ def digests(rank: int, seed: int) -> list[int]:
     for _ in range(1000):
         samples_P = [int(n) for n in drawn.integers(0, 5, size=4)]
         counts = drawn.integers(0, 3, size=(sum(samples_P), 8 + 8))
-        company = Company.alone([0, 0, 1, 1])
+        exchange_group = ExchangeGroup.alone([0, 0, 1, 1])
         size = TableSize(ranks=4, positions=8, chunks=int(drawn.integers(1, 3)))
-        table = SampleTable.of(counts, samples_P, company, size)
-        following = Hosting.none(ExpertPlacement.even(8, 4), 0)
+        table = SampleTable.of(counts, samples_P, exchange_group, size)
+        following = Replication.none(ExpertPlacement.even(8, 4), 0)
         device_I = Eager().homes(table, following, int(drawn.integers(0, 3)))
         maker = RouteMaker(FlatDispatch(), Place(0, 4, 2))
         found.append(settle(table, device_I, 0, maker, (table.chunks,)).digest)
@@ -95,7 +95,7 @@ def test_what_the_next_gate_says_changes_homes_and_all_ranks_know_it(ranks: Pool
 class Noting(Eager):
     """Remembers the homes that it has found."""
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         found = super().homes(table, following, moved_rows)
         HOMES.append(found.tolist())
         return found
@@ -138,9 +138,9 @@ def test_rows_bring_the_residual_for_two_numbers_each(ranks: Pools, shared: int)
         facts_bytes = 8 * (1 + length * (1 + top_k))
         shared_bytes = 8 * length * hidden if shared else 0
         samples = mine["SM.F"] // (facts_bytes + shared_bytes)
-        apart_bytes = samples * 8 * length * (hidden + top_k)
+        separate_bytes = samples * 8 * length * (hidden + top_k)
         assert mine["SM.F"] == samples * (facts_bytes + shared_bytes)
-        assert theirs["SM.F"] == mine["SM.F"] + apart_bytes
+        assert theirs["SM.F"] == mine["SM.F"] + separate_bytes
         assert mine.get("SM.B", 0) == samples * shared_bytes
         moved += samples
     assert moved > 0
@@ -149,7 +149,7 @@ def test_rows_bring_the_residual_for_two_numbers_each(ranks: Pools, shared: int)
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
-class Apart(RandomHomes):
+class SeparateResidual(RandomHomes):
     """Another choice on every rank, as a solver with ties of its own would make."""
 
     def homes(self, *table: Any) -> Any:
@@ -170,7 +170,7 @@ def refused(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> str:
 
 def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> None:
     pool = ranks(2)
-    texts = pool.run(refused, case(2, "sequential", placer=Apart(), node_size=None))
+    texts = pool.run(refused, case(2, "sequential", placer=SeparateResidual(), node_size=None))
     pool.close()  # its connections are cut
     assert any("found other homes for samples of layer 0 than member 0" in text for text in texts)
     assert all("task L0.SH.m0.F" in text for text in texts)

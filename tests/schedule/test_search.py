@@ -19,10 +19,10 @@ from penstock.graph.paths import path_ends
 from penstock.lab.bench.config import BenchConfig
 from penstock.lab.bench.scheduled import run_config_of
 from penstock.schedule import SCHEDULES, Cost, Schedule, cut, freeze, unit_cost
-from penstock.schedule.board import Board, Keys
-from penstock.schedule.lineup import Lineup
+from penstock.schedule.list_scheduler import Keys, ListScheduler
 from penstock.schedule.penstock import remaining_path
 from penstock.schedule.search import search
+from penstock.schedule.total_order import TotalOrder
 from penstock.simulate import simulate
 from penstock.step import StepShape, build_graph
 from penstock.topology import Layout
@@ -62,11 +62,11 @@ def as_keys(graph: Graph, start: Mapping[Task, float]) -> Keys:
     return [start[task] for task in graph.tasks]
 
 
-def lineup_of(graph: Graph, seed: int) -> tuple[Lineup, list[list[int]]]:
+def lineup_of(graph: Graph, seed: int) -> tuple[TotalOrder, list[list[int]]]:
     """Random durations, and a random order for every lane."""
     lanes = random_orders(graph, seed)
     orders = [[graph.position[task] for task in lanes.get(lane, ())] for lane in Lane]
-    return Lineup(graph, list(random_seconds(graph, seed).values())), orders
+    return TotalOrder(graph, list(random_seconds(graph, seed).values())), orders
 
 
 def schedule_of(graph: Graph, orders: Sequence[Sequence[int]]) -> Schedule:
@@ -80,7 +80,7 @@ def schedule_of(graph: Graph, orders: Sequence[Sequence[int]]) -> Schedule:
 @given(st.data(), graphs(), seeds)
 def test_a_board_gives_the_order_of_the_list_scheduler(data: st.DataObject, graph: Graph, seed: int) -> None:
     seconds, keys = random_seconds(graph, seed), data.draw(key_lists(graph))
-    played = Board(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
+    played = ListScheduler(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
     frozen = freeze("s", graph, seconds.__getitem__, lambda task: (keys[graph.position[task]],))
     assert schedule_of(graph, played.orders) == frozen
 
@@ -90,29 +90,29 @@ def test_a_board_tells_the_seconds_that_the_simulator_tells(
     data: st.DataObject, graph: Graph, seed: int
 ) -> None:
     seconds, keys = random_seconds(graph, seed), data.draw(key_lists(graph))
-    played = Board(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
+    played = ListScheduler(graph, seconds_of(graph, seconds.__getitem__)).play(keys)
     simulated = simulate(schedule_of(graph, played.orders), graph, seconds.__getitem__)
     assert played.seconds == simulated.iteration_s
 
 
 @given(graphs(), seeds)
 def test_a_board_can_be_played_again(graph: Graph, seed: int) -> None:
-    board = Board(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
+    scheduler = ListScheduler(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
     keys = as_keys(graph, random_seconds(graph, seed + 1))
-    assert board.play(keys) == board.play(keys)
+    assert scheduler.play(keys) == scheduler.play(keys)
 
 
 @given(st.data(), graphs(), seeds, st.floats(0.5, 1.5))
 def test_a_board_gives_up_only_what_takes_longer(
     data: st.DataObject, graph: Graph, seed: int, part: float
 ) -> None:
-    board = Board(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
+    scheduler = ListScheduler(graph, seconds_of(graph, random_seconds(graph, seed).__getitem__))
     keys = data.draw(key_lists(graph))
-    played = board.play(keys)
-    below = board.play_below(keys, part * played.seconds)
+    played = scheduler.play(keys)
+    below = scheduler.play_below(keys, part * played.seconds)
     assert below == played or (below is None and part < 1)
-    assert board.play_below(keys, played.seconds) == played
-    assert board.play_below(keys, 0.99 * max(board.work_s)) is None, "a lane has more work than that"
+    assert scheduler.play_below(keys, played.seconds) == played
+    assert scheduler.play_below(keys, 0.99 * max(scheduler.work_s)) is None, "a lane has more work than that"
 
 
 # ---- all tasks in a row ------------------------------------------------------------------------------------
@@ -120,20 +120,20 @@ def test_a_board_gives_up_only_what_takes_longer(
 
 @given(graphs(), seeds)
 def test_a_row_says_the_orders_it_was_made_of(graph: Graph, seed: int) -> None:
-    lineup, orders = lineup_of(graph, seed)
-    assert list(lineup.orders(lineup.timed(orders).row)) == orders
+    total_order, orders = lineup_of(graph, seed)
+    assert list(total_order.orders(total_order.timed(orders).row)) == orders
 
 
 @given(st.data(), graphs(), seeds)
 def test_a_changed_row_is_a_row_and_timed_as_the_simulator_does(
     data: st.DataObject, graph: Graph, seed: int
 ) -> None:
-    lineup, orders = lineup_of(graph, seed)
-    timed, tasks = lineup.timed(orders), len(graph.tasks)
+    total_order, orders = lineup_of(graph, seed)
+    timed, tasks = total_order.timed(orders), len(graph.tasks)
     first, second = sorted(
         data.draw(st.lists(st.integers(0, tasks - 1), min_size=2, max_size=2, unique=True))
     )
-    move = data.draw(st.sampled_from([lineup.hold, lineup.advance]))
+    move = data.draw(st.sampled_from([total_order.hold, total_order.advance]))
     row = move(timed.row, first, second)
     if row is None:
         assert graph.leads(timed.row[first], timed.row[second])
@@ -141,11 +141,11 @@ def test_a_changed_row_is_a_row_and_timed_as_the_simulator_does(
     assert sorted(row) == list(range(tasks)) and row[:first] == timed.row[:first]
     assert row.index(timed.row[second]) < row.index(timed.row[first])
     assert all(row.index(need) < row.index(task) for task in row for need in graph.links[task])
-    after = lineup.again(timed, row, first, inf)
+    after = total_order.again(timed, row, first, inf)
     assert after is not None
-    assert after.ends_s == path_ends(lineup.orders(row), graph.links, lineup.seconds)
-    assert lineup.again(timed, row, first, 0.99 * after.seconds) is None
-    assert lineup.again(timed, row, first, after.seconds * (1 + 1e-9)) == after
+    assert after.ends_s == path_ends(total_order.orders(row), graph.links, total_order.seconds)
+    assert total_order.again(timed, row, first, 0.99 * after.seconds) is None
+    assert total_order.again(timed, row, first, after.seconds * (1 + 1e-9)) == after
 
 
 # ---- the search --------------------------------------------------------------------------------------------
@@ -162,16 +162,16 @@ def test_what_is_found_is_valid(graph: Graph, seed: int, trials: int) -> None:
 @given(graphs(), seeds)
 def test_nothing_worse_than_a_start_is_found(graph: Graph, seed: int) -> None:
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
-    found, board = search("s", graph, cost, starts, TRIALS), Board(graph, seconds_of(graph, cost))
-    best_start_s = min(board.play(as_keys(graph, start)).seconds for start in starts)
+    found, scheduler = search("s", graph, cost, starts, TRIALS), ListScheduler(graph, seconds_of(graph, cost))
+    best_start_s = min(scheduler.play(as_keys(graph, start)).seconds for start in starts)
     assert simulate(found, graph, cost).iteration_s <= best_start_s
 
 
 @given(graphs(), seeds)
 def test_without_trials_it_is_the_best_of_the_starts(graph: Graph, seed: int) -> None:
     cost, starts = random_seconds(graph, seed).__getitem__, some_starts(graph, seed)
-    board = Board(graph, seconds_of(graph, cost))
-    best = min((board.play(as_keys(graph, start)) for start in starts), key=lambda found: found.seconds)
+    scheduler = ListScheduler(graph, seconds_of(graph, cost))
+    best = min((scheduler.play(as_keys(graph, start)) for start in starts), key=lambda found: found.seconds)
     assert search("s", graph, cost, starts, 0) == schedule_of(graph, best.orders)
 
 

@@ -63,7 +63,7 @@ def run(name: str, shape: StepShape, seed: int = 0, **decided: Any) -> tuple[Ste
     pieces=[(1, 1, 1), (2, 2, 3), (3, 3, 2)],
     counts=[True, False],
     shared_experts=[True, False],
-    replicas=[0, 2],
+    edp=[0, 2],
 )
 def test_every_schedule_goes_with_every_form(
     name: str,
@@ -74,7 +74,7 @@ def test_every_schedule_goes_with_every_form(
     pieces: tuple[int, int, int],
     counts: bool,
     shared_experts: bool,
-    replicas: int,
+    edp: int,
 ) -> None:
     """Graphs that are whole, orders that are complete and in which no lane waits for another in a circle."""
     kinds, (microbatches, chunks, backward) = LAYERS[layers], pieces
@@ -84,7 +84,7 @@ def test_every_schedule_goes_with_every_form(
         exchange_counts=counts,
         shared_experts=shared_experts,
         all_reduce_chunks=(2,) * len(kinds),
-        expert_all_reduce_chunks=(replicas,) * len(kinds),
+        expert_all_reduce_chunks=(edp,) * len(kinds),
         more=(Rewriting("same", Stage.SETTLE, lambda graph: graph),),  # has it checked that nothing is lost
     )
     cut: dict[str, Any] = {"microbatches": microbatches, "chunks": chunks, "backward_chunks": backward}

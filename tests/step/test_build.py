@@ -51,8 +51,8 @@ def expected_names(shape: StepShape) -> Iterator[Name]:
     for layer, is_moe in enumerate(shape.moe_layers):
         yield from (Name(layer, Op.ALL_REDUCE, B, piece=c) for c in range(shape.all_reduce_chunks[layer]))
         if is_moe:
-            replicas = range(shape.expert_all_reduce_chunks[layer])
-            yield from (Name(layer, Op.EXPERT_ALL_REDUCE, B, piece=c) for c in replicas)
+            edp = range(shape.expert_all_reduce_chunks[layer])
+            yield from (Name(layer, Op.EXPERT_ALL_REDUCE, B, piece=c) for c in edp)
 
 
 @given(shapes())

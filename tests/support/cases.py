@@ -20,10 +20,10 @@ from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.schedule import SCHEDULES
 from penstock.step.shape import FORM_TOKENS
-from tests.support.hosted import Hosts, check_hosted
 from tests.support.layouts import Layout, layout_case
 from tests.support.parity import Case, check_parity
 from tests.support.placers import Eager, RandomHomes, Rotated
+from tests.support.replicas import Hosts, check_hosted
 
 # ---- values ------------------------------------------------------------------------------------------------
 
@@ -70,8 +70,8 @@ LAYOUTS: dict[str, Layout] = {
     "two ranks": (2, 1, 2, 1),
     "two ranks, shared": (2, 2, 1, 2),
     "four ranks": (4, 1, 4, 1),
-    "replicas": (4, 1, 2, 1),
-    "only replicas": (4, 1, 1, 1),
+    "edp": (4, 1, 2, 1),
+    "only edp": (4, 1, 1, 1),
     "tp 2": (4, 2, 4, 1),
     "etp 2": (4, 1, 2, 2),
     "tp 2, etp 2": (4, 2, 2, 2),
@@ -94,7 +94,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gate": tuple(GATES),
     "order": tuple(ORDERS),
     "moves": ("nothing", *PLACERS, "random, residual apart"),
-    "guests": (0, 2),
+    "replicas": (0, 2),
     "dispatch": (*DISPATCHES, JOINED),
     "bounds": ("counted", "", "kept", "exceeded", "exceeded, known early"),
     "experts": EXPERTS,
@@ -114,7 +114,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (False, True),
 }
 """What a step on real ranks can differ in. degrees: chunks forward and backward. group: that over which
-balance is judged. bounds: of rows, by those of earlier steps; "" = there are none yet. guests: slots for
+balance is judged. bounds: of rows, by those of earlier steps; "" = there are none yet. replicas: slots for
 them.
 """
 
@@ -123,7 +123,7 @@ def fits(known: Mapping[str, Any]) -> bool:  # noqa: PLR0911, PLR0912 - a table 
     """Whether there is a step of these values; some may be missing."""
     layout, dispatch = known.get("layout"), known.get("dispatch", "flat")
     gate, order = known.get("gate", "softmax"), known.get("order")
-    moves, guests = known.get("moves", "nothing") != "nothing", known.get("guests", 0) > 0
+    moves, replicas = known.get("moves", "nothing") != "nothing", known.get("replicas", 0) > 0
     bounded = known.get("bounds", "counted") != "counted"
     world, tp, ep, etp = LAYOUTS.get(layout or "", (4, 1, 4, 1))
     form = known.get("form", SCHEDULES[known["schedule"]].expert_form if "schedule" in known else None)
@@ -142,7 +142,7 @@ def fits(known: Mapping[str, Any]) -> bool:  # noqa: PLR0911, PLR0912 - a table 
         return False
     if order == "merged" and (etp > 1 or (split is False and tp > 1)):  # one row for experts of one rank
         return False
-    if known.get("experts") == "module" and (tp * etp > 1 or layout in ("replicas", "only replicas")):
+    if known.get("experts") == "module" and (tp * etp > 1 or layout in ("edp", "only edp")):
         return False
     if known.get("group", "global") != "global" and gate in (*NOT_BY_TOKEN, "deepseek"):
         return False
@@ -150,15 +150,15 @@ def fits(known: Mapping[str, Any]) -> bool:  # noqa: PLR0911, PLR0912 - a table 
         return False  # which of a sample's tokens is dropped, or shares a row, depends on who else is there
     if moves and (known.get("group") == "microbatch" or bounded):
         return False
-    if known.get("moves") == "rotated" and (layout in ("replicas", "only replicas") or etp > 1):
+    if known.get("moves") == "rotated" and (layout in ("edp", "only edp") or etp > 1):
         return False  # it knows of one group of ranks that exchange samples
     if known.get("packed") and gate == "expert_choice":
         return False  # tokens that begin documents are alike, and which of them experts choose is open
-    if guests and (order not in (None, *DROPLESS) or gate in NOT_BY_TOKEN or bounded):
+    if replicas and (order not in (None, *DROPLESS) or gate in NOT_BY_TOKEN or bounded):
         return False
-    if guests and (form not in (None, "gather", "s1") or (form == "s1" and etp == 1) or ep == 1):
+    if replicas and (form not in (None, "gather", "s1") or (form == "s1" and etp == 1) or ep == 1):
         return False
-    if guests and known.get("packed"):
+    if replicas and known.get("packed"):
         return False  # `check_hosted` has no documents
     if bounded and (order not in (None, "sort") or gate in NOT_BY_TOKEN or dispatch == JOINED or world == 1):
         return False
@@ -175,7 +175,8 @@ def _has(schedule: str, form: str) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """A step to compare with the reference. hosts: where ranks host experts as guests; None = they do not."""
+    """A step to compare with the reference. hosts: where ranks host experts as replicas; None = they do
+    not."""
 
     case: Case
     hosts: Hosts | None = None
@@ -232,7 +233,7 @@ def step_of(values: Mapping[str, Any], **sizes: Any) -> Step:
         batches = SAMPLES[known["samples"]][: case.mesh.size(Group.DATA)]
     if known["samples"] != "even" and not any(batches):
         batches = (2,)
-    slots = known["guests"]
+    slots = known["replicas"]
     return Step(replace(case, schedule=cut, batches=batches), Hosts(slots=slots, pieces=2) if slots else None)
 
 

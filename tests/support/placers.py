@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.apportion import Counts
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.routing.samples import SampleTable
 from penstock.runtime.sample_moving import NetMoE
 
@@ -21,11 +21,11 @@ class RandomHomes:
     def prepare(self) -> None:
         """Nothing to load."""
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         del following, moved_rows
         drawn = np.random.default_rng([self.seed, int(table.rows_IKPN.sum()), *table.rows_IKPN[:1].ravel()])
         homes = table.device_I.copy()
-        plane_D = np.array(table.company.plane_B)[table.company.member_DK[:, 0]]
+        plane_D = np.array(table.exchange_group.plane_B)[table.exchange_group.member_DK[:, 0]]
         for chunk in range(table.chunks):
             for plane in np.unique(plane_D):
                 here = np.flatnonzero((table.chunk_I == chunk) & (plane_D[table.device_I] == plane))
@@ -40,18 +40,18 @@ class Rotated:
     def prepare(self) -> None:
         """Nothing to load."""
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         del following, moved_rows
         homes = table.device_I.copy()
         for chunk in range(table.chunks):
             here = np.flatnonzero(table.chunk_I == chunk)
-            homes[here] = np.roll(homes[here], 1 + len(here) // max(1, table.company.devices))
+            homes[here] = np.roll(homes[here], 1 + len(here) // max(1, table.exchange_group.devices))
         return homes
 
 
 class Eager(NetMoE):
     """NetMoE's assignment as if samples moved for nothing: small ones are seldom worth their residual."""
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         del moved_rows
         return super().homes(table, following, 0)

@@ -16,8 +16,8 @@ from penstock.runtime.recorded.order import Issued, calls_of
 from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install
-from tests.support.hosted import Hosts, hosted_stack, turn_gates
 from tests.support.parity import Case, batch_of, stack_of
+from tests.support.replicas import Hosts, hosted_stack, turn_gates
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from tests.support.reference_moe import Weights, moe_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch. seats: the
-    samples by which slots of each are counted. shares: the positions of a sample that are routed together;
-    none = all.
+    """What the mathematics depends on. pieces: lists of sample numbers that form one microbatch.
+    expert_slots: the samples by which slots of each are counted. shares: the positions of a sample that are
+    routed together; none = all.
 
     key_value_heads, head_size, theta, eps: of attention and norms.
     gate: its name. groups: how many, and how many a token may use. modules: experts are modules of their own.
@@ -53,7 +53,7 @@ class Settings:
     aux_group: str
     z_coeff: float
     pieces: list[list[int]]
-    seats: list[int]
+    expert_slots: list[int]
     shares: list[range] = field(default_factory=list)
     documents: list[list[range]] | None = None
 

@@ -31,9 +31,9 @@ def moe_layer(x: Tensor, w: Weights, s: Settings, layer: int) -> tuple[Tensor, T
     logits = _logits(x, w, s, layer)
     valid = torch.ones(x.shape[:2], dtype=torch.bool) if s.padding is None else ~s.padding
     shares = s.shares or [range(x.shape[1])]
-    for (samples, seats), share in product(zip(s.pieces, s.seats, strict=True), shares):
+    for (samples, expert_slots), share in product(zip(s.pieces, s.expert_slots, strict=True), shares):
         places = [(b, t) for b in samples for t in share if valid[b, t]]
-        slots = _slots(seats * len(shares[0]), s)
+        slots = _slots(expert_slots * len(shares[0]), s)
         if s.gate == "soft":
             _mix_slots(x, logits, out, places, samples, w, s)
             chosen[samples] = s.slots_per_expert

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def settings_of(case: Case) -> Settings:
     """What the mathematics of the case depends on, its layout among it where slots are counted by rank."""
-    cuts, seats = _microbatches(case)
+    cuts, expert_slots = _microbatches(case)
     layers = range(case.model.num_layers)
     groups, limit, valid = case.moe.num_groups, case.moe.group_top_k, case.valid
     return Settings(
@@ -45,7 +45,7 @@ def settings_of(case: Case) -> Settings:
         aux_group=case.moe.aux_loss_group,
         z_coeff=case.moe.z_loss_coeff,
         pieces=cuts,
-        seats=seats,
+        expert_slots=expert_slots,
         shares=_shares(case),
         documents=_documents(case),
     )
@@ -66,14 +66,14 @@ def _microbatches(case: Case) -> tuple[list[list[int]], list[int]]:
     """Numbers of the samples of every microbatch of every data-parallel rank, and what slots are made for."""
     pieces = case.schedule.microbatches if cuts_batches(case) else 1
     cuts: list[list[int]] = []
-    seats: list[int] = []
+    expert_slots: list[int] = []
     starts = accumulate(case.samples, initial=0)
     for start, batch in zip(starts, case.samples, strict=False):
         sizes = split_sizes(max(case.samples) if case.fixed_slots else batch, pieces)
         samples = iter(range(start, start + batch))
         cuts += [list(islice(samples, size)) for size in sizes]
-        seats += sizes
-    return cuts, seats
+        expert_slots += sizes
+    return cuts, expert_slots
 
 
 def cuts_batches(case: Case) -> bool:

@@ -12,7 +12,7 @@ STAGING = "runtime/transport/groups.py"
 MORE = 2
 """Waits of a step beside those for the counts of dropless routing."""
 PLANS = 2
-"""More waits of a step that plans guests: for the sizes of what ranks have found, and for the plans."""
+"""More waits of a step that plans replicas: for the sizes of what ranks have found, and for the plans."""
 
 
 def allowed(case: Case) -> int:

@@ -90,7 +90,7 @@ def test_every_kind_of_group_partitions_the_world(layout: Layout) -> None:
         sizes = {
             Group.WORLD: layout.world_size,
             Group.EXPERT: layout.ep_size,
-            Group.EXPERT_REPLICAS: layout.edp_size,
+            Group.EXPERT_DATA: layout.edp_size,
             Group.NODE: layout.ep_node_size,
             Group.RAIL: layout.ep_nodes,
             Group.TENSOR: layout.tp_size,
@@ -112,7 +112,7 @@ def test_groups_hold_what_their_names_say(layout: Layout) -> None:
     for ranks in layout.mesh.groups(Group.EXPERT):
         assert ranks == tuple(range(ranks[0], ranks[0] + layout.ep_size))
         assert [ep_ranks[rank] for rank in ranks] == list(range(layout.ep_size))
-    for ranks in layout.mesh.groups(Group.EXPERT_REPLICAS):
+    for ranks in layout.mesh.groups(Group.EXPERT_DATA):
         assert len({ep_ranks[rank] for rank in ranks}) == 1
     assert layout.edp_size * layout.ep_size == layout.world_size
 
@@ -163,7 +163,7 @@ def real_groups(rank: int, world_size: int, ep_size: int) -> dict[Axes, list[int
 def test_process_groups_follow_the_layout(ranks: Pools, ep_size: int) -> None:
     for rank, groups in enumerate(ranks(4).run(real_groups, 4, ep_size)):
         layout = Layout(world_size=4, ep_size=ep_size, rank=rank)
-        assert set(groups) == {Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS}
+        assert set(groups) == {Group.WORLD, Group.EXPERT, Group.EXPERT_DATA}
         for kind, members in groups.items():
             assert tuple(members) in layout.mesh.groups(kind)
             assert rank in members

@@ -29,7 +29,7 @@ from penstock.train.assemble import (
     workload,
 )
 from penstock.train.config import Precision, RunConfig, TrainConfig
-from penstock.train.fits import device_bytes
+from penstock.train.memory_check import device_bytes
 from tests.support.ranks import Pools
 
 CONFIG = RunConfig(
@@ -69,8 +69,8 @@ def test_layers_that_are_alike_have_gradients_as_if_all_were_built(
         parts = model_of(model, CONFIG.moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing_of(layout, CONFIG.moe.aux_loss_group))
     for sharded in (False, True):
-        replicas = sharded or layout.edp_size > 1
-        wanted = sizes_bytes(parts, parts, shape, replicas=replicas)
+        edp = sharded or layout.edp_size > 1
+        wanted = sizes_bytes(parts, parts, shape, edp=edp)
         assert gradient_bytes(model, CONFIG.moe, layout, sharded=sharded) == wanted
 
 
@@ -78,7 +78,7 @@ def test_a_stack_that_rounds_refuses_rows_that_bring_the_residual_stream() -> No
     config = replace(CONFIG, train=TrainConfig(precision="bfloat16"))
     machinery = build_machinery(ALONE, CPU, config.parallel, "bfloat16")
     stack = build_stack(config, machinery)
-    assert not stack.plan.shape.residual_in_rows
+    assert not stack.plan.shape.packed_residual
     exact = replace(stack.base_shape, carries_residual=True)
     plan = first_plan(config, ALONE, exact, stack.gradients.sizes_bytes)
     with pytest.raises(ValueError, match=r"autocast in bfloat16, which would round it.*train\.precision"):

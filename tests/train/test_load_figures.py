@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.mesh import Group, Mesh, node_of
-from penstock.placement import EMPTY, ExpertPlacement, Hosting
-from penstock.train.load_figures import HostedRows, LoadFigures, max_over_mean, rank_loads, relative_entropy
+from penstock.placement import EMPTY, ExpertPlacement, Replication
+from penstock.train.load_figures import (
+    LoadFigures,
+    RowsOfReplicas,
+    max_over_mean,
+    rank_loads,
+    relative_entropy,
+)
 
 
 def test_written_out() -> None:
@@ -22,36 +28,37 @@ def test_written_out() -> None:
     assert found.entropy == pytest.approx([-(0.25 * np.log(0.25) + 0.75 * np.log(0.75)) / np.log(4)])
 
 
-def test_rows_count_where_guests_compute_them_and_loads_are_compared_with_those_before() -> None:
+def test_rows_count_where_replicas_compute_them_and_loads_are_compared_with_those_before() -> None:
     """Rank 1 hosts the expert of rank 3, which three ranks want: it computes its own rows, and none of them
     leaves its node any more."""
     loads = np.zeros((4, 1, 4), dtype=np.int32)
     loads[0, 0, 0], loads[1:, 0, 3] = 8, 8
     before, even = loads.copy(), ExpertPlacement.even(4, 4)
     before[1, 0] = (0, 8, 0, 0)
-    guests = [Hosting.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
+    replicas = [Replication.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
     mesh = Mesh(world_size=4, ep_size=4)
-    hosted = HostedRows.of_group(loads, guests, mesh, 2, 0)
+    hosted = RowsOfReplicas.of_group(loads, replicas, mesh, 2, 0)
     found = LoadFigures.of(loads, [even], mesh, 2, hosted=hosted, before_PYE=before)
     assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
     assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
-    nobody = HostedRows.of_group(loads, [Hosting.none(even, 1)], mesh, 2, 0)
+    nobody = RowsOfReplicas.of_group(loads, [Replication.none(even, 1)], mesh, 2, 0)
     alone = LoadFigures.of(loads, [even], mesh, 2, hosted=nobody)
     assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
     assert alone.crossing_nodes == (0.25,) and alone.in_common is None
 
 
-def test_every_expert_group_has_guests_of_its_own() -> None:
+def test_every_expert_group_has_replicas_of_its_own() -> None:
     """Ranks 0 and 1 host all that they want; ranks 2 and 3, on another node each, send all rows to rank 2."""
     loads = np.zeros((4, 1, 2), dtype=np.int32)
     loads[:, 0, 0] = 6
     even, mesh = ExpertPlacement.even(2, 2), Mesh(world_size=4, ep_size=2)
-    guests = [Hosting.local(even, [[EMPTY], [0]])], [Hosting.none(even, 1)]
+    replicas = [Replication.local(even, [[EMPTY], [0]])], [Replication.none(even, 1)]
     shares = [
-        HostedRows.of_group(loads, guests[rank // 2], mesh, 1, rank).share(mesh, rank) for rank in range(4)
+        RowsOfReplicas.of_group(loads, replicas[rank // 2], mesh, 1, rank).share(mesh, rank)
+        for rank in range(4)
     ]
     assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
-    found = LoadFigures.of(loads, [even], mesh, 1, hosted=HostedRows.joined(shares))
+    found = LoadFigures.of(loads, [even], mesh, 1, hosted=RowsOfReplicas.joined(shares))
     assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
     alone = LoadFigures.of(loads, [even], mesh, 1)
     assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
@@ -95,9 +102,11 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     assert (rank_loads(loads.astype(np.int64), [placement], mesh)[:, 0] == ranks).all()
     found = LoadFigures.of(loads, [placement], mesh, 4)
     assert found.crossing_nodes == pytest.approx([away / loads.sum()])
-    guests = [Hosting.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])]
-    hosted = HostedRows.joined(
-        [HostedRows.of_group(loads, guests, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
+    replicas = [
+        Replication.local(placement, [[EMPTY], *[[EMPTY]] * (mesh.ep_size - 2), [placement.held(0)[0]]])
+    ]
+    hosted = RowsOfReplicas.joined(
+        [RowsOfReplicas.of_group(loads, replicas, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
     )
     found = LoadFigures.of(loads, [placement], mesh, 4, hosted=hosted)
     assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.mesh import Mesh
-from penstock.train.load_figures import HostedRows, max_over_mean
+from penstock.train.load_figures import RowsOfReplicas, max_over_mean
 from penstock.train.measuring import load_figures
 from tests.runtime.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
-from tests.support.hosted import Hosts, hosted_stack
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
+from tests.support.replicas import Hosts, hosted_stack
 
 
 def measured(rank: int, case: Case) -> tuple[Any, ...]:
@@ -24,19 +24,19 @@ def measured(rank: int, case: Case) -> tuple[Any, ...]:
         stack(tokens[mine], labels[mine]).backward()
     found = load_figures(stack)
     figures = found["rank_rows_max_over_mean"], found["rows_crossing_nodes"]
-    return stack.loads[-1], stack.loads.hostings, figures
+    return stack.loads[-1], stack.loads.replications, figures
 
 
-def test_guests_of_all_expert_groups_count(ranks: Pools) -> None:
-    """Two groups of two ranks; the second has more rows, and other guests."""
+def test_replicas_of_all_expert_groups_count(ranks: Pools) -> None:
+    """Two groups of two ranks; the second has more rows, and other replicas."""
     case = replace(hosting_case(4, ROUTINGS[0], "flowmoe"), ep_size=2, node_size=1, batches=(2, 1, 4, 5))
     found, mesh = ranks(4).run(measured, case), Mesh(world_size=4, ep_size=2)
-    loads, hostings, figures = found[0]
+    loads, replications, figures = found[0]
     assert all(each[2] == figures for each in found)
-    assert hostings != found[2][1]
-    groups = [HostedRows.of_group(loads, found[first][1], mesh, 1, first) for first in (0, 2)]
+    assert replications != found[2][1]
+    groups = [RowsOfReplicas.of_group(loads, found[first][1], mesh, 1, first) for first in (0, 2)]
     assert all((group.rows_PY.sum(axis=1) > 0).sum() == 2 for group in groups), "each knows its own"
-    together = HostedRows.joined([groups[rank // 2].share(mesh, rank) for rank in range(4)])
+    together = RowsOfReplicas.joined([groups[rank // 2].share(mesh, rank) for rank in range(4)])
     assert together.rows_PY.sum() == loads.sum()
     crossing = together.away_Y / loads.sum(axis=(0, 2))
     assert figures == (tuple(max_over_mean(together.rows_PY.T)), tuple(crossing))

@@ -39,7 +39,7 @@ records = st.builds(
     eval_loss=st.none() | finite,
     rank_rows_max_over_mean=st.none() | st.tuples(finite, finite),
     rows_dropped=st.none() | st.tuples(finite, finite),
-    steps_run_again=st.none() | st.integers(0, 10**9),
+    repeated_steps=st.none() | st.integers(0, 10**9),
     model_flops_utilisation=st.none() | finite,
     peak_memory_bytes=st.none() | st.integers(0, 2**62),
 )

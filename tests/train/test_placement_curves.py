@@ -32,7 +32,7 @@ SETTINGS = [
     "schedule.name=flowmoe",
     "schedule.microbatches=2",
     "schedule.all_reduce_chunk_bytes=2048",
-    "cluster.flops_per_s=1e7",  # so slow that guests pay
+    "cluster.flops_per_s=1e7",  # so slow that replicas pay
     "optimizer.lr=1e-2",
 ]
 BOTH = ["placement.samples=netmoe", "placement.experts=planned", "placement.replica_slots=2"]
@@ -51,8 +51,8 @@ FLAVOURS = 4
 
 
 class Curve(NamedTuple):
-    """losses: of every step, and of evaluations between. hosted, moved: in how many steps guests were hosted,
-    and samples away."""
+    """losses: of every step, and of evaluations between. hosted, moved: in how many steps replicas were
+    hosted, and samples away."""
 
     losses: list[float]
     hosted: int
@@ -83,7 +83,7 @@ def curve(rank: int, world_size: int, overrides: list[str], steps: int, dtype: t
     away, losses, hosted, moved = _Away(stack), [], 0, 0
     for step in range(steps):
         tokens_BL, labels_BL, ids_B = batch(config, layout, step)
-        hosted += any(h is not None and not h.is_empty for h in stack.host.hostings)
+        hosted += any(h is not None and not h.is_empty for h in stack.replica_manager.replications)
         loss = stack(tokens_BL, labels_BL, ids_B)
         update.backward(loss, step + 1)
         moved += away.saw(ids_B)
@@ -128,11 +128,11 @@ def check_double(ranks: Pools, world_size: int, steps: int) -> None:
     """With both, and with experts alone, whose rows are split by the loads of their own step."""
     runs = [[], BOTH, BOTH[1:]]
     found = ranks(world_size).run(curves, world_size, runs, steps, torch.float64, timeout_s=LONG_S)
-    still, moving, hosting = found[0]
-    assert max(largest_difference(still, each) for each in (moving, hosting)) < 1e-8
+    still, moving, replication = found[0]
+    assert max(largest_difference(still, each) for each in (moving, replication)) < 1e-8
     assert moving.losses[-1] < 0.9 * moving.losses[0]
-    assert (still.hosted, still.moved, hosting.moved) == (0, 0, 0)
-    assert min(moving.hosted, hosting.hosted) > steps / 2
+    assert (still.hosted, still.moved, replication.moved) == (0, 0, 0)
+    assert min(moving.hosted, replication.hosted) > steps / 2
     assert sum(each[1].moved for each in found) > 10  # experts learn languages soon, and samples settle
 
 

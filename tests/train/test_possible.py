@@ -133,7 +133,7 @@ def test_what_would_change_nothing_is_refused(settings: list[str], ranks: int, k
         ),
         (
             ["placement.experts=planned", "moe.capacity_factor=1.5", "plan.mode=auto"],
-            r"placement\.experts = .*a guest would spare nothing\. Use dropless routing",
+            r"placement\.experts = .*a replica would spare nothing\. Use dropless routing",
         ),
         (["placement.experts=planned", "moe.gate=soft"], r"with moe\.gate = soft every expert"),
         (

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.apportion import Counts
 from penstock.checkpoint.folder import DamagedError
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.routing.samples import SampleTable
 from penstock.runtime import PipelinedStack
 from penstock.runtime.bounds import Passes, RowBounds
@@ -24,7 +24,7 @@ from penstock.train.run_state import (
     take_steps,
 )
 from tests.runtime.test_bounds import bounded
-from tests.runtime.test_guests_between_steps import checkpoints
+from tests.runtime.test_replicas_between_steps import checkpoints
 from tests.support.cases import moving_case as case
 from tests.support.parity import batch_of, stack_of
 from tests.support.placers import Eager
@@ -84,7 +84,7 @@ FOUND: list[tuple[list[list[int]], list[int]]] = []
 class Noting(Eager):
     """Remembers what samples were expected to want, and the homes that they got."""
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         found = super().homes(table, following, moved_rows)
         FOUND.append((table.expected_IE.tolist(), found.tolist()))
         return found

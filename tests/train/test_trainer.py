@@ -141,8 +141,8 @@ def test_bounded_rows_make_the_host_wait_three_times(cards: Pools, tmp_path: Pat
     run(here, *ON_A_GPU, "train.precision=float32")
     losses, same = ([each.loss for each in metrics(folder)] for folder in (there, here))
     assert losses == pytest.approx(same, rel=1e-5)
-    assert {each.steps_run_again for each in metrics(there)} <= {0, 1, 2}
-    assert {each.steps_run_again for each in metrics(here)} == {None}
+    assert {each.repeated_steps for each in metrics(there)} <= {0, 1, 2}
+    assert {each.repeated_steps for each in metrics(here)} == {None}
 
 
 class Timing(CardDevice):

@@ -26,8 +26,8 @@ from penstock.dtensors import spread_states
 from penstock.families.adapters import core_of
 from penstock.families.experts import ModelExperts, sharding_of_experts
 from penstock.families.family import Family
+from penstock.families.inspection import Found, look
 from penstock.families.known import family_inside, family_of
-from penstock.families.look import Found, look
 from penstock.graph import Lane
 from penstock.mesh import Group
 from penstock.moe import MoELayer
@@ -225,7 +225,7 @@ def _engine(
         decoder = pieces.decoder
         stack = PipelinedStack(found.model, decoder, found.moe, machinery, planner.first, updating=updating)
         stack.timed = False  # nothing reads when tasks ran
-        stack.host.moving = moving_of(found.choice, found.sizes, stack)
+        stack.replica_manager.moving = moving_of(found.choice, found.sizes, stack)
         if layout.ep_size * layout.etp_size > 1:
             machinery.transports.open([(Lane.INTER, Group.EXPERT), (Lane.INTER, Group.SHARDS)])
         if tensor is not None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from penstock.adapt.cut import Caught, Cut, Inside, RouterUse
 from penstock.families.family import Family
-from penstock.families.look import code_of, in_parts
+from penstock.families.inspection import code_of, in_parts
 from penstock.moe import MoELayer, SampleKeys
 from penstock.runtime.cross_entropy import cross_entropy_sum
 from penstock.sharding import shardings_of

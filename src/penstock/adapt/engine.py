@@ -20,9 +20,9 @@ from torch import Tensor
 
 from penstock.adapt.cut import RouterUse
 from penstock.adapt.decoder import Decoder, Inputs
-from penstock.adapt.intact import check_intact
 from penstock.adapt.passes import Passes
 from penstock.adapt.planning import Planner
+from penstock.adapt.unchanged import check_unchanged
 from penstock.config import ConfigError
 from penstock.device import device_of
 from penstock.moe import MoEConfig
@@ -244,7 +244,7 @@ class Engine:
         """Make ready for a training step. weight: of the balance loss."""
         stack = self.stack
         stack.training = True
-        check_intact(self.decoder, balances=given.routers != "unused")
+        check_unchanged(self.decoder, balances=given.routers != "unused")
         self.watch_outside()
         moe: MoEConfig = replace(stack.moe, aux_loss_coeff=weight)
         stack.minimise(moe, self._balance, valid, ending)
@@ -276,7 +276,7 @@ class Engine:
         if before.recompute != self._recompute:
             why = f"gradient checkpointing was switched to {self._recompute!r}"
         device = self.stack.machinery.device
-        with self.stack.wishing(why), device_of(device).fork_random(device):
+        with self.stack.requesting_replan(why), device_of(device).fork_random(device):
             self._run(given)
 
     def _trained(self) -> frozenset[str]:

@@ -20,8 +20,8 @@ from penstock.decision import Decision
 from penstock.dtensors import local_state
 from penstock.families.experts import Shares, keep_shares
 from penstock.families.family import Family
+from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, family_of
-from penstock.families.look import Found, look
 from penstock.families.model_folder import ModelFolder, folder_of
 from penstock.families.weights import share_of_experts
 from penstock.moe.experts.base import ExpertShard

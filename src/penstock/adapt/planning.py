@@ -184,7 +184,7 @@ def planner_of(plan: str | Decision, sizes: ModelSizes, layout: Layout, parallel
 
 
 def moving_of(choice: Decision, sizes: ModelSizes, stack: PipelinedStack) -> ExpertMoving | None:
-    """Return how guests are planned, by assumed costs; None where experts stay."""
+    """Return how replicas are planned, by assumed costs; None where experts stay."""
     work = sizes.workload(stack.machinery.layout, stack.gradients.sizes_bytes, 1, FIRST_LENGTH)
     placement = PlacementConfig(
         experts=choice.experts, replica_slots=choice.replica_slots, split=choice.split

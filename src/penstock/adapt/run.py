@@ -18,15 +18,15 @@ from torch import Tensor
 from penstock.adapt.build import pieces_of, spread_parts
 from penstock.adapt.decoder import Decoder, Inputs
 from penstock.adapt.engine import BalanceOverLayers
-from penstock.adapt.intact import check_intact
 from penstock.adapt.loading import read_share, skeleton
 from penstock.adapt.saving import ModelNaming
 from penstock.adapt.tensor import TensorShares, check_can_narrow
+from penstock.adapt.unchanged import check_unchanged
 from penstock.config import ConfigError
 from penstock.decision import Decision, PlacementConfig
 from penstock.device import device_of
 from penstock.families.described import GENERATION, quiet, read_generation
-from penstock.families.look import Found
+from penstock.families.inspection import Found
 from penstock.families.model_folder import ModelFolder
 from penstock.families.sections import coefficient_of, described_in
 from penstock.families.weights import quantized_in
@@ -40,7 +40,7 @@ from penstock.topology import Layout
 from penstock.train.assemble import assumed_moving, base_shape, first_plan, updating_of
 from penstock.train.config import RunConfig
 from penstock.train.model import Files, RunModel, decoder_of
-from penstock.train.pretrained import COPY, files_alike
+from penstock.train.pretrained import COPY, same_files
 
 
 def model_of_run(
@@ -81,7 +81,7 @@ class ModelStack(PipelinedStack):
         Raises ValueError if the model has been changed in a way that a step would miss.
         """
         balances = self.moe.aux_loss_coeff > 0
-        check_intact(self.parts, balances=balances)
+        check_unchanged(self.parts, balances=balances)
         self.parts.begin(Inputs(routers="balanced" if balances else "unused"))
         loss: Tensor = super().forward(
             tokens_BL,
@@ -149,7 +149,7 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     """
     path, layout, control = config.model.config, machinery.layout, machinery.control
     assert path is not None, "sizes of other architectures come from there"
-    stored, built = files_alike(path, control), list[Found]()
+    stored, built = same_files(path, control), list[Found]()
 
     def build() -> None:
         check_can_narrow(described_in(path), layout.etp_size)

@@ -96,7 +96,7 @@ class Autotuner:
 
     @property
     def moving(self) -> ExpertMoving | None:
-        """How the guests of the next step are planned; None where experts stay."""
+        """How the replicas of the next step are planned; None where experts stay."""
         return self.planned.moving(self._asked.placement)
 
     @property
@@ -189,9 +189,9 @@ class Autotuner:
         self._go_by(planned, settle=settle)
 
     def _go_by(self, planned: Planned, *, settle: bool) -> None:
-        """Use a plan that the stack runs already; guests are planned by what that plan hides."""
+        """Use a plan that the stack runs already; replicas are planned by what that plan hides."""
         self.planned = planned
-        self._stack.host.moving = self.moving
+        self._stack.replica_manager.moving = self.moving
         self._begin(settle=settle)
 
     def _settle(self, records: Records) -> bool:

@@ -34,7 +34,7 @@ from penstock.words import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rival:
+class PlanToTry:
     """A plan that may be tried, and the seconds that were predicted for a whole step."""
 
     choice: Decision
@@ -76,7 +76,7 @@ class Learnt:
 class Planned:
     """A plan in use and the problem that it solves; the same on all ranks.
 
-    file: the cluster's, if a file describes it. lines: the explanation of the choice. rivals: other plans
+    file: the cluster's, if a file describes it. lines: the explanation of the choice. to_try: other plans
     that may turn out to be faster, the most promising first. number: by which messages refer to the plan;
     plans: count of numbers given.
     """
@@ -86,7 +86,7 @@ class Planned:
     plan: StepPlan
     file: ClusterFile | None = None
     lines: tuple[str, ...] = ()
-    rivals: tuple[Rival, ...] = ()
+    to_try: tuple[PlanToTry, ...] = ()
     searched: Searched | None = None
     number: int = 1
     plans: int = 1
@@ -145,7 +145,7 @@ class Planned:
         return Forecast(f"{measured} in {CLUSTER_FILE}", timeline)
 
     def moving(self, placement: PlacementConfig) -> ExpertMoving | None:
-        """Return how the guests of the next step are planned; None where experts stay."""
+        """Return how the replicas of the next step are planned; None where experts stay."""
         work = self.problem.workload_of(self.choice)
         cost = StepCost(self.plan.shape, work, self.problem.cluster)
         return expert_moving(placement, self.choice, cost, self.plan)

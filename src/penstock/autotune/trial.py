@@ -1,7 +1,7 @@
 """Runs the most promising plans for some steps each: the best prediction is still a prediction.
 
 Where ranks share cores, for example, or task durations vary a lot, a plan of fewer pieces may be faster than
-predicted, and the cost of guests during computation is hard to predict at all. These steps train like any
+predicted, and the cost of replicas during computation is hard to predict at all. These steps train like any
 others. Every rank receives the same times, so all ranks choose the same plan after the same step without
 communicating.
 """
@@ -37,7 +37,7 @@ MOST_SHARE = 0.1
 
 def worth_while(planned: Planned, steps: int) -> bool:
     """Tell whether there are plans to compare, in a run that is long enough to gain from the fastest."""
-    return bool(planned.rivals) and (1 + len(planned.rivals)) * TRIAL_STEPS <= MOST_SHARE * steps
+    return bool(planned.to_try) and (1 + len(planned.to_try)) * TRIAL_STEPS <= MOST_SHARE * steps
 
 
 def worth_trying(config: RunConfig) -> bool:
@@ -148,13 +148,13 @@ class Trials(Trial):
     settles = True
 
     def __init__(self, planned: Planned) -> None:
-        first, plans = replace(planned, rivals=()), planned.plans + len(planned.rivals)
-        rivals = [
+        first, plans = replace(planned, to_try=()), planned.plans + len(planned.to_try)
+        to_try = [
             replace(first, choice=each.choice, plan=each.plan, number=number, plans=plans)
-            for number, each in enumerate(planned.rivals, planned.number + 1)
+            for number, each in enumerate(planned.to_try, planned.number + 1)
         ]
-        super().__init__([replace(first, plans=plans), *rivals])
-        self._predicted_s = [planned.predicted_s, *(each.predicted_s for each in planned.rivals)]
+        super().__init__([replace(first, plans=plans), *to_try])
+        self._predicted_s = [planned.predicted_s, *(each.predicted_s for each in planned.to_try)]
 
     @property
     def done(self) -> bool:
@@ -236,8 +236,9 @@ class TriedMoves(Trial):
     def learned(self, planned: Planned, control: Control) -> Planned:
         """Return the plan that is kept with what the trial tells of the other; all ranks call it together.
 
-        They plan guests by the same prices. Moving that won is not remembered: nothing would be tried again,
-        and a lucky turn would speak for it. An earlier trial between the same moves would tell the opposite.
+        They plan replicas by the same prices. Moving that won is not remembered: nothing would be tried
+        again, and a lucky turn would speak for it. An earlier trial between the same moves would tell the
+        opposite.
         """
         faster, slower = map(self._observed, self._ranked)
         choices = slower.planned.choice, faster.planned.choice
@@ -248,7 +249,7 @@ class TriedMoves(Trial):
         mine = [record for step in slower.records[DROPPED_STEPS:] for record in step]
         everyone = control.gather(mine, "exchanging durations of the slower plan")
         records = [record for rank in everyone for record in rank]
-        moves, trial = decided(control, lambda: _lesson(slower, faster, records), "learning from a trial")
+        moves, trial = decided(control, lambda: _correction(slower, faster, records), "learning from a trial")
         return planned.learning(moves, (*known, trial))
 
     def _observed(self, turn: Turn) -> Turn:
@@ -259,7 +260,7 @@ class TriedMoves(Trial):
         )
 
 
-def _lesson(
+def _correction(
     slower: Turn, faster: Turn, records: Sequence[TaskRecord]
 ) -> tuple[tuple[MoveModel, ...], LostTrial]:
     """Return the price of the slower plan's own transfers, and by how much predictions err even so."""

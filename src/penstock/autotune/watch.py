@@ -271,7 +271,7 @@ def remeasured(file: ClusterFile, links: tuple[LinkModel, ...]) -> ClusterFile:
     again = []
     for link in links:
         known = before.pop((link.collective, link.group, link.op), link)
-        again.append(replace(link, in_steps=known.in_steps, beside=known.beside))
+        again.append(replace(link, in_steps=known.in_steps, contended=known.contended))
     links = (*again, *before.values())
     return replace(file, links=links, rates=rates_with_links(file.rates, links, file.nodes))
 

@@ -31,7 +31,7 @@ from penstock.report.profile_figure import draw_profile
 from penstock.topology import Control, Layout, ProcessInfo, detect
 from penstock.train.assemble import build_machinery, on_device
 from penstock.train.config import RunConfig
-from penstock.train.fits import check_run, device_bytes, host_bytes
+from penstock.train.memory_check import check_run, device_bytes, host_bytes
 from penstock.train.stopping import StopRequests
 from penstock.words import terminal_width
 

@@ -34,8 +34,8 @@ from penstock.topology.join import ALONE
 from penstock.topology.local import Places, local_processes
 from penstock.topology.meeting_point import check_interface
 from penstock.train.config import RunConfig
-from penstock.train.fits import check_processes
 from penstock.train.launcher import LaunchOutcome, Place, launch
+from penstock.train.memory_check import check_processes
 
 T = TypeVar("T")
 

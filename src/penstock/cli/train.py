@@ -19,8 +19,8 @@ from penstock.topology.join import ALONE
 from penstock.topology.local import Places, limit_threads
 from penstock.train.config import RunConfig
 from penstock.train.curves import check_wandb
-from penstock.train.fits import check_run, host_bytes
 from penstock.train.launcher import Place
+from penstock.train.memory_check import check_run, host_bytes
 from penstock.train.output import check_output
 from penstock.train.source import check_source
 

@@ -103,9 +103,9 @@ class ClusterConfig:
         near = {name: get_args(types[name])[1].nearest(value) for name, value in rates.items()}
         return replace(self, **near)
 
-    def in_company(self, share: float) -> Self:
-        """Return the cluster with tasks that have company for this share of their time."""
-        del share  # rates know of no company
+    def contended(self, share: float) -> Self:
+        """Return the cluster with tasks that have contention for this share of their time."""
+        del share  # rates know of no contention
         return self
 
     def all_to_all(self, group: Span | int, axes: Axes = Group.EXPERT) -> AlphaBeta:

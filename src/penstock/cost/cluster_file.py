@@ -58,17 +58,17 @@ COLLECTIVES = (
 """Collectives that are measured, besides legs of dispatches, which have the dispatch's name and an op."""
 
 
-AGAIN = "Measure it again, or correct the number."
-Seconds = Annotated[float, Within(0, 1e3, "nothing waits a quarter of an hour to begin", hint=AGAIN)]
+RECOMPUTE = "Measure it again, or correct the number."
+Seconds = Annotated[float, Within(0, 1e3, "nothing waits a quarter of an hour to begin", hint=RECOMPUTE)]
 SecondsPerUnit = Annotated[
-    float, Within(0, 1e-3, "modems of 1990 took a millisecond for a byte", True, hint=AGAIN)
+    float, Within(0, 1e-3, "modems of 1990 took a millisecond for a byte", True, hint=RECOMPUTE)
 ]
-Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=AGAIN)]
-Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=AGAIN)]
-Scatter = Annotated[float, Within(0, 1e3, "a duration that scatters more says nothing", hint=AGAIN)]
-Quality = Annotated[float, Within(-1e300, 1, "1 is a perfect line", hint=AGAIN)]
-Residual = Annotated[float, Within(0, 1e300, "it is a distance", hint=AGAIN)]
-Measured = Annotated[float, Within(0, 1e18, "bytes, operations or seconds", hint=AGAIN)]
+Factor = Annotated[float, Within(0, 1e9, "it multiplies durations", above=True, hint=RECOMPUTE)]
+Slowdown = Annotated[float, Within(1, 1e9, "other work on a rank never makes a task shorter", hint=RECOMPUTE)]
+Scatter = Annotated[float, Within(0, 1e3, "a duration that scatters more says nothing", hint=RECOMPUTE)]
+Quality = Annotated[float, Within(-1e300, 1, "1 is a perfect line", hint=RECOMPUTE)]
+Residual = Annotated[float, Within(0, 1e300, "it is a distance", hint=RECOMPUTE)]
+Measured = Annotated[float, Within(0, 1e18, "bytes, operations or seconds", hint=RECOMPUTE)]
 Point = Annotated[tuple[Measured, ...], Items(8, "size, seconds")]
 Points = Annotated[tuple[Point, ...], Items(10_000, "a line needs few points")]
 MemoryBytes = Annotated[int, Within(1, 2**62, "no machine has more", hint="Leave it out if it is not known.")]
@@ -101,7 +101,7 @@ class LinkModel:
     (all-gather), the whole input (reduce-scatter), the tensor (all-reduce, broadcast, point-to-point).
     group: ep, node, rail, edp, world, etp, tp, dp or ep x etp, as Group names them. op: the leg of a
     hierarchical dispatch, else "".
-    in_steps: how many times longer a transfer takes in a step than by this line. beside: additional factor
+    in_steps: how many times longer a transfer takes in a step than by this line. contended: additional factor
     beside computation; None = as the file says of all transfers.
     """
 
@@ -113,7 +113,7 @@ class LinkModel:
     beta_s_per_byte: SecondsPerUnit
     op: str = ""
     in_steps: Factor = 1.0
-    beside: Slowdown | None = None
+    contended: Slowdown | None = None
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -132,14 +132,14 @@ class LinkModel:
 class TaskModel:
     """Model of a compute task: `alpha + scale * nominal`, where nominal is its work by the two rates.
 
-    op, phase: as in task names (AT, F). beside: how many times longer the task takes beside traffic.
+    op, phase: as in task names (AT, F). contended: how many times longer the task takes beside traffic.
     """
 
     op: str
     phase: str
     alpha_s: Seconds
     scale: Factor
-    beside: Slowdown = 1.0
+    contended: Slowdown = 1.0
     fit: Fit | None = None
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class StepFit:
         check_bounds(self)
         if not self.low <= self.ratio <= self.high:
             why = f"does not lie between low = {self.low:g} and high = {self.high:g}"
-            raise ConfigError("ratio", self.ratio, why, AGAIN)
+            raise ConfigError("ratio", self.ratio, why, RECOMPUTE)
 
     def around(self, predicted_s: float) -> tuple[float, float]:
         """Return the interval in which a step predicted at `predicted_s` (`ratio` included) is expected."""
@@ -227,7 +227,7 @@ class ClusterFile:
     """A cluster. rates: what answers where nothing was measured; one of several nodes says whose rate
     theirs is (a measured file that does not has that of a device).
 
-    transfers_beside_compute: how many times longer a transfer takes beside computation. jitter: how much a
+    contended_transfers: how many times longer a transfer takes beside computation. jitter: how much a
     compute task's duration scatters, relative (standard deviation). slowness: by rank, how many times longer
     its computation takes than `tasks` says; empty = all ranks are alike. steps: real steps beside their
     simulation; None = not measured, or of no use. moves: what a run has learnt of transfers that no profile
@@ -249,7 +249,7 @@ class ClusterFile:
     links: Annotated[tuple[LinkModel, ...], Items(MOST_MODELS, "one per collective and group")] = ()
     tasks: Annotated[tuple[TaskModel, ...], Items(MOST_MODELS, "one per op and phase")] = ()
     kernels: Annotated[tuple[KernelModel, ...], Items(MOST_MODELS, "they are for the reader")] = ()
-    transfers_beside_compute: Slowdown = 1.0
+    contended_transfers: Slowdown = 1.0
     jitter: Scatter = 0.0
     slowness: Annotated[tuple[Factor, ...], Items(MOST_RANKS, "one per rank")] = ()
     steps: StepFit | None = None

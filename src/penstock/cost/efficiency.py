@@ -115,7 +115,7 @@ class Efficiency:
 
         load: how many times as many rows they have, one number or an array.
         """
-        forward, inputs = phase in (Phase.FORWARD, Phase.AGAIN), phase in (Phase.BACKWARD, Phase.INPUT)
+        forward, inputs = phase in (Phase.FORWARD, Phase.RECOMPUTE), phase in (Phase.BACKWARD, Phase.INPUT)
         ways = [forward, inputs, phase in (Phase.BACKWARD, Phase.WEIGHT)]
         total: Any = 0.0
         for each in kernels.products:

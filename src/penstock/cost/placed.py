@@ -23,7 +23,7 @@ from penstock.decision.moving import why_not_exact
 from penstock.graph import Phase
 from penstock.mesh import Group
 from penstock.ops import Op
-from penstock.placement import SPLIT, ExpertPlacement, Hosting
+from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.placing import (
     ExpertCosts,
     ExpertProblem,
@@ -36,7 +36,7 @@ from penstock.placing import (
 )
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.rows import by_source_and_target
-from penstock.routing.samples import Plane, company_of
+from penstock.routing.samples import Plane, exchange_group_of
 from penstock.routing.sizes import split_sizes
 from penstock.step import StepShape
 
@@ -48,12 +48,13 @@ class Placed:
     """Places of samples and experts in one step.
 
     held_YDB: [Y + 1, D, B], which sample is at every place before each MoE layer, and after the last one;
-    samples are numbered group by group, as the batch has them. hostings: by MoE layer, the same in all expert
-    groups; () = experts stay. planning_s: seconds in which a rank plans its share of the next step's guests.
+    samples are numbered group by group, as the batch has them. replications: by MoE layer, the same in all
+    expert groups; () = experts stay. planning_s: seconds in which a rank plans its share of the next step's
+    replicas.
     """
 
     held_YDB: Counts
-    hostings: tuple[Hosting, ...] = ()
+    replications: tuple[Replication, ...] = ()
     planning_s: float = 0.0
 
     def leaving(self, counts_DBYE: Counts) -> Counts:
@@ -75,11 +76,11 @@ class Placed:
         return found
 
     @staticmethod
-    def still(counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
+    def still(counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
         """Return the places of a step where every sample stays where the batch has it."""
         groups, samples, layers, _ = counts_DBYE.shape
         places_DB = np.arange(groups * samples).reshape(groups, samples)
-        return Placed(np.broadcast_to(places_DB, (layers + 1, groups, samples)), hostings)
+        return Placed(np.broadcast_to(places_DB, (layers + 1, groups, samples)), replications)
 
 
 def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
@@ -92,7 +93,7 @@ def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
 class Evidence:
     """Routing of two consecutive steps: token copies [D, B, Y, E] of samples for experts.
 
-    before: of the step from whose loads guests are planned. now: of the step that is priced.
+    before: of the step from whose loads replicas are planned. now: of the step that is priced.
     """
 
     before_DBYE: Counts
@@ -121,7 +122,7 @@ class SampleMover:
         """Return the mover that section [placement] describes."""
         return SampleMover(work=work, shape=shape, solver=how.solver, predicts=how.prediction != "none")
 
-    def placed(self, counts_DBYE: Counts, hostings: tuple[Hosting, ...] = ()) -> Placed:
+    def placed(self, counts_DBYE: Counts, replications: tuple[Replication, ...] = ()) -> Placed:
         """Return the places of samples with these counts before and after every layer.
 
         The next layer's gate is assumed to predict exactly what samples will ask of it.
@@ -131,25 +132,25 @@ class SampleMover:
         held = [np.arange(groups * samples).reshape(groups, samples)]
         for layer in range(layers):
             now_DB = held[-1].copy()
-            hosting, following = (_hosting_of(hostings, y, self.work) for y in (layer, layer + 1))
+            replication, following = (_replication_of(replications, y, self.work) for y in (layer, layer + 1))
             for group in device_groups(self.work):
                 for places in self._chunks():
                     cells = np.ix_(np.array(group.devices), np.arange(places.start, places.stop))
                     here_I = now_DB[cells].reshape(-1)
                     ahead = by_sample[here_I, layer + 1] if self.predicts and layer + 1 < layers else None
-                    homes_I = self._homes(by_sample[here_I, layer], ahead, group, hosting, following)
+                    homes_I = self._homes(by_sample[here_I, layer], ahead, group, replication, following)
                     order = np.argsort(homes_I, kind="stable")
                     now_DB[cells] = here_I[order].reshape(len(group.devices), -1)
             held.append(now_DB)
-        return Placed(np.stack(held), hostings)
+        return Placed(np.stack(held), replications)
 
     def _homes(
         self,
         counts_IE: Counts,
         ahead_IE: Counts | None,
         group: Plane,
-        hosting: Hosting,
-        following: Hosting,
+        replication: Replication,
+        following: Replication,
     ) -> Counts:
         mesh, devices = self.work.mesh, len(group.devices)
         ranks = [mesh.groups(Group.TENSOR)[device][0] for device in group.devices]
@@ -158,7 +159,7 @@ class SampleMover:
         homes_I = np.repeat(np.arange(devices), len(counts_IE) // devices)
         near = None if ahead_IE is None else Nearness.of_devices(following, np.array(group.device_P), node_V)
         problem = sample_problem(
-            counts=_by_position(counts_IE, places_V[homes_I], hosting),
+            counts=_by_position(counts_IE, places_V[homes_I], replication),
             homes=homes_I,
             moved_rows=np.full(len(homes_I), round(self.work.seq_len * row_weight(self.work, self.shape))),
             node_of_device=node_V,
@@ -178,7 +179,7 @@ class SampleMover:
 
 def row_weight(work: Workload, shape: StepShape) -> float:
     """Return the number of rows in transit that weigh as much as what follows one token of a moved sample."""
-    residual_bytes = 0 if shape.residual_in_rows else FLOAT32_BYTES * work.hidden_size
+    residual_bytes = 0 if shape.packed_residual else FLOAT32_BYTES * work.hidden_size
     shared_bytes = work.hidden_bytes(1) if work.shared_ffn_hidden_size else 0
     return (residual_bytes + shared_bytes) / work.wire_bytes(1)
 
@@ -188,32 +189,32 @@ def device_groups(work: Workload) -> list[Plane]:
     mesh, found = work.mesh, list[Plane]()
     for ranks in mesh.groups(mesh.all_experts):
         world = list(dict.fromkeys(mesh.group(rank, Group.TENSOR) for rank in ranks))
-        for plane in company_of(mesh, ranks[0], work.known_per_node).planes:
+        for plane in exchange_group_of(mesh, ranks[0], work.known_per_node).planes:
             found.append(replace(plane, devices=tuple(world[device] for device in plane.devices)))
     return found
 
 
-def _by_position(counts_IE: Counts, places_I: Counts, hosting: Hosting) -> Counts:
+def _by_position(counts_IE: Counts, places_I: Counts, replication: Replication) -> Counts:
     """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
-    found, pairs = np.zeros((len(counts_IE), hosting.positions), np.int64), hosting.pairs
+    found, pairs = np.zeros((len(counts_IE), replication.positions), np.int64), replication.pairs
     for place in np.unique(places_I):
-        here, own = np.flatnonzero(places_I == place), hosting.pairs.rank == place
+        here, own = np.flatnonzero(places_I == place), replication.pairs.rank == place
         expert, position, parts = (each[own] for each in (pairs.expert, pairs.position, pairs.parts))
         np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts)
     return found // SPLIT
 
 
-def _hosting_of(hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Hosting:
-    return hostings[layer] if layer < len(hostings) else Hosting.none(work.placement, 0)
+def _replication_of(replications: tuple[Replication, ...], layer: int, work: Workload) -> Replication:
+    return replications[layer] if layer < len(replications) else Replication.none(work.placement, 0)
 
 
 # ---- experts -----------------------------------------------------------------------------------------------
 
 
 def expert_costs(even: StepCost) -> ExpertCosts:
-    """Return a step's sizes and cluster for a planner of guests; slack as in Eq 8.
+    """Return a step's sizes and cluster for a planner of replicas; slack as in Eq 8.
 
-    Where guests were seen to travel longer than their bytes by the links, these are more bytes.
+    Where replicas were seen to travel longer than their bytes by the links, these are more bytes.
     """
     work, cluster = even.workload, even.cluster
     tokens = work.tokens(0, 1)
@@ -223,20 +224,20 @@ def expert_costs(even: StepCost) -> ExpertCosts:
         links=links_of(work, cluster, work.mesh.groups(Group.EXPERT)[0]),
         row_s=(rows_s[1] - rows_s[0]) / tokens,
         row_bytes=work.wire_bytes(1),
-        parameter_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_PARAMETERS),
-        gradient_bytes=work.expert_bytes * cluster.prolonged(Op.GUEST_GRADIENTS),
+        parameter_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_PARAMETERS),
+        gradient_bytes=work.expert_bytes * cluster.prolonged(Op.REPLICA_GRADIENTS),
         other_s=forward(Op.ATTENTION, flops=work.attention_flops(tokens)),
     )
 
 
 def splits_exactly(choice: Decision, work: Workload) -> bool:
-    """Return whether rows are split among the hosts of their expert by the loads of their own step.
+    """Return whether rows are split among the homes of their expert by the loads of their own step.
 
     Raises ConfigError where that was asked for and is impossible.
     """
     joined = "moe.one_copy_per_rank=true sends one row for several experts" if work.one_copy_per_rank else ""
     why = why_not_exact(choice) or joined
-    if why and choice.guests and choice.split == "exact":
+    if why and choice.num_replica_slots and choice.split == "exact":
         hint = "Leave it out, or set placement.split=last_step."
         raise ConfigError(
             "placement.split", choice.split, f"{why}, so loads of a step come too late for it", hint
@@ -244,33 +245,35 @@ def splits_exactly(choice: Decision, work: Workload) -> bool:
     return choice.split != "last_step" and not why
 
 
-def planned_hostings(
+def planned_replications(
     loads_YPE: Counts,
     planner: str,
     replica_slots: int,
     placement: ExpertPlacement,
     costs: Sequence[ExpertCosts],
     exact: bool = True,
-) -> tuple[Hosting, ...]:
-    """Return the hosting of every layer by a planner's name, from the loads of the step before.
+) -> tuple[Replication, ...]:
+    """Return the replication of every layer by a planner's name, from the loads of the step before.
 
-    A layer hosts nothing where hosting would not have paid. costs: by layer.
+    A layer homes nothing where replication would not have paid. costs: by layer.
     """
-    plan, hostings = find_planner(planner), list[Hosting]()
+    plan, replications = find_planner(planner), list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
         problem = common(loads=loads_PE, costs=cost)
-        hosting = plan(problem)
-        hostings.append(hosting if pays(problem, hosting) else Hosting.none(placement, replica_slots))
-    return tuple(hostings)
+        replication = plan(problem)
+        replications.append(
+            replication if pays(problem, replication) else Replication.none(placement, replica_slots)
+        )
+    return tuple(replications)
 
 
 def planning_share(work: Workload, layers: int) -> float:
-    """Return the part of planning all layers' guests on the busiest rank: each rank plans some layers."""
+    """Return the part of planning all layers' replicas on the busiest rank: each rank plans some layers."""
     return -(-layers // work.mesh.size(work.mesh.all_experts)) / max(1, layers)
 
 
-def guest_planning_s(work: Workload, planner: str, layers: int) -> float:
+def replica_planning_s(work: Workload, planner: str, layers: int) -> float:
     """Return the seconds in which the busiest rank plans its share of the layers, on a thread of the host."""
     return planning_share(work, layers) * layers * planning_s(planner, work.ep_size, work.num_experts)
 
@@ -285,22 +288,28 @@ def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
 
 
 def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, work: Workload) -> Counts:
-    """Return the rows that every rank's experts and guests receive in a step, by MoE layer, [Y, P].
+    """Return the rows that every rank's experts and replicas receive in a step, by MoE layer, [Y, P].
 
-    placed: where samples and guests are; None = nothing moves.
+    placed: where samples and replicas are; None = nothing moves.
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
-    hostings = () if placed is None else placed.hostings
+    replications = () if placed is None else placed.replications
     rows_PRCYE = work.cut(shape).rows(leaving)
-    return np.stack([_received(rows_PRCYE[..., y, :], hostings, y, work) for y in range(leaving.shape[2])])
+    return np.stack(
+        [_received(rows_PRCYE[..., y, :], replications, y, work) for y in range(leaving.shape[2])]
+    )
 
 
-def _received(rows_PRCE: Counts, hostings: tuple[Hosting, ...], layer: int, work: Workload) -> Counts:
-    """Return the rows that every rank receives in one layer, [P]; hosts share each slice by itself."""
-    if hostings:
-        hosting, pieces = hostings[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
-        seats = [rows_by_position(pieces[:, n], hosting, work.mesh) for n in range(pieces.shape[1])]
-        by_rank = np.sum(seats, axis=0).reshape(-1, work.ep_size * work.etp_size, work.ep_size, hosting.slots)
+def _received(rows_PRCE: Counts, replications: tuple[Replication, ...], layer: int, work: Workload) -> Counts:
+    """Return the rows that every rank receives in one layer, [P]; homes share each slice by itself."""
+    if replications:
+        replication, pieces = replications[layer], rows_PRCE.reshape(len(rows_PRCE), -1, work.num_experts)
+        expert_slots = [
+            rows_by_position(pieces[:, n], replication, work.mesh) for n in range(pieces.shape[1])
+        ]
+        by_rank = np.sum(expert_slots, axis=0).reshape(
+            -1, work.ep_size * work.etp_size, work.ep_size, replication.slots
+        )
     else:
         by_rank = by_source_and_target(rows_PRCE.sum(axis=(1, 2)), work.placement, work.etp_size)
         by_rank = by_rank.reshape(-1, work.ep_size * work.etp_size, *by_rank.shape[3:])

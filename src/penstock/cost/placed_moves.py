@@ -22,11 +22,11 @@ from penstock.ops.samples import COUNT_BYTES
 from penstock.ops.transfers import outward
 from penstock.ops.work import DIGEST_BYTES
 from penstock.placing import copies_of
-from penstock.placing.told import told_bytes
+from penstock.placing.encoding import told_bytes
 from penstock.routing.replicas import rows_by_position
 from penstock.routing.sizes import part_sizes, split_sizes
 
-PLACED_MOVES: Final = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_GUESTS)
+PLACED_MOVES: Final = (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS, Op.SAMPLE_MOVE, Op.COMPARE_REPLICAS)
 """Ops that move what follows samples and experts: their bytes are proportional to the number that moves."""
 PLACEMENT_MOVES: Final = (*PLACED_MOVES, Op.SAMPLE_LOADS, Op.SAMPLE_HOMES)
 """All ops of placement: those of PLACED_MOVES, and those by which ranks tell each other of samples."""
@@ -37,7 +37,7 @@ SOLVING_S, SOLVING_S_PER_CELL = 1e-3, 3e-7
 
 @dataclass(frozen=True)
 class PlacedMoves(RowMoves):
-    """Moves of rows that leave from where samples were and come home to where they are next; with guests.
+    """Moves of rows that leave from where samples were and come home to where they are next; with replicas.
 
     rows_PRCYE: of the samples that leave. arriving_PRCYE: of those to which rows come home.
     """
@@ -52,10 +52,10 @@ class PlacedMoves(RowMoves):
 
     def load(self, task: Task) -> Rows:
         """Return the load of a transfer over that of its work, by the links of every rank, [P]."""
-        if task.op == Op.COMPARE_GUESTS:
+        if task.op == Op.COMPARE_REPLICAS:
             told = self._told_bytes(task) / self.even.work(task).sent_bytes
             return np.full(self.even.workload.world_size, told)
-        return self._sample_load(task) if task.op == Op.SAMPLE_MOVE else self._guest_load(task)
+        return self._sample_load(task) if task.op == Op.SAMPLE_MOVE else self._replica_load(task)
 
     def solving_s(self, task: Task) -> float:
         """Return the seconds until the new homes of a microbatch are found, by all ranks alike."""
@@ -71,10 +71,10 @@ class PlacedMoves(RowMoves):
         work, weight = self.even.workload, row_weight(self.even.workload, self.even.shape)
         return self._links.crossing(self._moved(task)) * work.seq_len * weight / work.tp_size
 
-    def _guest_load(self, task: Task) -> Rows:
+    def _replica_load(self, task: Task) -> Rows:
         mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
-        if self.placed.hostings:
-            here = copies_of(self.placed.hostings[self._moe_layer(task)])
+        if self.placed.replications:
+            here = copies_of(self.placed.replications[self._moe_layer(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
         return self._links.argument(sent) / self.even.shape.replica_slots  # the task's work fills every slot
@@ -117,11 +117,11 @@ class PlacedMoves(RowMoves):
 
     def splits(self, task: Task) -> bool:
         """Return whether rows of the task's layer are split by the loads of the step."""
-        hostings = self.placed.hostings
-        return bool(hostings) and hostings[self._moe_layer(task)].limit is not None
+        replications = self.placed.replications
+        return bool(replications) and replications[self._moe_layer(task)].limit is not None
 
     def _table(self, task: Task) -> Counts:
-        if not self.placed.hostings:
+        if not self.placed.replications:
             return super()._table(task)
         key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
         if key not in self._known_tables:  # every slice is split by itself, as ranks tell each other
@@ -136,31 +136,31 @@ class PlacedMoves(RowMoves):
         return {}
 
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
-        if not self.placed.hostings:
+        if not self.placed.replications:
             return super()._by_target(rows_PE, task)
-        hosting, work = self.placed.hostings[self._moe_layer(task)], self.even.workload
-        rows_PH = rows_by_position(rows_PE, hosting, work.mesh)
-        ranks = hosting.placement.ranks
-        return rows_PH.reshape(-1, ranks, work.etp_size, ranks, hosting.slots)
+        replication, work = self.placed.replications[self._moe_layer(task)], self.even.workload
+        rows_PH = rows_by_position(rows_PE, replication, work.mesh)
+        ranks = replication.placement.ranks
+        return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
 
     # ---- of one rank, beside the rows ----------------------------------------------------------------------
 
     @cached_property
     def _own_moves(self) -> Mapping[str, Callable[[Task, int], Move]]:
-        guests = self._guests
+        replicas = self._replicas
         return {
             Op.SAMPLE_LOADS: self._sample_counts,
             Op.SAMPLE_HOMES: self._hashes,
-            Op.COMPARE_GUESTS: self._hostings,
+            Op.COMPARE_REPLICAS: self._replications,
             Op.SAMPLE_MOVE: self._with_samples,
-            Op.GUEST_PARAMETERS: guests,
-            Op.GUEST_GRADIENTS: guests,
+            Op.REPLICA_PARAMETERS: replicas,
+            Op.REPLICA_GRADIENTS: replicas,
         }
 
     def _sample_counts(self, task: Task, rank: int) -> Move:
         """Return the move of every sample's rows by position, and of those expected in the next layer."""
         experts, layer = self.even.workload.num_experts, self._moe_layer(task)
-        here = self.placed.hostings[layer].positions if self.placed.hostings else experts
+        here = self.placed.replications[layer].positions if self.placed.replications else experts
         last = layer + 1 == sum(self.even.shape.moe_layers)
         row_bytes = COUNT_BYTES * (here + (0 if last else experts))
         return self._gathered(task, rank, len(self._samples(task)), row_bytes)
@@ -169,14 +169,14 @@ class PlacedMoves(RowMoves):
         """Return the move of hashes of the homes that every rank has found."""
         return self._gathered(task, rank, 1, DIGEST_BYTES)
 
-    def _hostings(self, task: Task, rank: int) -> Move:
-        """Return the move of every rank's share of the planned hostings."""
+    def _replications(self, task: Task, rank: int) -> Move:
+        """Return the move of every rank's share of the planned replications."""
         return self._gathered(task, rank, 1, round(self._told_bytes(task) / len(self._members(task, rank))))
 
     def _told_bytes(self, task: Task) -> int:
-        """Return bytes that all ranks exchange about guests, as if the next step had those of this one."""
+        """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
         members = self.even.workload.mesh.size(task.axes)
-        return 2 * DIGEST_BYTES * members + sum(map(told_bytes, self.placed.hostings))
+        return 2 * DIGEST_BYTES * members + sum(map(told_bytes, self.placed.replications))
 
     def _with_samples(self, task: Task, rank: int) -> Move:
         """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
@@ -184,12 +184,12 @@ class PlacedMoves(RowMoves):
         moved_DD = self.placed.moved(self._moe_layer(task), samples.start, samples.stop)
         return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
 
-    def _guests(self, task: Task, rank: int) -> Move:
-        """Return move of a piece of every guest's parameters to its host, or of gradients to its owner."""
+    def _replicas(self, task: Task, rank: int) -> Move:
+        """Return move of a piece of every replica's parameters to its host, or of gradients to its owner."""
         assert task.piece is not None, task
         elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
         piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
-        sent = copies_of(self.placed.hostings[self._moe_layer(task)])
+        sent = copies_of(self.placed.replications[self._moe_layer(task)])
         return self._exchanged(task, rank, sent, Group.EXPERT, piece_bytes)
 
     def _gathered(self, task: Task, rank: int, rows: int, row_bytes: int) -> Move:
@@ -214,7 +214,7 @@ class PlacedMoves(RowMoves):
         """Return bytes that follow a sample from this rank, which may have a part of its tokens only."""
         work = self.even.workload
         tokens = split_sizes(work.seq_len, work.tp_size)[work.mesh.place(rank, Group.TENSOR)]
-        apart = not self.even.shape.residual_in_rows
+        apart = not self.even.shape.packed_residual
         streams = apart + (work.shared_ffn_hidden_size > 0)
         values_bytes = (streams * work.hidden_size + apart * work.top_k) * FLOAT32_BYTES
         if not task.forward:

@@ -30,29 +30,29 @@ PEER_S: Final = 1e-6
 class ProfiledCluster(ClusterConfig):
     """Measured models where the file has them, its rates elsewhere.
 
-    company: the part of a task's time in which the other side (computation or transfers) is assumed to be
+    contention: the part of a task's time in which the other side (computation or transfers) is assumed to be
     busy, too; 1 is right where everything overlaps, which orders aim at.
     """
 
     file: ClusterFile
-    company: float = 1.0
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         """Do nothing: the file's rates have been checked where they were read."""
 
     @staticmethod
-    def build(file: ClusterFile, company: float = 1.0) -> ProfiledCluster:
+    def build(file: ClusterFile, contention: float = 1.0) -> ProfiledCluster:
         rates = {each.name: getattr(file.rates, each.name) for each in fields(ClusterConfig)}
-        return ProfiledCluster(**rates, file=file, company=company)
+        return ProfiledCluster(**rates, file=file, contention=contention)
 
     @property
-    def feels_company(self) -> bool:
+    def has_contention(self) -> bool:
         """Whether any task takes longer beside others; a file that is written by hand need not say so."""
-        factors = [self.file.transfers_beside_compute, *(task.beside for task in self.file.tasks)]
-        return any(factor not in (None, 1) for factor in (*factors, *(x.beside for x in self.file.links)))
+        factors = [self.file.contended_transfers, *(task.contended for task in self.file.tasks)]
+        return any(factor not in (None, 1) for factor in (*factors, *(x.contended for x in self.file.links)))
 
-    def in_company(self, share: float) -> Self:
-        return replace(self, company=share)
+    def contended(self, share: float) -> Self:
+        return replace(self, contention=share)
 
     def faster(self, *, inter: float = 1.0, intra: float = 1.0, compute: float = 1.0) -> Self:
         rates = super().faster(inter=inter, intra=intra, compute=compute)
@@ -124,8 +124,8 @@ class ProfiledCluster(ClusterConfig):
         if model is None:
             return super().compute_s(op, phase, flops, moved_bytes)
         fixed_s = model.alpha_s * (pieces if self.file.measured else 1)
-        alone_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
-        return alone_s * (1 + self.company * (model.beside - 1))
+        solo_s = fixed_s + model.scale * self.nominal_s(flops, moved_bytes)
+        return solo_s * (1 + self.contention * (model.contended - 1))
 
     def task_s(self, op: str, phase: Phase, work: Work, load: Any = 1.0) -> Any:
         """Return the seconds of a compute task by its measured model, by the kernels of its device, or by the
@@ -160,7 +160,7 @@ class ProfiledCluster(ClusterConfig):
 
     def _task(self, op: str, phase: Phase) -> TaskModel | None:
         """Return the model of an op's tasks; a recomputed task takes as long as the first time."""
-        wanted = Phase.FORWARD if phase is Phase.AGAIN else phase
+        wanted = Phase.FORWARD if phase is Phase.RECOMPUTE else phase
         return next((x for x in self.file.tasks if (x.op, x.phase) == (op, wanted)), None)
 
     def _of_size(
@@ -185,8 +185,8 @@ class ProfiledCluster(ClusterConfig):
         return self._in_steps(alone, nearest)
 
     def _in_steps(self, alone: AlphaBeta, link: LinkModel | None = None) -> AlphaBeta:
-        """Return a transfer's model in a step with the assumed company, by the factors of its link."""
-        usual = self.file.transfers_beside_compute
-        beside = usual if link is None or link.beside is None else link.beside
-        factor = (1.0 if link is None else link.in_steps) * (1 + self.company * (beside - 1))
+        """Return a transfer's model in a step with the assumed contention, by the factors of its link."""
+        usual = self.file.contended_transfers
+        beside = usual if link is None or link.contended is None else link.contended
+        factor = (1.0 if link is None else link.in_steps) * (1 + self.contention * (beside - 1))
         return AlphaBeta(alpha_s=alone.alpha_s * factor, beta_s_per_byte=alone.beta_s_per_byte * factor)

@@ -48,7 +48,7 @@ class RoutedCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
     counts_DBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
-    where experts are; None = the workload's. placed: where samples and guests are; None = nothing moves.
+    where experts are; None = the workload's. placed: where samples and replicas are; None = nothing moves.
     """
 
     shape: StepShape
@@ -78,8 +78,8 @@ class RoutedCost:
             return self._everywhere(self._moves.solving_s(task))
         if isinstance(self._moves, PlacedMoves) and task.op == Op.COUNTS and self._moves.splits(task):
             members = float(self.workload.mesh.size(task.axes))  # every rank gets what all others have
-            return self._everywhere(self._even.carried_s(task, members))
-        if self.placed is not None and task.op == Op.PLAN_GUESTS:
+            return self._everywhere(self._even.scaled_s(task, members))
+        if self.placed is not None and task.op == Op.PLAN_REPLICAS:
             return self._everywhere(max(self.placed.planning_s, self._even.communication_s(task)))
         if task.op not in ROW_MOVES or not work.sent_bytes:
             return self._everywhere(self._even.communication_s(task))
@@ -90,14 +90,14 @@ class RoutedCost:
     def _by_load(self, task: Task, load: Seconds) -> Seconds:
         """Return seconds of a transfer on every rank, [P], that carries `load` times its usual bytes."""
         found, where = np.unique(load, return_inverse=True)
-        seconds = np.array([self._even.carried_s(task, each) for each in found.tolist()])
+        seconds = np.array([self._even.scaled_s(task, each) for each in found.tolist()])
         return seconds[where]
 
     def reduced_bytes(self, task: Task) -> int:
         """Return bytes of gradients in one piece of an all-reduce."""
         return self._even.reduced_bytes(task)
 
-    def alone_s(self, tasks: Iterable[Task]) -> Seconds:
+    def solo_s(self, tasks: Iterable[Task]) -> Seconds:
         """Return the seconds of a step's computation on every rank if nothing is ever waited for, [P]."""
         compute = [self.seconds(task) for task in tasks if task.lane.computes]
         total: Seconds = np.stack(compute).sum(axis=0)

@@ -17,7 +17,7 @@ from penstock.graph import Task
 from penstock.mesh import Axes, Group, stays_inside
 from penstock.ops import Work, spec_of
 from penstock.ops.optimizer import KINDS, of_optimizer
-from penstock.ops.samples import CARRIED_COLUMNS
+from penstock.ops.samples import PACKED_COLUMNS
 from penstock.ops.sums import REDUCTIONS
 from penstock.routing.sizes import part_sizes, split_sizes
 from penstock.step import StepShape
@@ -58,7 +58,7 @@ class StepCost:
         known = self._alike.get(alike)
         if known is None:
             kind = self._layers[layer]
-            key = op, phase, samples, chunk, piece, task.axes, task.cut, self.shape.residual_in_rows, kind
+            key = op, phase, samples, chunk, piece, task.axes, task.cut, self.shape.packed_residual, kind
             known = self.shared.get(key)
             if known is None:
                 computes = task.lane.computes
@@ -112,7 +112,7 @@ class StepCost:
         seconds: float = self._transfer_s(task, self.work(task), load)
         return seconds * self.cluster.prolonged(task.op)
 
-    def carried_s(self, task: Task, load: float) -> float:
+    def scaled_s(self, task: Task, load: float) -> float:
         """Return the seconds of a transfer with `load` times its bytes, whether or not they follow rows."""
         seconds = self._transfer_s(task, replace(self.work(task), follows_rows=True), load)
         return seconds * self.cluster.prolonged(task.op)
@@ -160,7 +160,7 @@ class StepCost:
 
     def row_bytes(self, *, outward: bool) -> float:
         """Return bytes of a row in transit, with what it brings along, see `Workload.row_bytes`."""
-        columns = CARRIED_COLUMNS if outward and self.shape.residual_in_rows else 0
+        columns = PACKED_COLUMNS if outward and self.shape.packed_residual else 0
         return self.workload.row_bytes(outward=outward) + columns * self.workload.element_bytes
 
     def leg_bytes(self, rows: float, *, outward: bool, between: bool) -> float:
@@ -210,14 +210,14 @@ class StepSizes:
         self.rows, self.reduced_bytes = step.rows, step.reduced_bytes
         self.hidden_bytes, self.wire_bytes = work.hidden_bytes, work.wire_bytes
         self.leg_bytes, self.coding_bytes = step.leg_bytes, work.coding_bytes
-        self.residual_in_rows = step.shape.residual_in_rows
+        self.packed_residual = step.shape.packed_residual
         self.attention_flops, self.dense_flops = work.attention_flops, work.dense_flops
         self.router_flops = work.router_flops
         self.shared_flops, self.expert_flops = work.shared_flops, work.expert_flops
         self.head_flops, self._tokens = work.head_flops, work.tokens
         self.kernels = partial(kernels_of, work)
-        self.logit_bytes, self.guest_bytes = work.logit_bytes, work.expert_bytes * step.shape.replica_slots
-        self.guests = work.ep_size * step.shape.replica_slots
+        self.logit_bytes, self.replica_bytes = work.logit_bytes, work.expert_bytes * step.shape.replica_slots
+        self.num_replica_slots = work.ep_size * step.shape.replica_slots
         self._mesh, self._samples = work.mesh, step._samples
 
     def tokens(self, task: Task) -> int:

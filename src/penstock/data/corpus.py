@@ -25,7 +25,7 @@ from penstock.data.text import Readable, Text
 from penstock.data.tokenizer import Bytes, open_tokenizer
 from penstock.data.tokens import Tokens
 
-__all__ = ["Corpus", "ToPrepare", "check_alike", "load_corpora", "prepared_folder", "to_prepare"]
+__all__ = ["Corpus", "ToPrepare", "check_one_source", "load_corpora", "prepared_folder", "to_prepare"]
 
 MIN_TEXT_BYTES = 1024
 STANDARD_LIBRARY_SUFFIXES = (".py",)
@@ -70,12 +70,12 @@ def load_corpora(config: DataConfig) -> list[Corpus]:
     another tokenizer; on `mixture` where texts have different tokenizers, end documents with different
     tokens, or share a file.
     """
-    check_alike(config)
+    check_one_source(config)
     check_apart(config)
     return [_load(config, path, share) for path, share in config.parts.items()]
 
 
-def check_alike(config: DataConfig) -> None:
+def check_one_source(config: DataConfig) -> None:
     """Raise ConfigError where a token means different things in two texts. Reads and prepares no text."""
     first, ending = next(iter(config.parts)), dict[int, str | None]()
     tokenizer, _ = _tokens_of(config, first)

@@ -17,14 +17,15 @@ ExpertMoves = Literal["none", "pro_prophet", "shadowing", "least_loaded", "plann
 Split = Literal["auto", "exact", "last_step"]
 Solver = Literal["network_simplex", "kuhn_munkres"]
 Prediction = Literal["next_gate", "conditional", "none"]
-MOST_GUEST_SLOTS = 64
+MOST_REPLICA_SLOTS = 64
 LOCAL = ("pro_prophet", "shadowing")
-"""Planners whose guests compute only rows of their own ranks."""
+"""Planners whose replicas compute only rows of their own ranks."""
 
 SPLIT_WORDS = {"exact": "the loads of each step", "last_step": "the loads of the step before"}
 
-GuestSlots = Annotated[
-    int, Within(1, MOST_GUEST_SLOTS, "every slot takes the memory of an expert and its gradients, per layer")
+ReplicaSlots = Annotated[
+    int,
+    Within(1, MOST_REPLICA_SLOTS, "every slot takes the memory of an expert and its gradients, per layer"),
 ]
 EverySteps = Annotated[int, Within(1, MOST_STEPS, "steps are numbered with eight digits")]
 
@@ -85,14 +86,14 @@ def must_move(asked: Asked) -> bool:
     return "none" not in asked.movable.samples or "none" not in asked.movable.experts
 
 
-def _guest_slots(asked: Asked, choice: Choice) -> Sequence[int]:
+def _replica_slots(asked: Asked, choice: Choice) -> Sequence[int]:
     return asked.movable.replica_slots if choice.experts != "none" else (1,)
 
 
 def _expert_words(choice: Choice) -> str:
     if choice.experts == "none":
         return ""
-    slots = "a guest slot" if choice.replica_slots == 1 else f"{choice.replica_slots} guest slots"
+    slots = "a replica slot" if choice.replica_slots == 1 else f"{choice.replica_slots} replica slots"
     split = "" if choice.split == "auto" else f", split by {SPLIT_WORDS[choice.split]}"
     return f"experts move ({choice.experts}, {slots} per rank{split})"
 
@@ -100,7 +101,7 @@ def _expert_words(choice: Choice) -> str:
 def why_not_exact(choice: Choice) -> str:
     """Return why rows of shared experts cannot be split by their own step's loads; "" = they can."""
     if choice.experts in LOCAL:
-        return f"placement.experts={choice.experts} gives guests the rows of their own ranks"
+        return f"placement.experts={choice.experts} gives replicas the rows of their own ranks"
     if choice.samples != "none":
         return f"placement.samples={choice.samples} places samples by where their rows go"
     if choice.form not in ("gather", "s1"):
@@ -124,7 +125,7 @@ EXPERTS = Field(
     cell=lambda d: "-" if d.experts == "none" else d.experts.replace("_", " "),
     may_be_left_out=True,
 )
-GUEST_SLOTS = Field(values=_guest_slots, may_be_left_out=True)
+REPLICA_SLOTS = Field(values=_replica_slots, may_be_left_out=True)
 SPLIT = Field(values=lambda asked, choice: (asked.movable.split,), may_be_left_out=True)
 
 
@@ -137,8 +138,8 @@ class PlacementConfig:
     between nodes ([more](placement.md)); "none" = samples stay; "auto" = "none", unless `plan.mode=auto`
     finds that moving them pays."""
     experts: Literal["auto", "none", "pro_prophet", "shadowing", "least_loaded", "planned"] = "auto"
-    """By which planner popular experts get guests on other ranks; "none", "auto" as for samples."""
-    replica_slots: GuestSlots = 1
+    """By which planner popular experts get replicas on other ranks; "none", "auto" as for samples."""
+    replica_slots: ReplicaSlots = 1
     """Experts of other ranks that each rank has room for, per MoE layer, where experts move."""
     split: Split = "auto"
     """Where experts move, whether rows are shared among hosts by the loads of their own step ("exact") or
@@ -177,7 +178,7 @@ class PlacementConfig:
     @property
     def _weighed_slots(self) -> tuple[int, ...]:
         """The given number; where the planner is left open, also twice the number, for drifting loads."""
-        twice = min(2 * self.replica_slots, MOST_GUEST_SLOTS)
+        twice = min(2 * self.replica_slots, MOST_REPLICA_SLOTS)
         return tuple(
             dict.fromkeys((self.replica_slots, twice if self.experts == "auto" else self.replica_slots))
         )

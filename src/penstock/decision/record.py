@@ -19,12 +19,12 @@ from penstock.config.kinds import types_of
 from penstock.decision.field import READERS, Asked, Field
 from penstock.decision.moving import (
     EXPERTS,
-    GUEST_SLOTS,
+    REPLICA_SLOTS,
     SAMPLES,
     SPLIT,
     ExpertMoves,
-    GuestSlots,
     PlacementConfig,
+    ReplicaSlots,
     SampleMoves,
     Split,
 )
@@ -187,7 +187,7 @@ class Decision:
     """What moves samples."""
     experts: Annotated[ExpertMoves, EXPERTS] = "none"
     """What moves experts."""
-    replica_slots: Annotated[GuestSlots, GUEST_SLOTS] = 1
+    replica_slots: Annotated[ReplicaSlots, REPLICA_SLOTS] = 1
     """Experts of other ranks that a rank has room for in every MoE layer, where experts move."""
     split: Annotated[Split, SPLIT] = "auto"
     """By which loads rows are shared among hosts."""
@@ -247,8 +247,8 @@ class Decision:
         return READERS[self.schedule].expert_form or decided or "gather"
 
     @property
-    def guests(self) -> int:
-        """Guest slots of every rank in every MoE layer; 0 where experts stay."""
+    def num_replica_slots(self) -> int:
+        """Replica slots of every rank in every MoE layer; 0 where experts stay."""
         return 0 if self.experts == "none" else self.replica_slots
 
     @property

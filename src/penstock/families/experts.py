@@ -46,7 +46,7 @@ class ModelExperts(StackedExperts):
             core, rows_RM, _Times(core, wrappers(self.source), sizes, product, self.shard)
         )
 
-    def guests(self, slots: int) -> Experts:
+    def replicas(self, slots: int) -> Experts:
         if not self.form.moves or wrappers(self.source):
             raise ValueError(
                 f"{type(core_of(self.source)).__name__} has several rows of a parameter for every expert, or "
@@ -54,7 +54,7 @@ class ModelExperts(StackedExperts):
             )
         cut = self.source.__dict__.pop("forward", None)  # a copy would have a copy of all that it refers to
         try:
-            return super().guests(slots)
+            return super().replicas(slots)
         finally:
             if cut is not None:
                 self.source.forward = cut

@@ -17,7 +17,7 @@ from torch import nn
 from penstock.decision import GradientBytes
 from penstock.families.adapters import core_of
 from penstock.families.family import AttentionCut
-from penstock.families.look import Found
+from penstock.families.inspection import Found
 from penstock.families.sections import described_in
 from penstock.placement import ExpertPlacement
 from penstock.step import StepShape
@@ -46,7 +46,7 @@ class _Layer:
     experts: int
 
 
-def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, replicas: bool) -> GradientBytes:
+def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, edp: bool) -> GradientBytes:
     """Return the bytes of every layer's reduced gradients, by kind.
 
     Args:
@@ -62,7 +62,7 @@ def gradient_bytes_of(path: Path, layout: Layout, shape: StepShape, *, replicas:
     partial = _partial(layers, shape) if forms else (0,) * len(layers)
     return GradientBytes(
         tuple(all_ - part for all_, part in zip(whole, partial, strict=True)),
-        tuple(each.experts if replicas else 0 for each in layers),
+        tuple(each.experts if edp else 0 for each in layers),
         partial,
         tuple((form, _partial(layers, replace(shape, expert_form=form))) for form in forms),
         max(each.experts for each in layers) // _held(found, layout),

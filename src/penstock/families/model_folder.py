@@ -24,7 +24,7 @@ from penstock.families.described import (
     read_generation,
 )
 from penstock.families.limits import COPY
-from penstock.families.weights import StoredTensor, held_by, refuse_misfits, stored_tensors
+from penstock.families.weights import StoredTensor, held_by, refuse_incompatible, stored_tensors
 from penstock.models.qwen3_moe import CONFIG
 
 
@@ -84,7 +84,7 @@ class ModelFolder:
             raise
         except Exception as error:  # whatever a model's own code raises
             raise ValueError(f"{self.path}: its model cannot be read: {in_one_line(error)}") from error
-        refuse_misfits(self.path, loading)
+        refuse_incompatible(self.path, loading)
         model.config._name_or_path = str(self.path)
         if generation is not None:
             model.generation_config = generation

@@ -17,9 +17,9 @@ from typing import Any, Final
 from penstock.config import ConfigError, asked
 from penstock.extras import install, is_there, needs
 from penstock.families.described import config_of, empty_model, in_one_line, read_table, setting_of
+from penstock.families.inspection import Found, look
 from penstock.families.known import FAMILIES, family_of
 from penstock.families.limits import Held, check_code
-from penstock.families.look import Found, look
 from penstock.models.qwen3_moe import CONFIG
 
 LARGEST: Final = Held(tensors=1024, bytes=1 << 44)

@@ -169,7 +169,7 @@ def share_of_experts(
     return wanted
 
 
-def refuse_misfits(folder: Path, told: Mapping[str, Any]) -> None:
+def refuse_incompatible(folder: Path, told: Mapping[str, Any]) -> None:
     """Raise ValueError if transformers reports tensors that are missing, unexpected or misshapen."""
     misshapen = [
         f"{name} ({list(stored)} there, {list(wanted)} by {CONFIG})"

@@ -62,7 +62,7 @@ class Phase(StrEnum):
     BACKWARD = "B"
     INPUT = "I"
     WEIGHT = "W"
-    AGAIN = "R"
+    RECOMPUTE = "R"
 
     __hash__ = str.__hash__  # Enum's own is Python code, and a plan hashes tasks by the million
 
@@ -232,7 +232,7 @@ class Task:
     def symbol(self) -> str:
         """The letters that pictures show: the op, in lower case where it is recomputed, and W for weight
         gradients made separately."""
-        if self.phase is Phase.AGAIN:
+        if self.phase is Phase.RECOMPUTE:
             return self.op.lower()
         return "W" if self.phase is Phase.WEIGHT else self.op
 

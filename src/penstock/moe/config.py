@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.dispatch import DISPATCHES
-from penstock.moe.accept import ChoiceKind, OrderName, default_order, refusal
+from penstock.moe.combinations import ChoiceKind, OrderName, default_order, refusal
 
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "sequence", "global"]

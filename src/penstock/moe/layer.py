@@ -17,19 +17,19 @@ from torch._compile import _disable_dynamo
 
 from penstock.dispatch import Dispatch, find_dispatch
 from penstock.moe.balance import BALANCES
-from penstock.moe.carried import TOKENS, OwnTokens
 from penstock.moe.choices import GateSums, TokenChoice, chunk_tokens, made_for
+from penstock.moe.compatibility import check_parts, check_placement
 from penstock.moe.config import BalanceGroup
 from penstock.moe.exchange import Alone, Exchange
+from penstock.moe.expert_slots import OwnSlots, SlotsWithReplicas
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product, grouped_product
-from penstock.moe.fit import check_parts, check_placement
 from penstock.moe.gates.base import Gate
 from penstock.moe.hooks.base import Hook, Hooks
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.moe.orders.bounded import BoundedOrder
 from penstock.moe.orders.sort import SortOrder
-from penstock.moe.seats import HostedSeats, OwnSeats
+from penstock.moe.packed_residual import TOKENS, OwnTokens
 from penstock.moe.tokens import Tokens
 from penstock.moe.versions import count_updates
 from penstock.partial_state import mark_share
@@ -123,7 +123,7 @@ class MoELayer(nn.Module):
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
-        self._hosted: HostedSeats | None = None
+        self._hosted: SlotsWithReplicas | None = None
 
     @property
     def num_experts(self) -> int:
@@ -137,14 +137,14 @@ class MoELayer(nn.Module):
         return self._losses if alive is None else alive
 
     @property
-    def seats(self) -> OwnSeats | HostedSeats:
+    def expert_slots(self) -> OwnSlots | SlotsWithReplicas:
         """Where rows go, and which experts compute them here."""
-        return self._hosted or OwnSeats(self.order, self.experts, self.placement, self.ep_rank)
+        return self._hosted or OwnSlots(self.order, self.experts, self.placement, self.ep_rank)
 
-    def host(self, hosted: HostedSeats | None) -> None:
-        """Route to the guests of all ranks, and compute those of this rank; None: there are no guests.
+    def use_replicas(self, hosted: SlotsWithReplicas | None) -> None:
+        """Route to the replicas of all ranks, and compute those of this rank; None: there are no replicas.
 
-        For the steps of a stack, which bring the guests.
+        For the steps of a stack, which bring the replicas.
         """
         self._hosted = hosted
 
@@ -167,12 +167,16 @@ class MoELayer(nn.Module):
         if tokens.valid_T is not None:  # whatever stands in padding, a NaN too, reaches no sum
             known_TM = x_TM.masked_fill(~tokens.valid_T.unsqueeze(1), 0)
         choice = made_for(self.gate(known_TM, tokens), tokens)
-        seats = self.seats
-        choice = what.chosen(seats.placed(choice), tokens, self.ep_rank * seats.experts.num_local_experts)
-        plan = seats.order.plan(choice, chunks)
-        rows_RM = self.hooks.run("before_dispatch", what.rows(seats.order, known_TM, choice, plan))
+        expert_slots = self.expert_slots
+        choice = what.chosen(
+            expert_slots.placed(choice), tokens, self.ep_rank * expert_slots.experts.num_local_experts
+        )
+        plan = expert_slots.order.plan(choice, chunks)
+        rows_RM = self.hooks.run("before_dispatch", what.rows(expert_slots.order, known_TM, choice, plan))
         positions_Tk = choice.experts_Tk if isinstance(choice, TokenChoice) else None
-        return RoutedTokens(rows_RM, seats.order.weights(choice), x_TM, choice.sums, plan, positions_Tk)
+        return RoutedTokens(
+            rows_RM, expert_slots.order.weights(choice), x_TM, choice.sums, plan, positions_Tk
+        )
 
     def expected(self, x_TM: Tensor, tokens: Tokens) -> Tensor:
         """Return what the gate would choose for tokens that are still in transit, [T, k]; no gradient."""
@@ -183,7 +187,7 @@ class MoELayer(nn.Module):
 
     def arrange(self, positions_Tk: Tensor, tokens: Tokens, chunks: int) -> OrderPlan:
         """Return the order of the rows of tokens that have chosen on another rank."""
-        order, count = self.seats.order, len(positions_Tk)
+        order, count = self.expert_slots.order, len(positions_Tk)
         assert isinstance(order, SortOrder), "samples move where no row is dropped or shared"
         sizes = chunk_tokens(count, chunks, tokens.inseparable(count))
         return order.arrange(positions_Tk, sizes, masked=tokens.valid_T is not None)
@@ -194,8 +198,8 @@ class MoELayer(nn.Module):
         product: how rows and weights are multiplied; it decides when weight gradients are computed.
         """
         rows_RM = self.hooks.run("after_dispatch", rows_RM)
-        seats = self.seats
-        out_RM = seats.order.run_experts(rows_RM, route, seats.experts, product)
+        expert_slots = self.expert_slots
+        out_RM = expert_slots.order.run_experts(rows_RM, route, expert_slots.experts, product)
         return self.hooks.run("before_combine", out_RM)
 
     def unorder(

@@ -1,6 +1,6 @@
 """The meaning of every op, before anything runs. Pure Python: no torch."""
 
-from penstock.ops import blocks, guests, loads, optimizer, samples, shards, sums, tensor, transfers
+from penstock.ops import blocks, loads, optimizer, replicas, samples, shards, sums, tensor, transfers
 from penstock.ops.base import OPS, Backward, Kind, OpSpec, register, spec_of
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work
@@ -14,10 +14,10 @@ __all__ = [
     "Sizes",
     "Work",
     "blocks",
-    "guests",
     "loads",
     "optimizer",
     "register",
+    "replicas",
     "samples",
     "shards",
     "spec_of",

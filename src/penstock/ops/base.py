@@ -62,7 +62,7 @@ class OpSpec:
     given: frozenset[str] = frozenset()
     indices: str = "m"
     gradients: str | tuple[str, ...] = ""
-    again: bool = False
+    recomputable: bool = False
     launches: int = 3
     sizes_transfers: bool = False
 

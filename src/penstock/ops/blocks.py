@@ -58,7 +58,7 @@ def _shared(task: Task, sizes: Sizes) -> Work:
 def _experts(task: Task, sizes: Sizes) -> Work:
     """Return the work of a shard: it computes its part of the hidden width of every row."""
     rows = sizes.rows(task) * task.cut.row_copies
-    passes = 2 + CARRYING_PASSES * sizes.residual_in_rows
+    passes = 2 + CARRYING_PASSES * sizes.packed_residual
     return Work(
         flops=sizes.expert_flops(rows) / sizes.etp_size,
         copied_bytes=passes * sizes.hidden_bytes(rows) + 2 * sizes.coding_bytes(rows),
@@ -93,9 +93,9 @@ register(
         title="attention, router and order (a dense block: all of it)",
         kind=Kind.COMPUTE,
         work=_attention,
-        given=frozenset({"passengers"}),
+        given=frozenset({"metadata"}),
         gradients=REPLICATED,
-        again=True,
+        recomputable=True,
     ),
     OpSpec(
         name=Op.SHARED,
@@ -103,7 +103,7 @@ register(
         kind=Kind.COMPUTE,
         work=_shared,
         gradients=REPLICATED,
-        again=True,
+        recomputable=True,
     ),
     OpSpec(
         name=Op.EXPERTS,
@@ -111,10 +111,10 @@ register(
         title="expert computation",
         kind=Kind.COMPUTE,
         work=_experts,
-        given=frozenset({"route", "guests"}),
+        given=frozenset({"route", "replicas"}),
         indices="mc",
         gradients=EXPERTS,
-        again=True,
+        recomputable=True,
     ),
     OpSpec(
         name=Op.UNORDER,
@@ -122,7 +122,7 @@ register(
         title="un-order, gate weights, residual",
         kind=Kind.COMPUTE,
         work=_unordered,
-        given=frozenset({"order", "passengers"}),
+        given=frozenset({"order", "metadata"}),
         gradients=REPLICATED,
     ),
     OpSpec(
@@ -131,7 +131,7 @@ register(
         title="final norm, output head, loss",
         kind=Kind.COMPUTE,
         work=_head,
-        given=frozenset({"passengers"}),
+        given=frozenset({"metadata"}),
         gradients=REPLICATED,
     ),
 )

@@ -39,11 +39,11 @@ class Op:
     PARTIAL_PARAMETERS: Final = "PP"
     EXPERT_PARAMETERS: Final = "PX"
 
-    # experts as guests: see `ops.guests`
-    GUEST_PARAMETERS: Final = "GP"
-    GUEST_GRADIENTS: Final = "GG"
-    PLAN_GUESTS: Final = "PE"
-    COMPARE_GUESTS: Final = "PH"
+    # experts as replicas: see `ops.replicas`
+    REPLICA_PARAMETERS: Final = "GP"
+    REPLICA_GRADIENTS: Final = "GG"
+    PLAN_REPLICAS: Final = "PE"
+    COMPARE_REPLICAS: Final = "PH"
 
     # tensor parallelism: see `ops.tensor`
     EMBED_SCATTER: Final = "ES"

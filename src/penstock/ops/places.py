@@ -12,7 +12,7 @@ or while other tasks wait for its experts. block: everything else."""
 
 INPUT: Final = (Op.EMBED, Op.EMBED_SCATTER, Op.EMBED_REDUCE)
 OUTPUT: Final = (Op.HEAD, Op.HEAD_GATHER, Op.HEAD_COPY, Op.LOGITS, Op.PEAKS, Op.LOSS)
-ONCE: Final = (Op.STATISTICS, Op.LOADS, Op.PLAN_GUESTS, Op.COMPARE_GUESTS, Op.NORM)
+ONCE: Final = (Op.STATISTICS, Op.LOADS, Op.PLAN_REPLICAS, Op.COMPARE_REPLICAS, Op.NORM)
 """Ops of which a step has one task, however many its layers."""
 
 AFTER: Final = (Op.UNORDER, Op.KEEP_OUTPUT, Op.GATHER_OUTPUT)

@@ -6,7 +6,8 @@ position (`SC`, `SN`), each works out the same new homes on the host (`SP`), and
 do not pass the experts follow in a transfer of their own (`SM`).
 
 Where it can, the residual stream passes the experts: rows leave with it in place of its norm, and with the
-weight of their choice, and come home with outputs weighted and the residual added (`penstock.moe.carried`).
+weight of their choice, and come home with outputs weighted and the residual added
+(`penstock.moe.packed_residual`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.work import Sizes, Work, compared
 
-CARRIED_COLUMNS = 2
+PACKED_COLUMNS = 2
 """Numbers in a row beside the residual stream: a weight, and whether the residual is added there."""
 COUNT_BYTES = 4
 TABLE_BYTES, FACT_BYTES = 8, 8
@@ -50,7 +51,7 @@ def _moving(task: Task, sizes: Sizes) -> Work:
     """Return the work at most: all samples leave, with their residual, or with facts where rows bring it."""
     tokens = sizes.tokens(task)
     beside_bytes = FACT_BYTES * (sizes.top_k + 1) * tokens
-    sent_bytes = beside_bytes if sizes.residual_in_rows else sizes.hidden_bytes(tokens)
+    sent_bytes = beside_bytes if sizes.packed_residual else sizes.hidden_bytes(tokens)
     return Work(collective="all_to_all", sent_bytes=sent_bytes)
 
 
@@ -94,7 +95,7 @@ register(
         kind=Kind.COLLECTIVE,
         work=_moving,
         transpose=Op.SAMPLE_MOVE,
-        given=frozenset({"positions", "homes", "passengers"}),
+        given=frozenset({"positions", "homes", "metadata"}),
     ),
     OpSpec(
         name=Op.ROW_ORDER,

@@ -95,7 +95,7 @@ class Reduction:
 REDUCTIONS = {
     Op.ALL_REDUCE: Reduction(REPLICATED, Group.WORLD, Group.DATA),
     Op.PARTIAL_ALL_REDUCE: Reduction(PARTIAL, Group.WORLD, Group.WORLD),
-    Op.EXPERT_ALL_REDUCE: Reduction(EXPERTS, Group.EXPERT_REPLICAS, Group.EXPERT_REPLICAS),
+    Op.EXPERT_ALL_REDUCE: Reduction(EXPERTS, Group.EXPERT_DATA, Group.EXPERT_DATA),
 }
 """Every op that synchronises gradients.
 

@@ -143,7 +143,7 @@ def _computed(
     work: WorkOf,
     gradients: str | tuple[str, ...],
     *,
-    again: bool = True,
+    recomputable: bool = True,
     launches: int = OpSpec.launches,
 ) -> OpSpec:
     return OpSpec(
@@ -152,8 +152,8 @@ def _computed(
         kind=Kind.COMPUTE,
         work=work,
         gradients=gradients,
-        given=frozenset({"passengers"}),
-        again=again,
+        given=frozenset({"metadata"}),
+        recomputable=recomputable,
         launches=launches,
     )
 
@@ -167,9 +167,14 @@ register(
     _computed(Op.GATE, "residual, norm, router and order", _gate, REPLICATED, launches=39),
     _computed(Op.DENSE_NORM, "residual and norm of a dense block", _passing, REPLICATED),
     _computed(Op.DENSE, "this rank's part of a dense feed-forward part", _dense, REPLICATED),
-    _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", again=False),
+    _computed(Op.DENSE_ADD, "output of a dense block", _passing, "", recomputable=False),
     _computed(
-        Op.LOGITS, "final norm, logits of this rank's vocabulary", _logits, BOTH, again=False, launches=16
+        Op.LOGITS,
+        "final norm, logits of this rank's vocabulary",
+        _logits,
+        BOTH,
+        recomputable=False,
+        launches=16,
     ),
     OpSpec(
         name=Op.PEAKS,
@@ -184,7 +189,7 @@ register(
         title="loss over all shards of the vocabulary",
         kind=Kind.COMPUTE,
         work=_loss,
-        given=frozenset({"peaks", "passengers"}),
+        given=frozenset({"peaks", "metadata"}),
     ),
     OpSpec(
         name=Op.CHOICES,

@@ -79,18 +79,18 @@ class Sizes(Protocol):
     def moe_layers(self) -> tuple[bool, ...]: ...
 
     @property
-    def residual_in_rows(self) -> bool:
+    def packed_residual(self) -> bool:
         """Whether rows bring the residual stream of samples that move."""
         ...
 
     @property
-    def guests(self) -> int:
-        """Slots for guests in one layer, summed over the ranks of an expert group."""
+    def num_replica_slots(self) -> int:
+        """Slots for replicas in one layer, summed over the ranks of an expert group."""
         ...
 
     @property
-    def guest_bytes(self) -> float:
-        """Bytes of the parameters of all experts for which a rank has room as guests in one layer."""
+    def replica_bytes(self) -> float:
+        """Bytes of the parameters of all experts for which a rank has room as replicas in one layer."""
         ...
 
     def tokens(self, task: Task) -> int:

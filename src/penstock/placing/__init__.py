@@ -1,4 +1,4 @@
-"""Which samples and experts move where: assignment of samples to devices, planners of guests. No torch."""
+"""Which samples and experts move where: assignment of samples to devices, planners of replicas. No torch."""
 
 from penstock.placing.experts import PLANNERS, Planner, find_planner, overlap, pays, planning_s
 from penstock.placing.model import LayerLoad, LayerSeconds, copies_of, layer_seconds

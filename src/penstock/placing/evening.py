@@ -1,131 +1,134 @@
-"""Planners that share an expert's rows among several hosts: by load alone, and by load, links and price."""
+"""Planners that share an expert's rows among several homes: by load alone, and by load, links and price."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.placement import SPLIT, Hosting
-from penstock.placing.draft import Draft
+from penstock.placement import SPLIT, Replication
+from penstock.placing.builder import ReplicationBuilder
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.model import LayerSeconds, copies_to, exposed_s, layer_seconds
 from penstock.placing.problem import ExpertProblem
 from penstock.placing.ways import Ways
 
 NEGLIGIBLE = 0.005
-"""Share of the mean rows of a rank that is not worth a guest."""
+"""Share of the mean rows of a rank that is not worth a replica."""
 
 EVEN = round(SPLIT * (1 + NEGLIGIBLE))
-"""The limit of a hosting whose ranks are to compute alike."""
+"""The limit of a replication whose ranks are to compute alike."""
 
 HARMLESS = 1.001
-"""How much longer the present loads may take with guests in reserve: more hosts change the ways of rows."""
+"""How much longer the present loads may take with replicas in reserve: more homes change the ways of rows."""
 
 PATIENCE = 4
-"""Guests that may be added in a row without making the plan faster."""
+"""Replicas that may be added in a row without making the plan faster."""
 
 
-def least_loaded(problem: ExpertProblem) -> Hosting:
-    """Return a hosting that moves surplus rows of the most loaded rank, with weights, to the least loaded
+def least_loaded(problem: ExpertProblem) -> Replication:
+    """Return a replication that moves surplus rows of the most loaded rank, with weights, to the least loaded
     one, whatever the price."""
     evened = _evened_out(problem)
-    return evened.hosting(evened.limit(EVEN))
+    return evened.replication(evened.limit(EVEN))
 
 
-def _evened_out(problem: ExpertProblem) -> Draft:
-    draft = Draft(problem)
-    while (pair := _surplus(draft)) is not None:
-        draft.add(*pair)
-        draft.level()
-    return draft
+def _evened_out(problem: ExpertProblem) -> ReplicationBuilder:
+    builder = ReplicationBuilder(problem)
+    while (pair := _surplus(builder)) is not None:
+        builder.add(*pair)
+        builder.level()
+    return builder
 
 
-def _surplus(draft: Draft) -> tuple[int, int] | None:
+def _surplus(builder: ReplicationBuilder) -> tuple[int, int] | None:
     """Return the largest expert of the most loaded rank that the least loaded rank with room can take, and
     that rank; None if loads are even."""
-    mean = draft.problem.mean_rows
-    ranks = sorted(range(len(draft.computed)), key=lambda rank: draft.computed[rank])
+    mean = builder.problem.mean_rows
+    ranks = sorted(range(len(builder.computed)), key=lambda rank: builder.computed[rank])
     heaviest = ranks[-1]
-    if draft.computed[heaviest] <= (1 + NEGLIGIBLE) * mean:
+    if builder.computed[heaviest] <= (1 + NEGLIGIBLE) * mean:
         return None
-    held = [e for e, hosts in enumerate(draft.hosts) if heaviest in hosts]
+    held = [e for e, homes in enumerate(builder.homes) if heaviest in homes]
     for rank in ranks:
-        free = [expert for expert in held if rank not in draft.hosts[expert]]
-        if draft.computed[rank] < mean and draft.has_room(rank) and free:
-            return max(free, key=lambda expert: (_rows_at(draft, expert, heaviest), -expert)), rank
+        free = [expert for expert in held if rank not in builder.homes[expert]]
+        if builder.computed[rank] < mean and builder.has_room(rank) and free:
+            return max(free, key=lambda expert: (_rows_at(builder, expert, heaviest), -expert)), rank
     return None
 
 
-def _rows_at(draft: Draft, expert: int, rank: int) -> int:
-    return draft.rows[expert][draft.hosts[expert].index(rank)]
+def _rows_at(builder: ReplicationBuilder, expert: int, rank: int) -> int:
+    return builder.rows[expert][builder.homes[expert].index(rank)]
 
 
-def planned(problem: ExpertProblem) -> Hosting:
-    """Return the fastest plan, by rank and link, of those met while guests are added where most promising.
+def planned(problem: ExpertProblem) -> Replication:
+    """Return the fastest plan, by rank and link, of those met while replicas are added where most promising.
 
-    A guest is worth the computation that it evens out, and the rows that it keeps in a rank or a node, less
+    A replica is worth the computation that it evens out, and the rows that it keeps in a rank or a node, less
     the weights that cross links beyond what the schedule hides. Each plan is tried with its rows near and
     levelled, the best one also halfway between: tokens travel or weights travel, whichever costs less.
     """
-    draft = Draft(problem)
-    time = draft.seconds()
-    best, best_s, waited = draft.copy(), time.total_s, 0
-    while waited < PATIENCE and (pair := _promising(draft, exposed=time.weights_s > 0)) is not None:
-        draft.add(*pair)
+    builder = ReplicationBuilder(problem)
+    time = builder.seconds()
+    best, best_s, waited = builder.copy(), time.total_s, 0
+    while waited < PATIENCE and (pair := _promising(builder, exposed=time.weights_s > 0)) is not None:
+        builder.add(*pair)
         waited += 1
-        for share in (draft.near, draft.level):
+        for share in (builder.near, builder.level):
             share()
-            time = draft.seconds()
+            time = builder.seconds()
             if time.total_s < best_s:
-                best, best_s, waited = draft.copy(), time.total_s, 0
-    evened = _evened_out(problem)  # for loads where no guest pays before many have been added
+                best, best_s, waited = builder.copy(), time.total_s, 0
+    evened = _evened_out(problem)  # for loads where no replica pays before many have been added
     plans = (best, _between(best), evened, _between(evened))
     if not problem.exact:
-        return min(plans, key=lambda plan: plan.seconds().total_s).hosting()
+        return min(plans, key=lambda plan: plan.seconds().total_s).replication()
     tried = [*((plan, plan.limit()) for plan in plans), (evened, evened.limit(EVEN))]
     best, limit = min(tried, key=lambda each: each[0].split_seconds(each[1]).total_s)
-    none = Hosting.none(problem.placement, problem.replica_slots)
+    none = Replication.none(problem.placement, problem.replica_slots)
     time = best.split_seconds(limit)
     if layer_seconds(problem, none).total_s <= time.total_s:
         return none
     reserved = _reserved(best, time)
     holds = reserved.split_seconds(limit).total_s <= HARMLESS * time.total_s
-    return (reserved if holds else best).hosting(limit)
+    return (reserved if holds else best).replication(limit)
 
 
-def _reserved(best: Draft, time: LayerSeconds) -> Draft:
+def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilder:
     """Return the plan with free slots filled as far as the schedule hides it, the least busy ranks first.
 
-    Rows are split by the loads of the step that runs, so a guest without present work takes its share if its
-    expert is hot in the next step.
+    Rows are split by the loads of the step that runs, so a replica without present work takes its share if
+    its expert is hot in the next step.
     """
-    draft = best.copy()
-    problem, costs, placement = draft.problem, draft.problem.costs, draft.problem.placement
-    ways, experts_s = Ways(costs.links, copies_to(draft.guests, placement)), time.experts_s / 3
+    builder = best.copy()
+    problem, costs, placement = builder.problem, builder.problem.costs, builder.problem.placement
+    ways, experts_s = Ways(costs.links, copies_to(builder.replicas, placement)), time.experts_s / 3
     for _ in range(problem.replica_slots):
-        for rank in sorted(filter(draft.has_room, range(problem.ranks)), key=draft.computed.__getitem__):
-            expert = _most_urgent(draft, rank)
+        for rank in sorted(filter(builder.has_room, range(problem.ranks)), key=builder.computed.__getitem__):
+            expert = _most_urgent(builder, rank)
             if expert is None:
                 continue
             way = placement.owners[expert], rank
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
-                draft.add(expert, rank)
+                builder.add(expert, rank)
                 ways.add(*way)
-    return draft
+    return builder
 
 
-def _most_urgent(draft: Draft, rank: int) -> int | None:
-    """Return the expert whose hosts one more host would relieve most, if the expert got a mean expert's rows
-    more; None if the rank hosts all."""
-    rows_E, held = draft.problem.expert_rows, [*draft.problem.placement.held(rank), *draft.guests[rank]]
-    hosts_E = np.array([len(hosts) for hosts in draft.hosts])
-    urgency_E = (rows_E + rows_E.mean()) / hosts_E**2
+def _most_urgent(builder: ReplicationBuilder, rank: int) -> int | None:
+    """Return the expert whose homes one more home would relieve most, if the expert got a mean expert's rows
+    more; None if the rank homes all."""
+    rows_E, held = (
+        builder.problem.expert_rows,
+        [*builder.problem.placement.held(rank), *builder.replicas[rank]],
+    )
+    homes_E = np.array([len(homes) for homes in builder.homes])
+    urgency_E = (rows_E + rows_E.mean()) / homes_E**2
     urgency_E[held] = -np.inf
-    return None if len(held) == len(hosts_E) else int(urgency_E.argmax())
+    return None if len(held) == len(homes_E) else int(urgency_E.argmax())
 
 
-def _between(draft: Draft) -> Draft:
+def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
     """Return the plan with its rows halfway between near and levelled."""
-    half = draft.copy()
+    half = builder.copy()
     half.near()
     near = [list(rows) for rows in half.rows]
     half.level()
@@ -133,54 +136,54 @@ def _between(draft: Draft) -> Draft:
     return half
 
 
-def _promising(draft: Draft, exposed: bool) -> tuple[int, int] | None:
-    """Return the expert and rank that promise most; None if no guest promises a gain."""
-    scores = _scores(draft, exposed)
+def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | None:
+    """Return the expert and rank that promise most; None if no replica promises a gain."""
+    scores = _scores(builder, exposed)
     expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
     return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
 
 
-def _scores(draft: Draft, exposed: bool) -> Floats:
-    """Return the seconds that a guest promises, for every expert and rank, [E, P]; -inf where impossible.
+def _scores(builder: ReplicationBuilder, exposed: bool) -> Floats:
+    """Return the seconds that a replica promises, for every expert and rank, [E, P]; -inf where impossible.
 
     exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
     """
-    problem, costs = draft.problem, draft.problem.costs
+    problem, costs = builder.problem, builder.problem.costs
     owners = list(problem.placement.owners)
     to_rank_s = costs.links.pair_s_per_byte[owners]
-    evened = _evened(draft)
-    heaviest = max(draft.computed)
-    room = np.maximum(evened, heaviest - np.array(draft.computed))
-    kept_s = 4 * costs.row_bytes * np.minimum(_kept(draft), room) * to_rank_s
+    evened = _evened(builder)
+    heaviest = max(builder.computed)
+    room = np.maximum(evened, heaviest - np.array(builder.computed))
+    kept_s = 4 * costs.row_bytes * np.minimum(_kept(builder), room) * to_rank_s
     weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for expert, hosts in enumerate(draft.hosts):
-        scores[expert, hosts] = -np.inf
-    scores[:, [not draft.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
+    for expert, homes in enumerate(builder.homes):
+        scores[expert, homes] = -np.inf
+    scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
     return scores
 
 
-def _evened(draft: Draft) -> Floats:
-    """Return the rows above the mean of an expert's hosts that fit below the mean of a rank, [E, P]."""
-    mean = draft.problem.mean_rows
-    above = [max(0.0, computed - mean) for computed in draft.computed]
+def _evened(builder: ReplicationBuilder) -> Floats:
+    """Return the rows above the mean of an expert's homes that fit below the mean of a rank, [E, P]."""
+    mean = builder.problem.mean_rows
+    above = [max(0.0, computed - mean) for computed in builder.computed]
     surplus = [
-        sum(min(count, above[host]) for host, count in zip(hosts, rows, strict=True))
-        for hosts, rows in zip(draft.hosts, draft.rows, strict=True)
+        sum(min(count, above[home]) for home, count in zip(homes, rows, strict=True))
+        for homes, rows in zip(builder.homes, builder.rows, strict=True)
     ]
-    room = np.maximum(0, mean - np.array(draft.computed))
+    room = np.maximum(0, mean - np.array(builder.computed))
     evened: Floats = np.minimum(np.array(surplus)[:, None], room)
     return evened
 
 
-def _kept(draft: Draft) -> Ints:
-    """Return the rows that a guest would keep from crossing to the owner, [E, P].
+def _kept(builder: ReplicationBuilder) -> Ints:
+    """Return the rows that a replica would keep from crossing to the owner, [E, P].
 
-    All rows of its node where the node has no host, else the rank's own.
+    All rows of its node where the node has no home, else the rank's own.
     """
-    problem = draft.problem
+    problem = builder.problem
     nodes = np.array(problem.costs.links.nodes)
-    hosted_EN = np.zeros(problem.node_loads.T.shape, bool)
-    for expert, hosts in enumerate(draft.hosts):
-        hosted_EN[expert, nodes[hosts]] = True
-    return np.where(hosted_EN[:, nodes], problem.loads.T, problem.node_loads.T[:, nodes])
+    held_EN = np.zeros(problem.node_loads.T.shape, bool)
+    for expert, homes in enumerate(builder.homes):
+        held_EN[expert, nodes[homes]] = True
+    return np.where(held_EN[:, nodes], problem.loads.T, problem.node_loads.T[:, nodes])

@@ -1,12 +1,12 @@
-"""Even splits of the rows of experts with several hosts, by the loads of the step that runs.
+"""Even splits of the rows of experts with several homes, by the loads of the step that runs.
 
 Ranks tell each other how many rows they have for every expert before a row travels. From these counts each
 finds the same split: rows are computed where they start as far as a rank then computes no more than its
-share, next in their node, and the rest goes to the hosts that have least to do. Integers only: what ranks
+share, next in their node, and the rest goes to the homes that have least to do. Integers only: what ranks
 find must not depend on how a library adds.
 
 Shapes: S sources (the ranks that share an expert, rank by rank), P ranks of the expert group, C slices, E
-experts, J those with several hosts, Q positions, N positions of a rank.
+experts, J those with several homes, Q positions, N positions of a rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.placement import EMPTY, SPLIT, Hosting
+from penstock.placement import EMPTY, SPLIT, Replication
 from penstock.placing.integers import Ints
 
 MOST_PASSED = 8
@@ -27,11 +27,11 @@ MOST_PASSED = 8
 
 
 class _Shared(NamedTuple):
-    """An expert with several hosts. hosts: ranks, ascending. inside: by node with hosts, the places of these
-    hosts, the first of the node's ranks, and the one after the last."""
+    """An expert with several homes. homes: ranks, ascending. inside: by node with homes, the places of these
+    homes, the first of the node's ranks, and the one after the last."""
 
     expert: int
-    hosts: tuple[int, ...]
+    homes: tuple[int, ...]
     positions: tuple[int, ...]
     inside: tuple[tuple[tuple[int, ...], int, int], ...]
 
@@ -39,18 +39,18 @@ class _Shared(NamedTuple):
 @dataclass(frozen=True)
 class ExactSplit:
     """Which rank computes whose rows. by_position: the expert at every position, or EMPTY. nodes: by rank,
-    ascending. limit: the most that a rank computes, if hosts allow it, in SPLITths of the mean."""
+    ascending. limit: the most that a rank computes, if homes allow it, in SPLITths of the mean."""
 
     by_position: tuple[int, ...]
     nodes: tuple[int, ...]
     limit: int
 
     @staticmethod
-    def of(hosting: Hosting, nodes: Sequence[int] = ()) -> ExactSplit:
-        """Return the split of a hosting that has a limit. nodes: () = one node."""
-        assert hosting.limit is not None, "a hosting without a limit says itself where rows go"
-        one = (0,) * hosting.placement.ranks
-        return ExactSplit(hosting.by_position, tuple(nodes) or one, hosting.limit)
+    def of(replication: Replication, nodes: Sequence[int] = ()) -> ExactSplit:
+        """Return the split of a replication that has a limit. nodes: () = one node."""
+        assert replication.limit is not None, "a replication without a limit says itself where rows go"
+        one = (0,) * replication.placement.ranks
+        return ExactSplit(replication.by_position, tuple(nodes) or one, replication.limit)
 
     @property
     def slots(self) -> int:
@@ -68,7 +68,7 @@ class ExactSplit:
             fixed_CP = rows_SCQ.reshape(sources, slices, -1, self.slots).sum(axis=(0, 3))
             computed = map(self._levelled, fixed_CP.tolist(), by_rank.tolist())
             flows_CJSP = matched(left_CJS, np.array(list(computed)), tiers(self.nodes, sources))
-            pairs = [(j, rank) for j, each in enumerate(self._shared) for rank in each.hosts]
+            pairs = [(j, rank) for j, each in enumerate(self._shared) for rank in each.homes]
             experts, ranks = (list(each) for each in zip(*pairs, strict=True))
             at = [position for each in self._shared for position in each.positions]
             rows_SCQ[:, :, at] = flows_CJSP[:, experts, :, ranks].transpose(2, 1, 0)
@@ -83,7 +83,7 @@ class ExactSplit:
             sorted((q for q, expert in enumerate(held) if expert != EMPTY), key=lambda q: (held[q], q))
         )
 
-    # ---- how many rows every host computes -----------------------------------------------------------------
+    # ---- how many rows every home computes -----------------------------------------------------------------
 
     def _levelled(self, fixed: list[int], starting: list[list[int]]) -> list[list[int]]:
         """Return the rows of every shared expert by rank, [J][P]. fixed: rows of all other experts. starting:
@@ -95,19 +95,19 @@ class ExactSplit:
         given = [[0] * len(load) for _ in totals]
         for first in (True, False):  # the first round places rows where they start
             for j in order:
-                hosts, rows = self._shared[j].hosts, given[j]
-                if not first and all(load[host] <= most for host in hosts):
+                homes, rows = self._shared[j].homes, given[j]
+                if not first and all(load[home] <= most for home in homes):
                     continue
-                for host in hosts:
-                    load[host] -= rows[host]
-                near = [load[host] for host in hosts]
-                for host, count in zip(
-                    hosts,
+                for home in homes:
+                    load[home] -= rows[home]
+                near = [load[home] for home in homes]
+                for home, count in zip(
+                    homes,
                     _placed(self._shared[j], starting[j], near, everything if first else most),
                     strict=True,
                 ):
-                    rows[host] = count
-                    load[host] += count
+                    rows[home] = count
+                    load[home] += count
         self._relieve(given, load, most)
         return given
 
@@ -144,10 +144,10 @@ class ExactSplit:
             rank = queue.popleft()
             for j in self._shared_by_rank[rank]:
                 if given[j][rank]:
-                    for host in self._shared[j].hosts:
-                        if host not in found:
-                            found[host] = rank, j
-                            queue.append(host)
+                    for home in self._shared[j].homes:
+                        if home not in found:
+                            found[home] = rank, j
+                            queue.append(home)
         return found
 
     # ---- what never changes --------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class ExactSplit:
 
     @cached_property
     def _alone_Q(self) -> Ints:  # noqa: N802
-        """1 where a position's expert has no other host."""
+        """1 where a position's expert has no other home."""
         held = self.by_position
         shared = {each.expert for each in self._shared}
         alone: Ints = np.array([expert != EMPTY and expert not in shared for expert in held], np.int64)
@@ -175,18 +175,18 @@ class ExactSplit:
 
     @cached_property
     def _shared_by_rank(self) -> list[list[int]]:
-        """The shared experts that each rank hosts."""
+        """The shared experts that each rank homes."""
         ranks = range(len(self.nodes))
-        return [[j for j, each in enumerate(self._shared) if rank in each.hosts] for rank in ranks]
+        return [[j for j, each in enumerate(self._shared) if rank in each.homes] for rank in ranks]
 
     def _described(self, expert: int, positions: Sequence[int]) -> _Shared:
-        hosts = tuple(position // self.slots for position in positions)
+        homes = tuple(position // self.slots for position in positions)
         inside: dict[int, list[int]] = {}
-        for place, host in enumerate(hosts):
-            inside.setdefault(self.nodes[host], []).append(place)
+        for place, home in enumerate(homes):
+            inside.setdefault(self.nodes[home], []).append(place)
         return _Shared(
             expert,
-            hosts,
+            homes,
             tuple(positions),
             tuple(
                 (tuple(places), self.nodes.index(node), self.nodes.index(node) + self.nodes.count(node))
@@ -213,9 +213,9 @@ def filled(heights: Sequence[int], rows: int) -> list[int]:
 
 
 def _placed(expert: _Shared, starting: Sequence[int], load: list[int], most: int) -> list[int]:
-    """Return an expert's rows by host. load: the hosts' other rows. most: a limit if others have room."""
+    """Return an expert's rows by home. load: the homes' other rows. most: a limit if others have room."""
     left = sum(starting)
-    found = [min(starting[host], max(0, most - base)) for host, base in zip(expert.hosts, load, strict=True)]
+    found = [min(starting[home], max(0, most - base)) for home, base in zip(expert.homes, load, strict=True)]
     left -= sum(found)
     for places, first, last in expert.inside if left else ():
         heights = [load[place] + found[place] for place in places]

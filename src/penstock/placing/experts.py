@@ -1,7 +1,7 @@
-"""Planners of guests by name, and whether a plan still pays.
+"""Planners of replicas by name, and whether a plan still pays.
 
-A planner makes, from the loads of one step, the hosting of the next. All ranks run it on the same integers
-and compare a hash of its result.
+A planner makes, from the loads of one step, the replication of the next. All ranks run it on the same
+integers and compare a hash of its result.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.placing.evening import least_loaded, planned
 from penstock.placing.integers import Ints
 from penstock.placing.model import layer_seconds
 from penstock.placing.problem import ExpertProblem
 from penstock.placing.published import pro_prophet, shadowing
 
-Planner = Callable[[ExpertProblem], Hosting]
+Planner = Callable[[ExpertProblem], Replication]
 
 PLANNERS: Final[dict[str, Planner]] = {
     "pro_prophet": pro_prophet,
@@ -27,7 +27,7 @@ PLANNERS: Final[dict[str, Planner]] = {
 
 
 class PlanningCost(NamedTuple):
-    """Seconds of a host thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
+    """Seconds of a home thread for one layer: a fixed part, a part per rank, a part per load of a rank."""
 
     fixed_s: float
     rank_s: float
@@ -41,7 +41,7 @@ PLANNING: Final[dict[str, PlanningCost]] = {
     "planned": PlanningCost(2e-3, 7e-4, 2e-6),
 }
 """Times of a 2 GHz core where loads are uneven, to a factor of two. They are constants, since measured ones
-would make predictions of one and the same step differ. Guest slots change a planner's time less than its
+would make predictions of one and the same step differ. Replica slots change a planner's time less than its
 loads do."""
 
 
@@ -58,15 +58,16 @@ def planning_s(name: str, ranks: int, experts: int) -> float:
     return cost.fixed_s + ranks * (cost.rank_s + experts * cost.load_s)
 
 
-def pays(problem: ExpertProblem, hosting: Hosting) -> bool:
-    """Return whether a hosting makes the layer faster than none, by rank and link, with the problem's loads.
+def pays(problem: ExpertProblem, replication: Replication) -> bool:
+    """Return whether a replication makes the layer faster than none, by rank and link, with the problem's
+    loads.
 
     A plan from stale loads may not: ask again once the loads of the step are known, and drop it if so.
     """
-    if hosting.is_empty:
+    if replication.is_empty:
         return False
-    none = Hosting.none(hosting.placement, hosting.replica_slots)
-    return layer_seconds(problem, hosting).total_s < layer_seconds(problem, none).total_s
+    none = Replication.none(replication.placement, replication.replica_slots)
+    return layer_seconds(problem, replication).total_s < layer_seconds(problem, none).total_s
 
 
 def overlap(before: Ints, after: Ints) -> float:

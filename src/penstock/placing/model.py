@@ -1,4 +1,4 @@
-"""The time of a layer with some experts as guests: per rank and link, and by the equations of Pro-Prophet.
+"""The time of a layer with some experts as replicas: per rank and link, and by the equations of Pro-Prophet.
 
 Shapes: P ranks of the expert group, E experts.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Hosting
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, Replication
 from penstock.placing.exact import ExactSplit
 from penstock.placing.integers import Floats, Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem
@@ -33,17 +33,18 @@ class LayerLoad:
     copies: Ints
 
     @staticmethod
-    def of(loads: Ints, hosting: Hosting, nodes: Sequence[int] = ()) -> LayerLoad:
-        """Return the load with rows `loads` [P, E] sent as a hosting says. nodes: by rank; () = one node."""
-        ranks = hosting.placement.ranks
-        if hosting.limit is not None:
-            table_SPCN = ExactSplit.of(hosting, nodes).table(loads[:, None])
+    def of(loads: Ints, replication: Replication, nodes: Sequence[int] = ()) -> LayerLoad:
+        """Return the load with rows `loads` [P, E] sent as a replication says. nodes: by rank; () = one
+        node."""
+        ranks = replication.placement.ranks
+        if replication.limit is not None:
+            table_SPCN = ExactSplit.of(replication, nodes).table(loads[:, None])
             rows = table_SPCN.sum(axis=(2, 3)).astype(np.float64)
-            return LayerLoad(traffic=rows, copies=copies_of(hosting))
-        pairs, rank_of_position = hosting.pairs, np.repeat(np.arange(ranks), hosting.slots)
+            return LayerLoad(traffic=rows, copies=copies_of(replication))
+        pairs, rank_of_position = replication.pairs, np.repeat(np.arange(ranks), replication.slots)
         rows = loads[pairs.rank, pairs.expert] * pairs.parts
         cells = np.bincount(pairs.rank * ranks + rank_of_position[pairs.position], rows, ranks**2)
-        return LayerLoad(traffic=cells.reshape(ranks, ranks) / SPLIT, copies=copies_of(hosting))
+        return LayerLoad(traffic=cells.reshape(ranks, ranks) / SPLIT, copies=copies_of(replication))
 
     @cached_property
     def computed(self) -> Floats:
@@ -64,15 +65,15 @@ class LayerLoad:
         return float(self.computed.max()) / mean if mean else 1.0
 
 
-def copies_of(hosting: Hosting) -> Ints:
+def copies_of(replication: Replication) -> Ints:
     """Return the number of experts whose parameters rank p sends to rank r, [P, P]."""
-    return copies_to(hosting.guests, hosting.placement)
+    return copies_to(replication.replicas, replication.placement)
 
 
-def copies_to(guests: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
-    """Return copies, [P, P], for guests by rank that are not yet a hosting; EMPTY slots get none."""
+def copies_to(replicas: Sequence[Sequence[int]], placement: ExpertPlacement) -> Ints:
+    """Return copies, [P, P], for replicas by rank that are not yet a replication; EMPTY slots get none."""
     copies = np.zeros((placement.ranks,) * 2, np.int64)
-    for rank, here in enumerate(guests):
+    for rank, here in enumerate(replicas):
         for expert in here:
             if expert != EMPTY:
                 copies[placement.owners[expert], rank] += 1
@@ -116,9 +117,9 @@ def exposed_s(costs: ExpertCosts, per_byte_s: float, experts_s: float) -> float:
     return forward_s + max(0.0, per_byte_s * costs.gradient_bytes - backward_slack_s)
 
 
-def layer_seconds(problem: ExpertProblem, hosting: Hosting) -> LayerSeconds:
-    """Return the time of the layer with these guests, by rank and link."""
-    return seconds_of(problem.costs, LayerLoad.of(problem.loads, hosting, problem.costs.links.nodes))
+def layer_seconds(problem: ExpertProblem, replication: Replication) -> LayerSeconds:
+    """Return the time of the layer with these replicas, by rank and link."""
+    return seconds_of(problem.costs, LayerLoad.of(problem.loads, replication, problem.costs.links.nodes))
 
 
 def paper_seconds(
@@ -126,8 +127,8 @@ def paper_seconds(
 ) -> float:
     """Return the time of the layer by Eq 6 or Eq 8 of Pro-Prophet.
 
-    received, computed: R and H, [P]. copied: s, experts with guests. excluded: n, ranks that do not get such
-    an expert.
+    received, computed: R and H, [P]. copied: s, experts with replicas. excluded: n, ranks that do not get
+    such an expert.
     """
     ranks, byte_s = len(computed), costs.links.mean_s_per_byte
     experts_s = costs.row_s * float(computed.max())

@@ -1,4 +1,4 @@
-"""Input of a planner of guests: the loads of a layer, and the costs of rows, weights and computation.
+"""Input of a planner of replicas: the loads of a layer, and the costs of rows, weights and computation.
 
 Shapes: P ranks of the expert group, N nodes, E experts.
 """
@@ -120,7 +120,7 @@ class ExpertCosts:
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
     """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-    placement: which ranks own and host the experts permanently. replica_slots: free slots of every rank.
+    placement: which ranks own and home the experts permanently. replica_slots: free slots of every rank.
     exact: whether rows of shared experts are split by the loads of the step that runs; else by those from
     which the plan is made. Raises ValueError where sizes contradict each other."""
 

@@ -1,7 +1,7 @@
 """Planners that others have published: Pro-Prophet's greedy search, and FasterMoE's shadowing.
 
-Both give guests only the rows of the guests' own ranks. Both assume an unlimited number of guests; here a
-rank has `replica_slots` of them, and a rank without a free slot is no host.
+Both give replicas only the rows of the replicas' own ranks. Both assume an unlimited number of replicas; here
+a rank has `replica_slots` of them, and a rank without a free slot is no home.
 
 Shapes: P ranks of the expert group, E experts.
 """
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.placement import EMPTY, Hosting
+from penstock.placement import EMPTY, Replication
 from penstock.placing.integers import Floats
 from penstock.placing.model import Equation, LayerLoad, copies_to, paper_seconds
 from penstock.placing.problem import ExpertProblem
@@ -27,17 +27,17 @@ EXCLUDED = (0.0, 0.25, 0.5, 0.75)
 """Shares of all ranks that do not get an expert; the paper leaves the number open."""
 
 
-def pro_prophet(problem: ExpertProblem) -> Hosting:
+def pro_prophet(problem: ExpertProblem) -> Replication:
     """Return Pro-Prophet's plan, with the number of excluded ranks for which Eq 8 promises most."""
     plans = [greedy(problem, excluded) for excluded in sorted({int(n * problem.ranks) for n in EXCLUDED})]
-    return min(plans, key=lambda plan: plan.seconds).guests.hosting()
+    return min(plans, key=lambda plan: plan.seconds).replicas.replication()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Guests, and the time that their planner's equation promises."""
+    """Replicas, and the time that their planner's equation promises."""
 
-    guests: Guests
+    replicas: Replicas
     seconds: float
 
 
@@ -47,19 +47,19 @@ def greedy(problem: ExpertProblem, excluded: int, alpha: float = BALANCED, equat
     excluded: n, ranks with the fewest rows of an expert that do not get it; ties by rank. A rank with several
     experts gives its largest one that is not yet copied.
     """
-    guests = Guests(problem)
-    load = guests.load()
-    best = Plan(guests.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
+    replicas = Replicas(problem)
+    load = replicas.load()
+    best = Plan(replicas.taken(), paper_seconds(problem.costs, load.received, load.computed, 0, 0, equation))
     while not balanced(problem, load.computed, alpha):
-        expert = _heaviest_expert(problem, load.computed, guests.copied)
+        expert = _heaviest_expert(problem, load.computed, replicas.copied)
         if expert is None:
             break
-        guests.copy(expert, _receivers(problem, expert, excluded))
-        load = guests.load()
-        copied = len(guests.copied)
+        replicas.copy(expert, _receivers(problem, expert, excluded))
+        load = replicas.load()
+        copied = len(replicas.copied)
         seconds = paper_seconds(problem.costs, load.received, load.computed, copied, excluded, equation)
         if seconds < best.seconds:
-            best = Plan(guests.taken(), seconds)
+            best = Plan(replicas.taken(), seconds)
     return best
 
 
@@ -69,13 +69,13 @@ def balanced(problem: ExpertProblem, computed: Floats, alpha: float = BALANCED) 
     return bool(computed.max() - computed.min() < alpha * mean)
 
 
-def shadowing(problem: ExpertProblem) -> Hosting:
+def shadowing(problem: ExpertProblem) -> Replication:
     """Return FasterMoE's plan: the most loaded experts go to all ranks, while its model promises a gain.
 
     Experts are copied one by one. The model (SYSTEMS 6.9) takes the largest expert for the load of a rank,
     and ignores what shadows add to that load.
     """
-    costs, guests = problem.costs, Guests(problem)
+    costs, replicas = problem.costs, Replicas(problem)
     order = np.argsort(-problem.expert_rows, kind="stable").tolist()
     byte_s = costs.links.mean_s_per_byte
     per_row_s = 3 * costs.row_s + 4 * costs.row_bytes * byte_s
@@ -85,12 +85,12 @@ def shadowing(problem: ExpertProblem) -> Hosting:
         if seconds >= best_s:
             break
         best_s = seconds
-        guests.copy(expert, range(problem.ranks))
-    return guests.hosting()
+        replicas.copy(expert, range(problem.ranks))
+    return replicas.replication()
 
 
-class Guests:
-    """Experts that ranks have as guests so far, for rows of their own.
+class Replicas:
+    """Experts that ranks have as replicas so far, for rows of their own.
 
     copied: experts, in the order in which they were given away. held: by rank. targets: [P, E], the rank to
     which rows go that start on rank p for expert e.
@@ -101,19 +101,19 @@ class Guests:
         self.copied: list[int] = []
         self.held: list[list[int]] = [[] for _ in range(problem.ranks)]
         self.targets = np.tile(problem.placement.owners, (problem.ranks, 1))
-        for expert, hosts in enumerate(problem.placement.hosts):
-            for host in hosts:
-                self.targets[host.rank, expert] = host.rank
+        for expert, homes in enumerate(problem.placement.homes):
+            for home in homes:
+                self.targets[home.rank, expert] = home.rank
 
     def copy(self, expert: int, ranks: Sequence[int]) -> None:
-        """Make an expert a guest of those of some ranks that do not hold it and have a free slot."""
+        """Make an expert a replica of those of some ranks that do not hold it and have a free slot."""
         self.copied.append(expert)
         for rank in ranks:
             if self.targets[rank, expert] != rank and len(self.held[rank]) < self.problem.replica_slots:
                 self.held[rank].append(expert)
                 self.targets[rank, expert] = rank
 
-    def taken(self) -> Guests:
+    def taken(self) -> Replicas:
         """Return a copy, to be kept while more experts are given away."""
         other = copy(self)
         other.copied, other.held = list(self.copied), [list(held) for held in self.held]
@@ -128,11 +128,11 @@ class Guests:
         copies = copies_to(self.held, self.problem.placement)
         return LayerLoad(traffic=traffic.reshape(ranks, ranks), copies=copies)
 
-    def hosting(self) -> Hosting:
+    def replication(self) -> Replication:
         """Return the finished record."""
         slots = self.problem.replica_slots
         filled = [held + [EMPTY] * (slots - len(held)) for held in self.held]
-        return Hosting.local(self.problem.placement, filled)
+        return Replication.local(self.problem.placement, filled)
 
 
 def _heaviest_expert(problem: ExpertProblem, computed: Floats, copied: Sequence[int]) -> int | None:

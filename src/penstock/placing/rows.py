@@ -1,9 +1,9 @@
 """Rows that cross nodes and devices if a sample lives on a device: the costs of NetMoE's assignment.
 
 A row is a token that one of its experts processes. Rows of the combine start where their experts are now;
-rows of the next dispatch go from the new home to wherever the next layer's hosting sends that device's rows,
-so a row whose expert is hosted on the device costs nothing, and a row to a guest or replica in the node no
-more than one inside the node.
+rows of the next dispatch go from the new home to wherever the next layer's replication sends that device's
+rows, so a row whose expert is hosted on the device costs nothing, and a row to a replica or replica in the
+node no more than one inside the node.
 
 Shapes: I samples, P devices, N nodes, E experts; S some samples, D the devices of one node. A device is a
 rank of the expert group, or the ranks that share its tokens.
@@ -16,13 +16,13 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.placement import SPLIT, Hosting
+from penstock.placement import SPLIT, Replication
 from penstock.placing.integers import Floats, Ints, exact_product
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearness:
-    """How much of an expert's rows stays on a device, and in its node, under one hosting.
+    """How much of an expert's rows stays on a device, and in its node, under one replication.
 
     device, node: [P, E], parts of SPLIT of the rows that start on device p and go to expert e. They are
     integers in float64, so that products with counts are exact and fast.
@@ -32,12 +32,12 @@ class Nearness:
     node: Floats
 
     @staticmethod
-    def of(hosting: Hosting, node_of_device: Ints) -> Nearness:
-        """Return the nearness under a layer's hosting. node_of_device: [P]."""
-        ranks, experts = hosting.placement.ranks, hosting.placement.num_experts
-        rank_of_position = np.repeat(np.arange(ranks), hosting.slots)
-        start, expert, position, _, _ = hosting.pairs
-        target, parts = rank_of_position[position], hosting.pairs.parts
+    def of(replication: Replication, node_of_device: Ints) -> Nearness:
+        """Return the nearness under a layer's replication. node_of_device: [P]."""
+        ranks, experts = replication.placement.ranks, replication.placement.num_experts
+        rank_of_position = np.repeat(np.arange(ranks), replication.slots)
+        start, expert, position, _, _ = replication.pairs
+        target, parts = rank_of_position[position], replication.pairs.parts
         device, node = np.zeros((ranks, experts)), np.zeros((ranks, experts))
         here = start == target
         near = node_of_device[start] == node_of_device[target]
@@ -46,13 +46,13 @@ class Nearness:
         return Nearness(device=device, node=node)
 
     @staticmethod
-    def of_devices(hosting: Hosting, device_of_rank: Ints, node_of_device: Ints) -> Nearness:
+    def of_devices(replication: Replication, device_of_rank: Ints, node_of_device: Ints) -> Nearness:
         """Return the nearness of devices that may have several of the ranks [P] which hold experts.
 
         Such ranks have equal parts of the rows of their device.
         """
         by_rank = (
-            Nearness.of(hosting, each).node for each in (device_of_rank, node_of_device[device_of_rank])
+            Nearness.of(replication, each).node for each in (device_of_rank, node_of_device[device_of_rank])
         )
         device, node = (
             np.stack(

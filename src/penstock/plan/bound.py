@@ -30,7 +30,7 @@ from penstock.step.shape import Updating
 
 USUAL = Decision()
 
-WITHOUT_LAYERS = (Op.LOADS, Op.COMPARE_GUESTS)
+WITHOUT_LAYERS = (Op.LOADS, Op.COMPARE_REPLICAS)
 """Transfers of the backward half that wait for the backward pass of no layer."""
 
 Slot = tuple[bool, Lane, bool]
@@ -210,7 +210,7 @@ class QuickBounds:
         of all else that a step does once: the same however it is cut."""
         key = beside_cut(choice)
         if key not in self._known_once:
-            shape = replace(self._problem.uncut(choice), replica_slots=choice.guests)
+            shape = replace(self._problem.uncut(choice), replica_slots=choice.num_replica_slots)
             cost = self._problem.cost(choice, shape)
             tasks = {task.op: task for each in kinds for task in each.once}
             sums_s = fastest(cost(tasks.pop(Op.STATISTICS)))
@@ -327,7 +327,7 @@ def _one_layer(shape: StepShape, cost: Cost) -> _Kind:
 def _through(graph: Graph, seconds: Sequence[float]) -> float:
     """Return the longest chain from the first microbatch's embedding to the embedding's backward.
 
-    Only that goes through every layer: experts' weight gradients, or parameters of guests, leave or enter a
+    Only that goes through every layer: experts' weight gradients, or parameters of replicas, leave or enter a
     chain inside one layer, and all layers may do so at the same time.
     """
     ends: list[float | None] = []
@@ -407,7 +407,7 @@ def _reduced(cost: Cost, layer: int, cut: StepShape, parts: Mapping[str, Sequenc
     work, summed_s, used_s, in_turn_s = dict[Task, Any](), 0.0, 0.0, 0.0
     for op, tasks in made.items():
         for task in tasks:
-            after = () if updating is None else updates_of(task, replicas=updating.replicas)
+            after = () if updating is None else updates_of(task, edp=updating.edp)
             priced = {each: cost(each) for each in (task, *after)}
             work |= priced
             if op == Op.ALL_REDUCE:  # of which the embedding's are a part: all others may be complete before

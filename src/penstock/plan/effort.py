@@ -141,7 +141,7 @@ class Meter:
         if choice.reads("priority") and choice.priority == "search":
             self.spent += tasks * trials(tasks) // QUICK
 
-    def note_draft(self, problem: Problem, tasks: int, part: int) -> None:
+    def note_round(self, problem: Problem, tasks: int, part: int) -> None:
         """Count 1/part of a full search for an order, and the simulation of the order found. tasks: the
         number of tasks in the graph."""
         self.spent += tasks * (timelines(problem) + trials(tasks) // part // QUICK)

@@ -11,7 +11,7 @@ from penstock.plan.candidate import Candidate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
 from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
-from penstock.plan.room import again_words
+from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
 from penstock.plan.wire import row_words
 from penstock.simulate import lane_work
@@ -167,7 +167,7 @@ def reasons(problem: Problem, found: FoundPlan, memory: MemoryBudget | None = No
         budget=memory,
         lower_bound_s=found.lower_bound_s,
         rows=row_words(problem, best.choice, best.plan),
-        again=again_words(problem, best),
+        again=recompute_words(problem, best),
         nodes=problem.has_nodes,
         inside=problem.has_nodes and _is_inside(apart, best, work),
     )

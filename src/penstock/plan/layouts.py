@@ -193,7 +193,7 @@ def _best(problem: Problem, memory: MemoryBudget | None) -> Candidate | None:
     room, short, found = Room(problem, memory), sketch(problem), dict[Decision, float]()
 
     def best_of(quick: Iterable[Decision]) -> Decision | None:
-        for choice in map(room.with_least_again, quick):
+        for choice in map(room.with_least_recompute, quick):
             if choice is not None and choice not in found:
                 own = choice if short is problem else replace(choice, partition=None)
                 found[choice] = evaluate(short, own).predicted_s

@@ -62,7 +62,7 @@ class LostTrial:
 
 
 def moves_of(choice: Decision) -> Moves:
-    """Return what moves by a choice: what its guest slots cost is predicted, whatever their number."""
+    """Return what moves by a choice: what its replica slots cost is predicted, whatever their number."""
     return choice.samples, choice.experts
 
 
@@ -70,7 +70,7 @@ def miss(lost: Sequence[LostTrial], choice: Decision, still: Decision) -> float:
     """Return measured over predicted seconds of a choice, where those of `still` are as predicted.
 
     Of moves that were never tried, samples count as they did with other experts, and experts as with another
-    planner, whose guests travel alike: the one that did best. 1 where no trial tells.
+    planner, whose replicas travel alike: the one that did best. 1 where no trial tells.
     """
     known = _known(lost, still)
     if moves_of(choice) in known:

@@ -100,7 +100,7 @@ def memory_kind(problem: Problem, choice: Decision) -> object:
     if problem.evidence is not None or problem.observed is not None:
         return choice
     cut = problem.cut(choice)
-    return cut.microbatches, cut.expert_form, cut.recompute, choice.form, choice.guests
+    return cut.microbatches, cut.expert_form, cut.recompute, choice.form, choice.num_replica_slots
 
 
 def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
@@ -110,7 +110,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     etp). Where the workload says what a rank holds, weights are all of these, frozen ones included, in their
     own type; gradients and moments are those of trained weights.
 
-    Guest slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
+    Replica slots count as experts on this rank that have no moments. With a sharded optimiser a rank has the
     moments of its share: of every kind of weights, one part among the ranks that sum its gradients. Where
     gradients are released once they are summed, a rank keeps such a share of them, too, and the whole
     gradients of two layers.
@@ -136,7 +136,7 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     buffers are 292 for sequential (measured 264 to 296) and moe_pipeline (247 to 256), 259 for flowmoe and
     penstock with R = 2 (242 to 287), 242 with R = 4 (244 to 257): from 10 % too little to 18 % too much.
     """
-    guests = _guest_bytes(problem, choice)
+    replicas = _replica_bytes(problem, choice)
     cut, work = problem.cut(choice), problem.workload
     layers = problem.shape.moe_layers
     whole, loads = replace(cut, recompute="none"), _loads(problem, choice, cut)
@@ -157,14 +157,14 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     kept_P = np.add.reduce([kept[kind] for kind in kinds])
     most = int(np.argmax(kept_P + buffers_P))
     weights, gradients, moments = _state_shares(work.state)
-    added = _gradients_bytes(problem, choice) + _added_bytes(problem) + guests
+    added = _gradients_bytes(problem, choice) + _added_bytes(problem) + replicas
     return MemoryEstimate(
-        weights_bytes=int(weights * (_kept_weights_bytes(problem, choice) + guests)),
+        weights_bytes=int(weights * (_kept_weights_bytes(problem, choice) + replicas)),
         gradients_bytes=int(gradients * added),
         optimizer_bytes=int(moments * _updated_bytes(problem)),
         activations_bytes=int(kept_P[most] + logits),
         buffers_bytes=int(buffers_P[most]),
-        copies_bytes=_copies_bytes(problem, guests),
+        copies_bytes=_copies_bytes(problem, replicas),
     )
 
 
@@ -198,14 +198,14 @@ def _weights_bytes(problem: Problem) -> int:
     return sum(trained_bytes(problem).values()) if held is None else held.weights
 
 
-def _copies_bytes(problem: Problem, guests: int) -> int:
+def _copies_bytes(problem: Problem, replicas: int) -> int:
     """Return the bytes of weights in the type of products, none where all weights have that type."""
     work = problem.workload
     cast = work.held is None or work.held.cast
     if not cast or work.element_bytes >= work.state.parameter_bytes:
         return 0
     embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
-    return (_weights_bytes(problem) + guests - embedding) * work.element_bytes // FLOAT32_BYTES
+    return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
 
 
 def _gradients_bytes(problem: Problem, choice: Decision) -> int:
@@ -253,9 +253,9 @@ def _owners(problem: Problem) -> dict[str, int]:
     return {op: mesh.size(each.axes_of(sharing=sharing)) for op, each in REDUCTIONS.items()}
 
 
-def _guest_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of a rank's guest slots: weights of experts that have no moments on this rank."""
-    return int(choice.guests * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
+def _replica_bytes(problem: Problem, choice: Decision) -> int:
+    """Return the bytes of a rank's replica slots: weights of experts that have no moments on this rank."""
+    return int(choice.num_replica_slots * sum(problem.shape.moe_layers) * problem.workload.expert_bytes)
 
 
 def _loads(problem: Problem, choice: Decision, cut: StepShape) -> list[Numbers]:

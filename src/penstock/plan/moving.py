@@ -137,11 +137,11 @@ def in_full(problem: Problem, weighed: Weighed, choice: Decision) -> Weighed:
 
 
 def _usable(candidates: Sequence[Candidate], most_bytes: float) -> list[Candidate]:
-    """Return the candidates that fit; with more guest slots only where these shorten the step enough."""
+    """Return the candidates that fit; with more replica slots only where these shorten the step enough."""
     fitting = [each for each in candidates if each.memory_bytes <= most_bytes]
     found: list[Candidate] = []
-    for guests in sorted({each.choice.guests for each in fitting}):
-        more = [each for each in fitting if each.choice.guests == guests]
+    for replicas in sorted({each.choice.num_replica_slots for each in fitting}):
+        more = [each for each in fitting if each.choice.num_replica_slots == replicas]
         if not found or _least(more).predicted_s < WORTH * _least(found).predicted_s:
             found += more
     return found
@@ -252,7 +252,11 @@ def _line(
 
 def _words(candidate: Candidate) -> str:
     choice = candidate.choice
-    slots = f"{choice.experts} with {counted(choice.guests, 'guest slot')}" if choice.guests else ""
+    slots = (
+        f"{choice.experts} with {counted(choice.num_replica_slots, 'replica slot')}"
+        if choice.num_replica_slots
+        else ""
+    )
     samples = "" if choice.samples == "none" else choice.samples
     return " and ".join(word for word in (samples, slots) if word)
 

@@ -55,10 +55,10 @@ def sharing_updates(problem: Problem, *, releases: bool = False) -> Problem:
 
     releases: see `Updating`.
     """
-    replicas = problem.mesh.size(Group.EXPERT_REPLICAS) > 1
-    updating = Updating(clips=True, replicas=replicas, releases=releases)
+    edp = problem.mesh.size(Group.EXPERT_DATA) > 1
+    updating = Updating(clips=True, edp=edp, releases=releases)
     work = problem.workload
-    if not replicas:
+    if not edp:
         work = updating_experts(work, problem.shape.moe_layers)
     return replace(problem, workload=work, shape=replace(problem.shape, updating=updating))
 

@@ -35,10 +35,10 @@ from penstock.step import build_graph
 from penstock.step.shape import TokenLayout
 
 VERSION = 1
-AGAIN = "Correct the number, or make the file again with `penstock plan --out`."
-Size = Annotated[int, Within(1, 2**62, "it says for what step the plan was made", hint=AGAIN)]
-Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=AGAIN)]
-Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=AGAIN)]
+RECOMPUTE = "Correct the number, or make the file again with `penstock plan --out`."
+Size = Annotated[int, Within(1, 2**62, "it says for what step the plan was made", hint=RECOMPUTE)]
+Seconds = Annotated[float, Within(0, 1e9, "it is the duration of a step", above=True, hint=RECOMPUTE)]
+Bound = Annotated[float, Within(0, 1e9, "it is the duration of a step", hint=RECOMPUTE)]
 MOST_LINES = 100_000
 NEW_ORDER = 'Delete "schedule" from the file to compute a new order.'
 
@@ -48,7 +48,7 @@ class PlanSizes:
     """The sizes of the step for which a plan was made; they must be the same where it is replayed."""
 
     layers: Size
-    moe_layers: Annotated[int, Within(0, 2**62, "a model may have dense layers alone", hint=AGAIN)]
+    moe_layers: Annotated[int, Within(0, 2**62, "a model may have dense layers alone", hint=RECOMPUTE)]
     batch_per_rank: Size
     seq_len: Size
     hidden_size: Size
@@ -67,7 +67,7 @@ class PlanSizes:
         check_bounds(self)
         for part, whole in (("moe_layers", "layers"), ("top_k", "num_experts"), ("ep_size", "ranks")):
             if (value := getattr(self, part)) > (most := getattr(self, whole)):
-                raise ConfigError(part, value, f"is more than {whole} = {most}", AGAIN)
+                raise ConfigError(part, value, f"is more than {whole} = {most}", RECOMPUTE)
 
     @staticmethod
     def of(problem: Problem) -> PlanSizes:
@@ -221,10 +221,10 @@ class PlanFile:
         )
         if microbatches > samples:
             why = f"a batch of {samples} samples has at most {samples} microbatches"
-            raise ConfigError(f"{name}.choice.microbatches", microbatches, why, AGAIN)
+            raise ConfigError(f"{name}.choice.microbatches", microbatches, why, RECOMPUTE)
         if interval_s and (len(interval_s) != 2 or interval_s[0] > interval_s[1]):
             why = "needs its two ends, the smaller first"
-            raise ConfigError(f"{name}.interval_s", str(list(interval_s)), why, AGAIN)
+            raise ConfigError(f"{name}.interval_s", str(list(interval_s)), why, RECOMPUTE)
         if self.schedule is None:
             return
         try:
@@ -325,7 +325,7 @@ def _with_shards(table: Any, path: Path) -> Any:
         return table
     if sizes["shard_size"] != 1:
         why = "was planned with ranks that stand for several, which no step has any more"
-        raise ConfigError(f"{path}.sizes.shard_size", sizes["shard_size"], why, AGAIN)
+        raise ConfigError(f"{path}.sizes.shard_size", sizes["shard_size"], why, RECOMPUTE)
     return {**table, "sizes": {key: value for key, value in sizes.items() if key != "shard_size"}}
 
 

@@ -1,7 +1,7 @@
 """The predicted time of a step: the simulated iteration, with the influence of tasks on each other.
 
 Computation beside traffic is slower than alone: the kernel moves the bytes on the same cores. Traffic beside
-computation is a little slower, too. A task's cost therefore depends on its share of company, which in turn
+computation is a little slower, too. A task's cost therefore depends on its share of contention, which in turn
 depends on the simulated timeline: a fixed point, found by repeated simulation. And the times of ranks
 scatter: a collective waits for the slowest, so a step with scattered tasks is longer than one with their
 means. Last, real steps at the end of the profile say how much longer a step takes than simulated, and within
@@ -40,8 +40,8 @@ Shares = Mapping[Task, Any]
 """The part of a task's time in which the other side, computation or transfers, is busy on the same rank: one
 number for all ranks, or one for each."""
 
-CompanyCost = Callable[[Task, Any], Any]
-"""Seconds of a task that has company for the given share of its time."""
+ContendedCost = Callable[[Task, Any], Any]
+"""Seconds of a task that has contention for the given share of its time."""
 
 
 def predict_s(problem: Problem, choice: Decision, plan: StepPlan) -> float:
@@ -63,7 +63,7 @@ def predicted_timeline(problem: Problem, choice: Decision, plan: StepPlan) -> Ti
 def prolonged_s(problem: Problem, choice: Decision, plan: StepPlan, times: Mapping[str, float]) -> float:
     """Return the seconds of an iteration in which tasks of some ops take `times` as long as predicted.
 
-    Guests stay those that the problem's prices ask for.
+    Replicas stay those that the problem's prices ask for.
     """
     cost = task_cost(problem, choice, plan)
     costs = cost, lambda task: cost(task) * times.get(task.op, 1.0)
@@ -95,7 +95,7 @@ def step_ratio(problem: Problem) -> float:
 
 
 def bound(problem: Problem, choice: Decision, plan: StepPlan) -> LowerBound:
-    """Return the lower bound for any order of these tasks: costs without company, times `step_ratio`."""
+    """Return the lower bound for any order of these tasks: costs without contention, times `step_ratio`."""
     return alone(problem).bound(choice, plan).times(step_ratio(problem))
 
 
@@ -134,7 +134,7 @@ def timelines(problem: Problem) -> int:
     if not isinstance(cluster, ProfiledCluster):
         return 1
     draws = _draws(problem) if cluster.file.jitter else 1
-    return draws + (PASSES if cluster.feels_company else 0)
+    return draws + (PASSES if cluster.has_contention else 0)
 
 
 def _draws(problem: Problem) -> int:
@@ -142,16 +142,16 @@ def _draws(problem: Problem) -> int:
 
 
 def alone(problem: Problem) -> Problem:
-    """Return the problem with no task slowed by company: its costs are below those of every prediction."""
-    if not isinstance(problem.cluster, ProfiledCluster) or not problem.cluster.feels_company:
+    """Return the problem with no task slowed by contention: its costs are below those of every prediction."""
+    if not isinstance(problem.cluster, ProfiledCluster) or not problem.cluster.has_contention:
         return problem
-    return replace(problem, cluster=problem.cluster.in_company(0.0))
+    return replace(problem, cluster=problem.cluster.contended(0.0))
 
 
-def settle(plan: StepPlan, cost: CompanyCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
-    """Return every task's share of company in the timeline that results from durations with these shares.
+def settle(plan: StepPlan, cost: ContendedCost, ranks: Mesh, paces: tuple[float, ...] = ()) -> Shares:
+    """Return every task's share of contention in the timeline that results from durations with these shares.
 
-    paces: by rank, see Problem; only ranks of one pace have the same company.
+    paces: by rank, see Problem; only ranks of one pace have the same contention.
     """
     shares: Shares = dict.fromkeys(plan.graph.tasks, 1.0)
     for _ in range(PASSES):
@@ -160,27 +160,27 @@ def settle(plan: StepPlan, cost: CompanyCost, ranks: Mesh, paces: tuple[float, .
     return shares
 
 
-def _at_share(cost: CompanyCost, shares: Shares, task: Task) -> Any:
+def _at_share(cost: ContendedCost, shares: Shares, task: Task) -> Any:
     return cost(task, shares[task])
 
 
 def _of_each_pace(timeline: Timeline, paces: tuple[float, ...]) -> Shares:
-    """Return the company on one rank of every pace (to a tenth), as that of all ranks of the pace."""
+    """Return the contention on one rank of every pace (to a tenth), as that of all ranks of the pace."""
     if not paces:
-        return company(timeline)
+        return contention(timeline)
     _, firsts, pace_of = np.unique(np.round(paces, 1), return_index=True, return_inverse=True)
-    found = [company(timeline, int(rank)) for rank in firsts]
+    found = [contention(timeline, int(rank)) for rank in firsts]
     return {task: np.array([shares[task] for shares in found])[pace_of] for task in found[0]}
 
 
-def company(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
+def contention(timeline: Timeline, rank: int = 0) -> dict[Task, float]:
     """Return, for every task, the share of its time in which the other side was busy on this rank."""
     times = timeline.times
     return shares_of({task: (float(i.start[rank]), float(i.end[rank])) for task, i in times.items()})
 
 
 def shares_of(spans: Mapping[Task, tuple[float, float]]) -> dict[Task, float]:
-    """Return every task's share of company, from the moments at which each task began and ended."""
+    """Return every task's share of contention, from the moments at which each task began and ended."""
     computes = {task: task.lane.computes for task in spans}
     busy = {
         side: _union(span for task, span in spans.items() if computes[task] is side) for side in (True, False)
@@ -209,17 +209,17 @@ def _covered(span: tuple[float, float], moments: Seconds, busy_s: Seconds) -> fl
 
 
 def _between(problem: Problem, choice: Decision, plan: StepPlan) -> RankCost:
-    """Return the cost of every task at its own share of company."""
+    """Return the cost of every task at its own share of contention."""
     shape = plan.shape
     assert isinstance(problem.cluster, ProfiledCluster)
-    if not problem.cluster.feels_company:
+    if not problem.cluster.has_contention:
         return problem.cost(choice, shape)
     apart = alone(problem).cost(choice, shape)
-    beside = replace(problem, cluster=problem.cluster.in_company(1.0)).cost(choice, shape)
+    beside = replace(problem, cluster=problem.cluster.contended(1.0)).cost(choice, shape)
 
     def cost(task: Task, share: float) -> Any:
-        alone_s = apart(task)
-        return alone_s + share * (beside(task) - alone_s)
+        solo_s = apart(task)
+        return solo_s + share * (beside(task) - solo_s)
 
     shares = settle(plan, cost, problem.mesh, problem.paces)
     return lambda task: cost(task, shares[task])

@@ -25,19 +25,19 @@ from penstock.cost.placed import (
     Placed,
     SampleMover,
     expert_costs,
-    guest_planning_s,
-    planned_hostings,
+    planned_replications,
     rank_loads,
     received_rows,
+    replica_planning_s,
     splits_exactly,
 )
 from penstock.decision import Decision, GradientBytes, Movable, PlacementConfig
 from penstock.decision.field import NOTHING_MOVES
 from penstock.dispatch import DISPATCHES
 from penstock.mesh import Group, Mesh
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.placing import ExpertCosts
-from penstock.plan.slack import guest_slack
+from penstock.plan.slack import replica_slack
 from penstock.schedule import Cost, StepPlan, cut, plan_step
 from penstock.schedule.system import least_chunk_bytes
 from penstock.simulate import LowerBound, Timeline, lower_bound, simulate
@@ -51,7 +51,7 @@ OPEN: Final = Table()
 ANY = Decision()
 
 QUICK: Final = "critical_path"
-"""The rule of orders by which guests are planned, since a search would take too long."""
+"""The rule of orders by which replicas are planned, since a search would take too long."""
 
 
 def beside_cut(choice: Decision) -> Decision:
@@ -159,7 +159,7 @@ class Problem:
         return tuple(float(rows[place] / mean) for place in places)
 
     def expert_loads(self, choice: Decision, cut: StepShape) -> Numbers:
-        """Return the rows that every rank's experts and guests get over the mean, by MoE layer, [Y, P].
+        """Return the rows that every rank's experts and replicas get over the mean, by MoE layer, [Y, P].
 
         One rank stands for all where routing is even, or where every expert has its slots.
         """
@@ -193,7 +193,7 @@ class Problem:
             return self
         others = (size - ratio) / (size - 1)
         group = (*(ratio,) * shards, *(others,) * (size - 1) * shards)
-        return replace(self, load=group * self.mesh.size(Group.EXPERT_REPLICAS))
+        return replace(self, load=group * self.mesh.size(Group.EXPERT_DATA))
 
     def workload_of(self, choice: Decision) -> Workload:
         work = replace(self.workload, dispatch=choice.dispatch)
@@ -230,7 +230,7 @@ class Problem:
         return {}
 
     def placed(self, choice: Decision, cut: StepShape) -> Placed | None:
-        """Return where the samples and guests of the known steps would be; None = nothing moves."""
+        """Return where the samples and replicas of the known steps would be; None = nothing moves."""
         known = self.evidence or self.observed
         if known is None or choice.samples == choice.experts == "none":
             return None
@@ -242,11 +242,13 @@ class Problem:
     def _priced_by(self, choice: Decision) -> Decision:
         """Return what of a choice prices tasks beside the cut.
 
-        Guests of a known routing are planned with the slack of a quick order, on which everything but the
+        Replicas of a known routing are planned with the slack of a quick order, on which everything but the
         rule of the order has an effect.
         """
         known = self.evidence or self.observed
-        return beside_cut(choice) if known is None or not choice.guests else _in_quick_order(choice)
+        return (
+            beside_cut(choice) if known is None or not choice.num_replica_slots else _in_quick_order(choice)
+        )
 
     @cached_property
     def _known_placed(self) -> dict[object, Placed]:
@@ -254,21 +256,21 @@ class Problem:
 
     def _place(self, evidence: Evidence, choice: Decision, cut: StepShape) -> Placed:
         work = self.workload_of(choice)
-        hostings: tuple[Hosting, ...] = ()
+        replications: tuple[Replication, ...] = ()
         planning_s = 0.0
-        if choice.guests:
+        if choice.num_replica_slots:
             loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
-            # The same guests whatever company a bound assumes, or it would be one of another step.
-            costs = self._guest_costs(choice, StepCost(cut, work, self.cluster.in_company(1.0)))
+            # The same replicas whatever contention a bound assumes, or it would be one of another step.
+            costs = self._replica_costs(choice, StepCost(cut, work, self.cluster.contended(1.0)))
             exact = splits_exactly(choice, work)
-            hostings = planned_hostings(
-                loads_YPE, choice.experts, choice.guests, work.placement, costs, exact
+            replications = planned_replications(
+                loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact
             )
-            planning_s = guest_planning_s(work, choice.experts, len(hostings))
+            planning_s = replica_planning_s(work, choice.experts, len(replications))
         found = (
-            Placed.still(evidence.now_DBYE, hostings)
+            Placed.still(evidence.now_DBYE, replications)
             if choice.samples == "none"
-            else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, hostings)
+            else SampleMover.of(self.placement, work, cut).placed(evidence.now_DBYE, replications)
         )
         return replace(found, planning_s=planning_s)
 
@@ -278,11 +280,11 @@ class Problem:
         found = self.cluster.issuing
         return found and replace(found, reads_counts=not self.workload.fixed_slots)
 
-    def _guest_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
-        """Return, by MoE layer, what guest planners know, with the slack left by a quick order."""
+    def _replica_costs(self, choice: Decision, even: StepCost) -> list[ExpertCosts]:
+        """Return, by MoE layer, what replica planners know, with the slack left by a quick order."""
         plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
         costs = expert_costs(even)
-        return [costs.hiding(slack) for slack in guest_slack(plan, even, self.mesh)]
+        return [costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
 
     def plan(self, choice: Decision) -> StepPlan:
         """Return the graph and the frozen order of a choice."""
@@ -349,7 +351,7 @@ class Problem:
 
 def beside_pieces(problem: Problem, choice: Decision) -> Decision:
     """Return the choice with whole microbatches, large pieces of gradients and a quick order: what memory
-    depends on where guests do not move, and neither on how rows travel where no routing is known."""
+    depends on where replicas do not move, and neither on how rows travel where no routing is known."""
     known = problem.evidence or problem.observed
     return replace(
         choice,

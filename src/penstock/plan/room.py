@@ -29,8 +29,9 @@ class Room:
     def holds(self, choice: Decision) -> bool:
         """Return whether a plan fits, by the estimate for whole microbatches.
 
-        Guests of a known routing are planned with the slack of an order. So where experts move, the pieces of
-        a microbatch change a little who hosts them, and a search compares an evaluated plan's own estimate.
+        Replicas of a known routing are planned with the slack of an order. So where experts move, the pieces
+        of a microbatch change a little who hosts them, and a search compares an evaluated plan's own
+        estimate.
         """
         if self.memory is None:
             return True
@@ -42,7 +43,7 @@ class Room:
             self._known[whole] = self._kinds[kind]
         return self._known[whole]
 
-    def with_least_again(self, choice: Decision) -> Decision | None:
+    def with_least_recompute(self, choice: Decision) -> Decision | None:
         """Return the choice with the least recomputation that fits; None if nothing does."""
         tried = (replace(choice, recompute=what) for what in self.problem.recompute)
         return next((each for each in tried if self.holds(each)), None)
@@ -65,7 +66,7 @@ def least_memory(problem: Problem) -> MemoryEstimate:
     return min(estimates, key=lambda estimate: estimate.total_bytes)
 
 
-def again_words(problem: Problem, best: Candidate) -> str:
+def recompute_words(problem: Problem, best: Candidate) -> str:
     """Return the memory that recomputation saves and the time that it takes, against the same plan without
     it, ordered in the same way; "" where nothing is recomputed."""
     if best.choice.recompute == "none":

@@ -30,13 +30,13 @@ from penstock.decision import Decision, Partition
 from penstock.plan.basis import Basis, Evaluated
 from penstock.plan.bound import QuickBounds
 from penstock.plan.candidate import Candidate
-from penstock.plan.drafts import Drafts
 from penstock.plan.effort import Effort, Meter, OutOfBudgetError, Searched
 from penstock.plan.memory import ACTIVATIONS, BUFFERS, STATE, MemoryBudget
 from penstock.plan.problem import QUICK, Problem
 from penstock.plan.published import planners
 from penstock.plan.room import NothingFitsError, least_memory
 from penstock.plan.space import PIECES, neighbours, space
+from penstock.plan.successive_halving import SuccessiveHalving
 from penstock.words import gib
 
 CHECKPOINT = 20_000
@@ -166,14 +166,14 @@ class _Search:
         self._full = _Screen(basis.full, self._meter, basis.memory)
         self._screen = self._full if basis.short is basis.full else _Screen(basis.short, self._meter)
         self._bounds = basis.bounds
-        self._drafts = Drafts(basis.short.problem, self._meter)
+        self._halving = SuccessiveHalving(basis.short.problem, self._meter)
         self._planners = planners(basis.problem)
         self._stage, self._unplanned = "", list(self._planners)
         self._partition: Partition | None = None
 
     def run(self, starts: Sequence[Decision]) -> FoundPlan:
         wanted = dict.fromkeys((*starts, *self._basis.firsts))
-        least = map(self._room.with_least_again, wanted)
+        least = map(self._room.with_least_recompute, wanted)
         firsts = [choice for choice in least if choice is not None] or self._any_that_fits()
         if self._effort == "quick":
             return self._quickly(firsts)
@@ -239,7 +239,7 @@ class _Search:
             made = planner(self._problem)
             self._meter.note_planner()
             self._partition = made.partition or self._partition
-            choice = self._room.with_least_again(made)
+            choice = self._room.with_least_recompute(made)
             if choice is not None:
                 self._full.look(choice, always=always)
                 choices.append(choice)
@@ -314,7 +314,7 @@ class _Search:
         self._look_in_full([*whole, *map(self._with_partition, [*finalists, *gapped])])
         if orders and SEARCHED[self._effort]:
             self._stage = "better orders"
-            self._look_in_full(self._drafts.ranked(self._screen.candidates)[: SEARCHED[self._effort]])
+            self._look_in_full(self._halving.ranked(self._screen.candidates)[: SEARCHED[self._effort]])
 
     def _look_in_full(self, choices: list[Decision]) -> None:
         for number, choice in enumerate(choices):

@@ -1,4 +1,4 @@
-"""The time that a schedule leaves its network for guests: parameters on the way out, gradients home."""
+"""The time that a schedule leaves its network for replicas: parameters on the way out, gradients home."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from penstock.placing import Slack
 from penstock.schedule import Cost, StepPlan
 from penstock.simulate import simulate
 
-GUESTS = (Op.GUEST_PARAMETERS, Op.GUEST_GRADIENTS)
+REPLICAS = (Op.REPLICA_PARAMETERS, Op.REPLICA_GRADIENTS)
 
 Span = tuple[float, float]
 
 
-def guest_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
-    """Return, by MoE layer, the seconds in which the lane between nodes is idle while guests may travel.
+def replica_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
+    """Return, by MoE layer, the seconds in which the lane between nodes is idle while replicas may travel.
 
-    Guests take no time in this step: they may travel before the layer's experts begin, and after their
+    Replicas take no time in this step: they may travel before the layer's experts begin, and after their
     backward. Each gap counts for one layer: forward for the layer whose experts are next, backward for the
     one whose experts were last.
     """
 
     def without(task: Task) -> object:
-        return 0.0 if task.op in GUESTS else cost(task)
+        return 0.0 if task.op in REPLICAS else cost(task)
 
     times = simulate(plan.schedule, plan.graph, without, mesh).times
     spans = {task: (float(span.start[0]), float(span.end[0])) for task, span in times.items()}
@@ -42,7 +42,7 @@ def guest_slack(plan: StepPlan, cost: Cost, mesh: Mesh) -> tuple[Slack, ...]:
 
 
 def _makes_gradients(task: Task) -> bool:
-    return not task.forward and task.phase is not Phase.AGAIN
+    return not task.forward and task.phase is not Phase.RECOMPUTE
 
 
 def _idle(busy: Sequence[Span], gap: Span) -> float:

@@ -449,7 +449,7 @@ def placed(stages: Stages, pipeline: Pipeline, layers: Sequence[int] = ()) -> Pi
         memory=stages_memory(stages, pipeline, parts),
         held=tuple(map(sum, held)),
         link_s=max((links.seconds(*pair) for pair in links.used), default=0.0),
-        link_alone_s=max((links.alone_s(*pair) for pair in links.used), default=0.0),
+        link_alone_s=max((links.solo_s(*pair) for pair in links.used), default=0.0),
         shared_s=sum(
             links.longer_s((Cell(way, i, 1),), (stages.half_s(parts[i], forward=way),))
             for i in pipeline.parts_of(slowest)
@@ -523,7 +523,7 @@ class _Links:
         both = [pair for one, other in pairs if one != other for pair in ((one, other), (other, one))]
         return list(dict.fromkeys(both))
 
-    def alone_s(self, sender: int, receiver: int) -> float:
+    def solo_s(self, sender: int, receiver: int) -> float:
         """Return the seconds of one microbatch's hidden states from one stage to another, beside nothing."""
         if sender == receiver:
             return 0.0
@@ -536,7 +536,7 @@ class _Links:
         """Return the same beside the transfers of both stages."""
         across = self._across(sender, receiver)
         share = max(self._busy(stage, across) for stage in (sender, receiver))
-        return self.alone_s(sender, receiver) / (1 - share / 2)
+        return self.solo_s(sender, receiver) / (1 - share / 2)
 
     def longer_s(self, slot: Slot, ends_s: Sequence[float], edges: Sequence[bool] = ()) -> float:
         """Return by how much a slot is longer because of what is sent and received meanwhile.
@@ -561,7 +561,7 @@ class _Links:
         if not 0 <= cell.part + there < self.pipeline.parts:
             return 0.0
         pair = self.pipeline.stage_of(cell.part), self.pipeline.stage_of(cell.part + there)
-        return self.alone_s(*pair) if self._across(*pair) is across else 0.0
+        return self.solo_s(*pair) if self._across(*pair) is across else 0.0
 
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""

@@ -277,7 +277,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     attention, gate = 4 * model.hidden_size**2 * FLOAT32_BYTES, model.hidden_size * experts * FLOAT32_BYTES
     matrices = MATRICES[model.expert]
     expert = matrices * model.hidden_size * model.ffn_hidden_size * FLOAT32_BYTES // shards
-    replicas = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
+    edp = expert * ExpertPlacement.even(experts, ep_size).slots if groups > ep_size else 0
     return Workload(
         batch=batch,
         seq_len=model.seq_len,
@@ -293,7 +293,7 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
         ep_size=ep_size,
         element_bytes=ELEMENT_BYTES[changes.precision or "float32"],
         all_reduce_bytes=(attention // tp_size + (gate if tp_size == 1 else 0),) * model.num_layers,
-        expert_all_reduce_bytes=(replicas,) * model.num_layers,
+        expert_all_reduce_bytes=(edp,) * model.num_layers,
         partial_all_reduce_bytes=(gate if tp_size > 1 else 0,) * model.num_layers,
         node_size=holders(ranks_per_node(ep_size * shards, per_node), shards),
         devices_per_node=per_node,

@@ -104,8 +104,8 @@ def _rest(file: ClusterFile) -> list[str]:
         why = f"fewer than {LEAST_POINTS} points do not say how well a line fits"
         lines.append(f"R2 and residual {UNKNOWN}: {why}; measure with a larger --budget")
     if file.links:
-        usual = file.transfers_beside_compute
-        beside = _span(usual if link.beside is None else link.beside for link in file.links)
+        usual = file.contended_transfers
+        beside = _span(usual if link.contended is None else link.contended for link in file.links)
         in_steps = _span(link.in_steps for link in file.links)
         text = f"transfers take {beside} times as long during computation as alone"
         lines.append(text if in_steps == "1.00" else f"{text}; in steps {in_steps} times as long as above")
@@ -144,7 +144,7 @@ def _link_row(file: ClusterFile, links: Sequence[LinkModel]) -> tuple[str, ...]:
 def _task_row(task: TaskModel) -> tuple[str, ...]:
     name = f"{task.op}.{task.phase}"
     factor = f"{task.scale:.2f}" if _is_line(task.fit) else UNKNOWN
-    return name, _micro(task.alpha_s), factor, f"{task.beside:.2f}", *_fit_cells(task.fit)
+    return name, _micro(task.alpha_s), factor, f"{task.contended:.2f}", *_fit_cells(task.fit)
 
 
 def _kernel_row(kernel: KernelModel) -> tuple[str, ...]:

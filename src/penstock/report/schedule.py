@@ -48,7 +48,7 @@ def placement_text(shape: StepShape) -> str:
     return "; ".join([*samples, *([slots] if shape.replica_slots else [])])
 
 
-def again_text(shape: StepShape) -> str:
+def recompute_text(shape: StepShape) -> str:
     """Say what is recomputed."""
     what = "experts run" if shape.recompute == "experts" else "attention, router and experts run"
     return f"{what} a second time before their backward (in lower case), on the rows that have come already"
@@ -193,7 +193,7 @@ class ScheduleDescription:
         if shape.moves_samples or shape.replica_slots:
             yield "placement", placement_text(shape)
         if shape.recompute != "none":
-            yield "memory", again_text(shape)
+            yield "memory", recompute_text(shape)
         if shape.updating is not None:
             yield "optimizer", updating_text(shape.updating)
         yield from (("note", note) for note in self.notes)

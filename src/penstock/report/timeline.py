@@ -227,7 +227,7 @@ def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
         for op in on_lane:
             label = lane if op == on_lane[0] else ""
             lines.append(f"{label:<{LABEL_WIDTH}}{op:<3} {OPS[op].title}")
-        if lane.computes and any(record.task.phase is Phase.AGAIN for record in records):
+        if lane.computes and any(record.task.phase is Phase.RECOMPUTE for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}x   in lower case: recomputed, before its backward")
         if lane.computes and any(record.task.phase is Phase.WEIGHT for record in records):
             lines.append(f"{'':<{LABEL_WIDTH}}W   weight gradients of experts (separate tasks)")

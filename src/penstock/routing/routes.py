@@ -157,7 +157,7 @@ class RouteMaker:
         row_counts: Whether the last counts are numbers of rows. Where a dispatch joins rows, these are one
             for every set of places in the target's node; no rank needs others' counts then.
         shards: How rows meet the shards of their experts; None = experts are whole.
-        split: Splits rows among the hosts of their expert by the counts of all ranks, which are then by
+        split: Splits rows among the homes of their expert by the counts of all ranks, which are then by
             expert; None = counts are by position.
     """
 

@@ -27,10 +27,10 @@ from penstock.routing.routes import Degrees, RouteMaker, Routes
 
 @dataclass(frozen=True)
 class Plane:
-    """Devices of a company that exchange rows with each other.
+    """Devices of a exchange_group that exchange rows with each other.
 
-    devices: their numbers in the company. device_P: by rank of the expert group, which of these devices it
-    belongs to. node_D: the node of each device.
+    devices: their numbers in the exchange_group. device_P: by rank of the expert group, which of these
+    devices it belongs to. node_D: the node of each device.
     """
 
     devices: tuple[int, ...]
@@ -39,7 +39,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Company:
+class ExchangeGroup:
     """The members of a group, and what they share.
 
     device_B, part_B: which device a member belongs to, and which part of its samples' tokens it has. rank_B:
@@ -54,10 +54,10 @@ class Company:
     node_D: tuple[int, ...]
 
     @staticmethod
-    def alone(nodes: Sequence[int]) -> Company:
-        """Return a company in which every member is a device. nodes: of every member."""
+    def alone(nodes: Sequence[int]) -> ExchangeGroup:
+        """Return a exchange_group in which every member is a device. nodes: of every member."""
         everyone, nothing = tuple(range(len(nodes))), (0,) * len(nodes)
-        return Company(everyone, nothing, everyone, nothing, tuple(nodes))
+        return ExchangeGroup(everyone, nothing, everyone, nothing, tuple(nodes))
 
     @property
     def devices(self) -> int:
@@ -92,7 +92,7 @@ class Company:
 
 
 @lru_cache(maxsize=64)
-def company_of(mesh: Mesh, rank: int, node_size: int) -> Company:
+def exchange_group_of(mesh: Mesh, rank: int, node_size: int) -> ExchangeGroup:
     """Return the ranks that exchange counts with a rank, as devices. node_size: 0 = one node."""
     members = mesh.members(rank, mesh.all_experts)
     groups = [mesh.group(member, Group.TENSOR) for member in members]
@@ -103,7 +103,7 @@ def company_of(mesh: Mesh, rank: int, node_size: int) -> Company:
         parts.append(seen[group])
         seen[group] += 1
     nodes = [node_of(member, node_size or mesh.world_size) for member in first.values()]
-    return Company(
+    return ExchangeGroup(
         device_B=tuple(number[group] for group in groups),
         part_B=tuple(parts),
         rank_B=tuple(mesh.place(member, Group.EXPERT) for member in members),
@@ -129,7 +129,7 @@ class SampleTable:
     MoE layer; no columns where nothing is expected. device_I, chunk_I: where a sample is.
     """
 
-    company: Company
+    exchange_group: ExchangeGroup
     rows_IKPN: Counts
     expected_IE: Counts
     device_I: Counts
@@ -137,15 +137,17 @@ class SampleTable:
     chunks: int
 
     @staticmethod
-    def of(gathered: Counts, samples_B: Sequence[int], company: Company, size: TableSize) -> SampleTable:
+    def of(
+        gathered: Counts, samples_B: Sequence[int], exchange_group: ExchangeGroup, size: TableSize
+    ) -> SampleTable:
         """Make a table from the members' counts, [samples of all members, positions + E]."""
-        samples_D = [samples_B[here[0]] for here in company.member_DK]
+        samples_D = [samples_B[here[0]] for here in exchange_group.member_DK]
         by_member = np.split(gathered.astype(np.int64), np.cumsum(samples_B)[:-1])
-        by_device = [np.stack([by_member[b] for b in here], axis=1) for here in company.member_DK]
+        by_device = [np.stack([by_member[b] for b in here], axis=1) for here in exchange_group.member_DK]
         counts = np.concatenate(by_device)
         rows = counts[:, :, : size.positions]
         return SampleTable(
-            company=company,
+            exchange_group=exchange_group,
             rows_IKPN=np.stack(np.split(rows, size.ranks, axis=2), axis=2),
             expected_IE=counts[:, :, size.positions :].sum(axis=1),
             device_I=np.repeat(np.arange(len(samples_D)), samples_D),
@@ -165,17 +167,17 @@ class SampleTable:
 
     def sent(self, device_I: Counts) -> Counts:
         """Return rows from every member to every position if samples are on these devices, [B, P, C, N]."""
-        company, shape = self.company, self.rows_IKPN.shape
-        cells = np.zeros((company.devices * self.chunks, *shape[1:]), np.int64)
+        exchange_group, shape = self.exchange_group, self.rows_IKPN.shape
+        cells = np.zeros((exchange_group.devices * self.chunks, *shape[1:]), np.int64)
         np.add.at(cells, device_I * self.chunks + self.chunk_I, self.rows_IKPN)
-        by_device = cells.reshape(company.devices, self.chunks, *shape[1:])
-        sent: Counts = by_device[list(company.device_B), :, list(company.part_B)]
+        by_device = cells.reshape(exchange_group.devices, self.chunks, *shape[1:])
+        sent: Counts = by_device[list(exchange_group.device_B), :, list(exchange_group.part_B)]
         return sent.transpose(0, 2, 1, 3)
 
     def place_I(self, device_I: Counts) -> Counts:  # noqa: N802  # the suffix is its shape
         """Number the samples on these devices: by chunk, inside a chunk in their old order."""
         order = np.lexsort((self.chunk_I, device_I))
-        first = np.searchsorted(device_I[order], np.arange(self.company.devices))
+        first = np.searchsorted(device_I[order], np.arange(self.exchange_group.devices))
         place = np.empty_like(device_I)
         place[order] = np.arange(len(order)) - first[device_I[order]]
         return place
@@ -246,23 +248,23 @@ def settle(
 
 
 def _check(table: SampleTable, device_I: Counts) -> None:
-    company = table.company
+    exchange_group = table.exchange_group
     if device_I.shape != table.device_I.shape:
         raise PlacementError(f"{len(device_I)} homes for {len(table.device_I)} samples")
-    if ((device_I < 0) | (device_I >= company.devices)).any():
-        raise PlacementError(f"samples are given homes outside devices 0 to {company.devices - 1}")
-    cells = company.devices * table.chunks
+    if ((device_I < 0) | (device_I >= exchange_group.devices)).any():
+        raise PlacementError(f"samples are given homes outside devices 0 to {exchange_group.devices - 1}")
+    cells = exchange_group.devices * table.chunks
     before, after = (
         np.bincount(devices * table.chunks + table.chunk_I, minlength=cells)
         for devices in (table.device_I, device_I)
     )
     if (wrong := np.flatnonzero(before != after)).size:
-        device, chunk = np.unravel_index(wrong[0], (company.devices, table.chunks))
+        device, chunk = np.unravel_index(wrong[0], (exchange_group.devices, table.chunks))
         raise PlacementError(
             f"device {device} is given {after[wrong[0]]} samples of chunk {chunk} and had "
             f"{before[wrong[0]]}: every device keeps as many as it had"
         )
-    plane_D = np.array(company.plane_B)[company.member_DK[:, 0]]
+    plane_D = np.array(exchange_group.plane_B)[exchange_group.member_DK[:, 0]]
     if (plane_D[device_I] != plane_D[table.device_I]).any():
         raise PlacementError("a sample is moved to a rank that shares no expert group with its own")
 
@@ -270,11 +272,11 @@ def _check(table: SampleTable, device_I: Counts) -> None:
 def _crossing(table: SampleTable, device_I: Counts, place_I: Counts, member: int) -> Crossing | None:
     if (device_I == table.device_I).all():
         return None
-    company = table.company
-    mine, part = company.device_B[member], company.part_B[member]
+    exchange_group = table.exchange_group
+    mine, part = exchange_group.device_B[member], exchange_group.part_B[member]
     here, there = table.device_I == mine, device_I == mine
     number_I = table.place_I(table.device_I)
-    rank_D = np.array(company.rank_B)[company.member_DK[:, part]]
+    rank_D = np.array(exchange_group.rank_B)[exchange_group.member_DK[:, part]]
     leaving, arriving = np.flatnonzero(here & ~there), np.flatnonzero(there & ~here)
     leaving = leaving[np.argsort(rank_D[device_I[leaving]], kind="stable")]
     arriving = arriving[np.argsort(rank_D[table.device_I[arriving]], kind="stable")]
@@ -301,13 +303,13 @@ def _row_order(
 
     A sample's rows stay in order.
     """
-    company = table.company
-    plane_DK = np.array(company.plane_B)[company.member_DK]
-    rank_DK = np.array(company.rank_B)[company.member_DK]
+    exchange_group = table.exchange_group
+    plane_DK = np.array(exchange_group.plane_B)[exchange_group.member_DK]
+    rank_DK = np.array(exchange_group.rank_B)[exchange_group.member_DK]
     i, k = np.nonzero(
-        (plane_DK[table.device_I] == company.plane_B[member]) & (table.chunk_I == chunk)[:, None]
+        (plane_DK[table.device_I] == exchange_group.plane_B[member]) & (table.chunk_I == chunk)[:, None]
     )
-    sizes = table.rows_IKPN[i, k, company.rank_B[member]]  # [pairs, N]
+    sizes = table.rows_IKPN[i, k, exchange_group.rank_B[member]]  # [pairs, N]
     position = np.broadcast_to(np.arange(sizes.shape[1]), sizes.shape)
     source, home, number = (
         np.broadcast_to(each[:, None], sizes.shape)

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from penstock.moe import SampleKeys
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.handlers import Batch
-from penstock.runtime.passengers import Passengers
+from penstock.runtime.sample_metadata import SampleMetadata
 from penstock.topology import Control, Layout
 
 NO_LABEL = -100
@@ -66,14 +66,14 @@ class Samples:
         valid, documents = (_pieces(each, microbatches) for each in (self.valid_BL, self.documents_BL))
         known = zip(labels, ids, valid, documents, strict=True)
         whole = bool(self.companions)
-        passengers = [
-            Passengers(
+        metadata = [
+            SampleMetadata(
                 labels_BL, SampleKeys(seed, ids_B, documents_BL=documents_BL), valid_BL, stay_whole=whole
             )
             for labels_BL, ids_B, valid_BL, documents_BL in known
         ]
         sizes = [split_sizes(samples, microbatches) for samples in self.companions]
-        return Batch(tokens, passengers, list(zip(*sizes, strict=True)))
+        return Batch(tokens, metadata, list(zip(*sizes, strict=True)))
 
     def of_length(self, length: int) -> Samples:
         """Return these samples; an empty batch becomes [0, length]."""

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad
 from penstock.device import device_of
 from penstock.dtensors import is_dtensor
 from penstock.mesh import Group
-from penstock.runtime.checks.misuse import living_stacks
+from penstock.runtime.checks.usage import living_stacks
 from penstock.runtime.expert_parallel.optimizers import is_sharded
 from penstock.runtime.expert_parallel.ranks import (
     ExpertRanks,
@@ -161,7 +161,7 @@ def _total_norm(
     experts = [(p, home) for p in parameters if (home := ranks_of(p)) is not None]
     dense = [(p, ranks_of_parts(p)) for p in parameters if ranks_of(p) is None]
     kinds = (
-        [p for p, home in experts if home.is_first_replica],
+        [p for p, home in experts if home.is_first_in_edp],
         [p for p, home in dense if home is not None],
         [p for p, home in dense if home is None],
     )

@@ -22,17 +22,17 @@ from penstock.moe.balance import Balance
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.ops import OPS
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.routing.routes import Degrees
 from penstock.routing.sizes import split_sizes
 from penstock.runtime.bounds import Counted, StepBounds
-from penstock.runtime.carriage import Carriage
 from penstock.runtime.gradients.buckets import Buckets
-from penstock.runtime.hosting import Host, Lodging
 from penstock.runtime.loads import LayerLoads
 from penstock.runtime.moving import Plans
 from penstock.runtime.parts import Layer, ModelParts, layers_of
-from penstock.runtime.passengers import Passengers, part_of
+from penstock.runtime.replica_manager import ReplicaManager, StepReplicas
+from penstock.runtime.residual_transport import ResidualTransport
+from penstock.runtime.sample_metadata import SampleMetadata, part_of
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.sharded.updates import Updates
@@ -95,20 +95,20 @@ NOTHING: Outputs = {}
 class Batch:
     """One rank's batch, cut into microbatches.
 
-    tokens: of every microbatch, [b, L]. passengers: everything else that is known of its samples. companions:
+    tokens: of every microbatch, [b, L]. metadata: everything else that is known of its samples. companions:
     for every microbatch, the number of samples of every rank with which this one exchanges samples; () = with
     none.
     """
 
     tokens: Sequence[Tensor]
-    passengers: Sequence[Passengers]
+    metadata: Sequence[SampleMetadata]
     companions: Sequence[tuple[int, ...]] = ()
 
     def part(self, rank: int, ranks: int) -> Batch:
         """Return the batch with this rank's part of the tokens, where `ranks` share those of every sample."""
         here = part_of(self.tokens[0].shape[1], rank, ranks)
         tokens = [tokens_BL[:, here] for tokens_BL in self.tokens]
-        return replace(self, tokens=tokens, passengers=[each.part(rank, ranks) for each in self.passengers])
+        return replace(self, tokens=tokens, metadata=[each.part(rank, ranks) for each in self.metadata])
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,10 @@ class StepContext:
 
     part: the batch as far as this rank has tokens of its own, where ranks share those of every sample;
     tensor: its place among these ranks. makers: makers of each layer's routes; None for a dense layer.
-    carriage: how residual streams get to where outputs are. segment: makes a compute segment. degrees: the
-    numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a slice's
-    weight gradients are left. host, lodging: what ranks host as guests from step to step, and in this step.
+    residual_transport: how residual streams get to where outputs are. segment: makes a compute segment.
+    degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a
+    slice's weight gradients are left. host, step_replicas: what ranks hold as replicas from step to step, and
+    in this step.
     marks: [11] float64, to sum with the statistics, see `fingerprints.marks`. fingerprint: makes that of the
     values that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples
     get their homes, where they move.
@@ -211,11 +212,11 @@ class StepContext:
     segment: Callable[[], AnySegment]
     autocast: Callable[[], AbstractContextManager[Any]]
     wire_dtype: torch.dtype | None
-    carriage: Carriage
+    residual_transport: ResidualTransport
     degrees: Degrees
     weights: Callable[[], WeightGradients | AutogradWeights]
-    host: Host
-    lodging: Lodging
+    replica_manager: ReplicaManager
+    step_replicas: StepReplicas
     transports: Transports
     buckets: Buckets
     codec: StatisticsCodec
@@ -255,17 +256,17 @@ class StepContext:
         assert self.updates is not None, "a step that updates is run with an optimizer"
         return self.updates
 
-    def passengers_of(self, task: Task, inputs: Inputs) -> Passengers:
+    def metadata_of(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples, as far as it has their tokens: this rank's tokens, or all of them."""
-        found = self.travellers(task, inputs)
+        found = self.moved_metadata(task, inputs)
         return found.part(self.tensor.rank, self.tensor.size) if task.cut.token_shards > 1 else found
 
-    def travellers(self, task: Task, inputs: Inputs) -> Passengers:
+    def moved_metadata(self, task: Task, inputs: Inputs) -> SampleMetadata:
         """Return a task's samples with all tokens: those that came where samples have moved, else the
         batch's."""
         assert task.microbatch is not None, task
-        found: Passengers | None = inputs.maybe("passengers")
-        return self.batch.passengers[task.microbatch] if found is None else found
+        found: SampleMetadata | None = inputs.maybe("metadata")
+        return self.batch.metadata[task.microbatch] if found is None else found
 
     def batch_of(self, task: Task) -> Batch:
         """Return the batch with the tokens that the task has: this rank's, or all tokens of its samples."""
@@ -292,10 +293,10 @@ class StepContext:
         asks = self.placing.how.prediction == "next_gate" and following is not None
         return self.layers[following].moe if asks and following is not None else None
 
-    def hosting(self, layer: int) -> Hosting:
-        """Return where the experts of an MoE layer are, guests among them."""
-        moe, guests = self.layers[layer].experts, self.host.hostings
-        return (guests[layer] if guests else None) or Hosting.none(moe.placement, 0)
+    def replication(self, layer: int) -> Replication:
+        """Return where the experts of an MoE layer are, replicas among them."""
+        moe, replicas = self.layers[layer].experts, self.replica_manager.replications
+        return (replicas[layer] if replicas else None) or Replication.none(moe.placement, 0)
 
     def row_weight(self, layer: int) -> float:
         """Return how many rows in transit to experts weigh as much as what follows one token beside them."""
@@ -303,7 +304,7 @@ class StepContext:
         width = 1024  # stands for any hidden size: scales are a small part of a row
         row_bytes = self.moe.row_bytes(width, sent_bytes)
         shared = 0 if moe.shared is None else sent_bytes
-        return width * (self.carriage.apart_bytes + shared) / row_bytes
+        return width * (self.residual_transport.separate_bytes + shared) / row_bytes
 
     def maker(self, layer: int) -> RouteMaker:
         """Return the maker of the routes of an MoE layer."""
@@ -313,7 +314,7 @@ class StepContext:
 
     def counting(self, layer: int) -> RouteMaker:
         """Return the object that makes routes from the counts that ranks exchange."""
-        maker, split = self.maker(layer), self.lodging.split(layer)
+        maker, split = self.maker(layer), self.step_replicas.split(layer)
         return maker if split is None else replace(maker, split=split)
 
     def legs(self, layer: int) -> list[str]:

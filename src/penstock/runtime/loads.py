@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from penstock.placement import Hosting
+from penstock.placement import Replication
 
 Loads = npt.NDArray[np.int32]
 STEPS_KEPT = 32
@@ -37,22 +37,22 @@ class LoadHistory:
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. It has only steps that were trained on, and whose graph gathers loads. steps: how many
     there have been in all. of_samples: loads of the samples that this rank had in the last step, by MoE layer
-    and microbatch. hostings: those of the last step, by MoE layer; () where nothing may be hosted.
+    and microbatch. replications: those of the last step, by MoE layer; () where nothing may be hosted.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:
         self._kept: deque[Tensor | Loads] = deque(maxlen=kept)
         self.steps = 0
         self.of_samples: LayerLoads = ()
-        self.hostings: tuple[Hosting, ...] = ()
+        self.replications: tuple[Replication, ...] = ()
 
     def add(
-        self, loads_PYE: Tensor, of_samples: LayerLoads = (), hostings: Sequence[Hosting | None] = ()
+        self, loads_PYE: Tensor, of_samples: LayerLoads = (), replications: Sequence[Replication | None] = ()
     ) -> None:
         """Add the loads of one more step. They stay on their device until they are first read."""
         self._kept.append(loads_PYE)
         self.of_samples = of_samples
-        self.hostings = tuple(hosting for hosting in hostings if hosting is not None)
+        self.replications = tuple(replication for replication in replications if replication is not None)
         self.steps += 1
 
     def __len__(self) -> int:

@@ -1,8 +1,9 @@
 """Which experts ranks host next: planned from the loads of one step, and dropped where plans do not last.
 
 A plan is made from the loads of one step, and runs with those of the next. So every plan is judged by the
-loads of the step after it, whether it ran or not: while it would have been slower than no guests at all, none
-are hosted, and when plans hold again, they are. A new plan is judged by the loads from which it was made,
+loads of the step after it, whether it ran or not: while it would have been slower than no replicas at all,
+none are in use, and when plans hold again, they are. A new plan is judged by the loads from which it was
+made,
 too: published planners price links by an average.
 
 Shapes: P ranks of the world, Y MoE layers, E experts.
@@ -17,21 +18,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.mesh import Group, Mesh
-from penstock.placement import Hosting
+from penstock.placement import Replication
+from penstock.placing.encoding import Share
 from penstock.placing.experts import Planner, pays
 from penstock.placing.integers import Ints
 from penstock.placing.problem import ExpertCosts, ExpertProblem, Slack
-from penstock.placing.told import Share
 from penstock.runtime.loads import Loads
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMoving:
-    """How a stack decides which experts are guests of which ranks.
+    """How a stack decides which experts are replicas of which ranks.
 
     planner: makes, from the loads of a layer, what its ranks host. costs: what rows and weights cost, the
-    same on all ranks. slack: by MoE layer, how much of the guests' transfers the schedule hides; () = what Eq
-    8 takes for it. every: the number of steps from one plan to the next; plans are judged after each step.
+    same on all ranks. slack: by MoE layer, how much of the replicas' transfers the schedule hides; () = what
+    Eq 8 takes for it. every: the number of steps from one plan to the next; plans are judged after each step.
     exact: whether rows are split by the loads of their own step.
     """
 
@@ -58,19 +59,19 @@ class ExpertMoving:
 
 @dataclass(frozen=True)
 class Plans:
-    """What was planned last, by MoE layer, and which plans are hosted.
+    """What was planned last, by MoE layer, and which plans are in use.
 
     age_steps: steps since the plans were made; 0 = plan again.
     """
 
-    made: tuple[Hosting, ...]
+    made: tuple[Replication, ...]
     hosted: tuple[bool, ...]
     age_steps: int = 0
 
     @staticmethod
-    def none(hostings: Sequence[Hosting]) -> Plans:
+    def none(replications: Sequence[Replication]) -> Plans:
         """Return the plans before the first step, with what ranks host then."""
-        return Plans(tuple(hostings), (True,) * len(hostings))
+        return Plans(tuple(replications), (True,) * len(replications))
 
     def after(self, loads_YPE: Sequence[Ints], moving: ExpertMoving) -> Plans:
         """Return what to host after a step with these loads, [P, E] of each layer."""
@@ -81,7 +82,7 @@ class Plans:
     ) -> Share:
         """Return what one of `places` ranks finds for its layers, which are those of `layers_of`."""
         assert len(loads_YPE) == len(self.made), (
-            f"{len(loads_YPE)} layers have loads, {len(self.made)} guests"
+            f"{len(loads_YPE)} layers have loads, {len(self.made)} replicas"
         )
         return tuple(self._next(y, loads_YPE[y], moving) for y in self.layers_of(place, places))
 
@@ -96,7 +97,7 @@ class Plans:
         """Return the MoE layers, counted from 0, that one of `places` ranks plans."""
         return range(place, len(self.made), places)
 
-    def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Hosting, bool]:
+    def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Replication, bool]:
         before = self.made[layer]
         problem = _problem(before, loads_PE, moving.costs_of(layer), exact=moving.exact)
         hosted = _harmless(before, problem)
@@ -107,27 +108,27 @@ class Plans:
 
     @property
     def hash64(self) -> int:
-        """A hash of all plans and of what is hosted, of 8 bytes."""
+        """A hash of all plans and of the present replications, of 8 bytes."""
         found = hashlib.blake2b(digest_size=8)
-        for hosting in (*self.made, *self.hostings):
-            found.update(hosting.digest.encode())
+        for replication in (*self.made, *self.replications):
+            found.update(replication.digest.encode())
         return int.from_bytes(found.digest(), signed=True)
 
     @property
-    def hostings(self) -> tuple[Hosting, ...]:
-        """The hostings of the next step."""
+    def replications(self) -> tuple[Replication, ...]:
+        """The replications of the next step."""
         pairs = zip(self.made, self.hosted, strict=True)
         return tuple(
-            plan if hosted else Hosting.none(plan.placement, plan.replica_slots) for plan, hosted in pairs
+            plan if hosted else Replication.none(plan.placement, plan.replica_slots) for plan, hosted in pairs
         )
 
 
-def _harmless(plan: Hosting, problem: ExpertProblem) -> bool:
-    """Return whether a plan makes the layer no slower than no guests would, by rank and link."""
+def _harmless(plan: Replication, problem: ExpertProblem) -> bool:
+    """Return whether a plan makes the layer no slower than no replicas would, by rank and link."""
     return plan.is_empty or pays(problem, plan)
 
 
-def _problem(plan: Hosting, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) -> ExpertProblem:
+def _problem(plan: Replication, loads_PE: Ints, costs: ExpertCosts, *, exact: bool) -> ExpertProblem:
     return ExpertProblem(
         placement=plan.placement, replica_slots=plan.replica_slots, loads=loads_PE, costs=costs, exact=exact
     )

@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.apportion import Counts
 from penstock.decision.moving import Prediction
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.placing import ConditionalTable, Nearness, assign, prepare, sample_problem
-from penstock.routing.samples import Company, Plane, SampleTable, company_of
+from penstock.routing.samples import ExchangeGroup, Plane, SampleTable, exchange_group_of
 from penstock.topology import Layout
 
 
@@ -23,7 +23,7 @@ class Placer(Protocol):
         """Load what the placer needs, so that the first step does not wait for it."""
         ...
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         """Return the device of every sample, [I]; every device keeps as many of each chunk as it had.
 
         following: where experts of the next MoE layer are; None after the last. moved_rows: the data that
@@ -41,11 +41,11 @@ class NetMoE:
     def prepare(self) -> None:
         prepare(self.solver)
 
-    def homes(self, table: SampleTable, following: Hosting | None, moved_rows: int) -> Counts:
+    def homes(self, table: SampleTable, following: Replication | None, moved_rows: int) -> Counts:
         homes, expects = table.device_I.copy(), following is not None and table.expected_IE.shape[1] > 0
-        for plane in table.company.planes:
+        for plane in table.exchange_group.planes:
             near = _nearness(following, plane) if following is not None and expects else None
-            local_D = np.full(table.company.devices, -1)
+            local_D = np.full(table.exchange_group.devices, -1)
             local_D[list(plane.devices)] = np.arange(len(plane.devices))
             for chunk in range(table.chunks):
                 here = np.flatnonzero((table.chunk_I == chunk) & (local_D[table.device_I] >= 0))
@@ -63,9 +63,9 @@ class NetMoE:
 
 
 @lru_cache(maxsize=64)
-def _nearness(hosting: Hosting, plane: Plane) -> Nearness:
-    """Return how near devices and nodes are to experts. Cached: it changes with the hosting only."""
-    return Nearness.of_devices(hosting, np.array(plane.device_P), np.array(plane.node_D))
+def _nearness(replication: Replication, plane: Plane) -> Nearness:
+    """Return how near devices and nodes are to experts. Cached: it changes with the replication only."""
+    return Nearness.of_devices(replication, np.array(plane.device_P), np.array(plane.node_D))
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Visit:
 
     layer: int
     microbatch: int
-    here: Hosting
-    following: Hosting | None
+    here: Replication
+    following: Replication | None
     training: bool
 
 
@@ -122,10 +122,11 @@ class Habits:
 
 @dataclass(frozen=True)
 class Relocation:
-    """How samples move on one rank. company: ranks that exchange counts. member: this rank's number there."""
+    """How samples move on one rank. exchange_group: ranks that exchange counts. member: this rank's number
+    there."""
 
     how: SampleMoving
-    company: Company
+    exchange_group: ExchangeGroup
     member: int
     habits: Habits
 
@@ -134,7 +135,7 @@ class Relocation:
         """Return how samples of this rank's group move."""
         how.placer.prepare()
         member = layout.mesh.place(layout.rank, layout.mesh.all_experts)
-        return Relocation(how, company_of(layout.mesh, layout.rank, layout.node_size), member, habits)
+        return Relocation(how, exchange_group_of(layout.mesh, layout.rank, layout.node_size), member, habits)
 
     def homes(self, table: SampleTable, visit: Visit, moved_rows: int) -> Counts:
         """Return the device of every sample. moved_rows: see Placer."""

@@ -16,8 +16,8 @@ from penstock.runtime.expert_parallel.optimizers import mark_sharded
 from penstock.runtime.gradients.stand_in import give_up_stand_ins
 from penstock.runtime.sharded.groups import check_group, check_norm, check_state
 from penstock.runtime.sharded.share import MASTER, MOMENTS, Share
-from penstock.runtime.sharded.strays import Groups, refuse_strays
 from penstock.runtime.sharded.updates import Updates
+from penstock.runtime.sharded.usage import Groups, refuse_unowned
 from penstock.runtime.stack import PipelinedStack
 
 
@@ -97,7 +97,7 @@ class ShardedAdamW(torch.optim.Optimizer):
             yield
         finally:
             self.updates.in_backward = False
-        refuse_strays(self.param_groups, self._stack.model)
+        refuse_unowned(self.param_groups, self._stack.model)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -109,7 +109,7 @@ class ShardedAdamW(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a sharded optimizer updates once per backward pass and takes no closure")
         self._check_current()
-        refuse_strays(self.param_groups, self._stack.model)
+        refuse_unowned(self.param_groups, self._stack.model)
         self.updates.run()
         give_up_stand_ins(self._trained())
 
@@ -118,7 +118,7 @@ class ShardedAdamW(torch.optim.Optimizer):
 
         Raises RuntimeError, as `step` does, for gradients that are in no share.
         """
-        refuse_strays(self.param_groups, self._stack.model)
+        refuse_unowned(self.param_groups, self._stack.model)
         self.updates.flush(self._stack.plan.graph)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

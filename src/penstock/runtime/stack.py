@@ -26,15 +26,12 @@ from penstock.moe.build import build_order
 from penstock.moe.config import MoEConfig
 from penstock.moe.versions import count_updates
 from penstock.partial_state import refuse_pickle
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.runtime import ops as _ops  # noqa: F401  # registers the handlers
-from penstock.runtime.again import repeated
 from penstock.runtime.batch import NO_LABEL, AnySizes, EqualSizes, SampleNumbers, Samples, SharedSizes, Sizes
 from penstock.runtime.bounds import bounds_of
-from penstock.runtime.carriage import check_carries, may_carry
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.checks.consistency import Consistency
-from penstock.runtime.checks.guests import check_can_host, check_guests, check_hostings
 from penstock.runtime.checks.layers import (
     check_layers,
     check_not_moved,
@@ -47,7 +44,10 @@ from penstock.runtime.checks.layers import (
     shape_of,
     sharing_of,
 )
-from penstock.runtime.checks.misuse import (
+from penstock.runtime.checks.replicas import check_replicas, check_replications, check_takes_replicas
+from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
+from penstock.runtime.checks.turns import Turns
+from penstock.runtime.checks.usage import (
     check_no_checkpoint,
     check_no_data_parallel,
     check_no_second_derivative,
@@ -57,8 +57,6 @@ from penstock.runtime.checks.misuse import (
     refuse_stale,
     watch_model,
 )
-from penstock.runtime.checks.samples import check_sizes, check_tensors, with_documents
-from penstock.runtime.checks.turns import Turns
 from penstock.runtime.executor import Execution
 from penstock.runtime.expert_parallel.optimizers import watch_optimizers
 from penstock.runtime.expert_parallel.ranks import ExpertRanks, MarksExperts, mark_experts, mark_parts
@@ -66,7 +64,6 @@ from penstock.runtime.gradients.buckets import Buckets
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.gradients.outside import OutsideGradients
 from penstock.runtime.handlers import HANDLERS, Ending, TensorPlace
-from penstock.runtime.hosting import Host
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.makers import maker_of
@@ -74,6 +71,9 @@ from penstock.runtime.moving import ExpertMoving
 from penstock.runtime.ops.head import HiddenStates, SharedTokens, StepStates, TokenLoss
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program, Programs
+from penstock.runtime.recompute import repeated
+from penstock.runtime.replica_manager import ReplicaManager
+from penstock.runtime.residual_transport import check_packs, may_pack
 from penstock.runtime.sample_moving import Habits, Relocation, SampleMoving
 from penstock.runtime.sharded.updates import Updates
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
@@ -91,8 +91,9 @@ class PipelinedStack(MarksExperts):
     Parameters are those of `model`, which may be frozen, converted, replaced or added between two steps, on
     all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
-    mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the guests
-    of the next step are planned, where the plan has guest slots; `host.moving` may be exchanged on all ranks.
+    mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the
+    replicas of the next step are planned, where the plan has replica slots; `host.moving` may be exchanged on
+    all ranks.
     updating: steps update parameters themselves, for a `ShardedAdamW`. timed: whether the next steps measure
     when their tasks run, which on a GPU costs two events for each.
     """
@@ -116,8 +117,8 @@ class PipelinedStack(MarksExperts):
         super().__init__()
         count_updates()
         self.model, self.moe, self.machinery, self.seed = model, moe, machinery, seed
-        replicas = machinery.layout.edp_size > 1
-        self._updating = None if updating is None else replace(updating, replicas=replicas)
+        edp = machinery.layout.edp_size > 1
+        self._updating = None if updating is None else replace(updating, edp=edp)
         self._gathers_loads = gathers_loads
         self.updates: Updates | None = None
         self.register_state_dict_pre_hook(refuse_stale)
@@ -146,11 +147,11 @@ class PipelinedStack(MarksExperts):
         self.sample_moving = sample_moving or SampleMoving()
         self.relocation: Relocation | None = None
         self._habits = Habits()
-        self.wish = ""
+        self.replan_request = ""
         self._make_plan = make_plan
         self._programs = Programs(HANDLERS, machinery.layout.mesh.silent, repeated(HANDLERS))
         self.bounds = bounds_of(self.moe_layers)
-        self.host = Host(machinery.layout, machinery.device, moving)
+        self.replica_manager = ReplicaManager(machinery.layout, machinery.device, moving)
         self.plan = self.adopt(make_plan(self.base_shape, self.gradients.sizes_bytes))
 
     def adopt(self, plan: StepPlan) -> StepPlan:
@@ -165,10 +166,10 @@ class PipelinedStack(MarksExperts):
         plan.schedule.check(plan.graph)
         check_agreement(plan, self.machinery.control)
         self.machinery.transports.open((task.lane, task.axes) for task in plan.graph.tasks if task.axes)
-        check_guests(self.moe_layers, plan.shape, self.machinery)
+        check_replicas(self.moe_layers, plan.shape, self.machinery)
         # All that may refuse the plan comes first: the plan before it must stay whole.
         makers, relocation = self._route_makers(plan.shape), self._relocation(plan.shape)
-        self.host.open(self.moe_layers, plan.shape)
+        self.replica_manager.open(self.moe_layers, plan.shape)
         self.makers, self.relocation, self.plan = makers, relocation, plan
         return plan
 
@@ -186,14 +187,17 @@ class PipelinedStack(MarksExperts):
             layer.send_by(dispatch, order)
         self._shape = self._checked_shape()
 
-    def host_guests(self, hostings: Sequence[Hosting | None]) -> None:
-        """Host these experts from the next forward pass on; every rank must call it.
+    def set_replicas(self, replications: Sequence[Replication | None]) -> None:
+        """ReplicaManager these experts from the next forward pass on; every rank must call it.
 
-        hostings: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on all
-        ranks, for hostings that do not fit layers and slots, or that differ between ranks of an expert group.
+        replications: by layer, None for a dense one. Results do not depend on them. Raises PlacementError, on
+        all ranks, for replications that do not fit layers and slots, or that differ between ranks of an
+        expert group.
         """
         layout, control = self.machinery.layout, self.machinery.control
-        self.host.use(check_hostings(hostings, self.moe_layers, self.plan.shape, layout, control))
+        self.replica_manager.use(
+            check_replications(replications, self.moe_layers, self.plan.shape, layout, control)
+        )
 
     def program(self, *, training: bool) -> Program:
         """Return the plan, compiled for training or for the forward half alone.
@@ -349,19 +353,19 @@ class PipelinedStack(MarksExperts):
         return with_documents(samples, documents_BL, self.parts).to(self.machinery.device)
 
     @contextmanager
-    def wishing(self, why: str) -> Iterator[None]:
+    def requesting_replan(self, why: str) -> Iterator[None]:
         """Ask, in forward passes inside, whether all ranks need another plan; others may be training
         meanwhile.
 
         why: the reason why this rank needs one, in words. Raises ScheduleMismatchError, on every rank, if not
         all ranks ask. Such passes do not need the plan to reduce the parameters that are trained now.
         """
-        self.wish = why
+        self.replan_request = why
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.wish = ""
+            self.replan_request = ""
 
     def minimise(
         self,
@@ -382,8 +386,8 @@ class PipelinedStack(MarksExperts):
     def compute_in(self, autocast_dtype: torch.dtype | None) -> None:
         """Compute next steps under autocast in this type. Raises ValueError where rows must stay exact."""
         if autocast_dtype != self.machinery.autocast_dtype:
-            if self.plan.shape.residual_in_rows:
-                check_carries(self.parts, autocast_dtype)
+            if self.plan.shape.packed_residual:
+                check_packs(self.parts, autocast_dtype)
             self.machinery = replace(self.machinery, autocast_dtype=autocast_dtype)
 
     def compare_values(self) -> None:
@@ -439,7 +443,11 @@ class PipelinedStack(MarksExperts):
         of_a_step = dict.fromkeys(
             ("execution", "statistics", "gradients", "updates", "consistency", "outside")
         )
-        copied.__dict__.update(copy.deepcopy({**self.__dict__, **of_a_step, "host": self.host.copy()}, memo))
+        copied.__dict__.update(
+            copy.deepcopy(
+                {**self.__dict__, **of_a_step, "replica_manager": self.replica_manager.copy()}, memo
+            )
+        )
         layout, device = self.machinery.layout, self.machinery.device
         copied.gradients = Gradients(copied.model, copied.parts, layout, device, copied._shape)
         copied.consistency = Consistency(copied.gradients, machinery)
@@ -468,10 +476,10 @@ class PipelinedStack(MarksExperts):
             check_not_sharded(self.model)
             check_same(self._checked_shape(), self._shape)
             check_not_moved(placements_of(self.moe_layers), self._placements)
-            check_can_host(self.moe_layers, self.plan.shape, self.machinery.layout)
+            check_takes_replicas(self.moe_layers, self.plan.shape, self.machinery.layout)
             self.makers = self._route_makers(self.plan.shape)
             self.mark_experts()
-            if not self.wish:
+            if not self.replan_request:
                 self.gradients.renew(self.plan.shape)
 
     def _checked_shape(self) -> StepShape:
@@ -497,14 +505,14 @@ class PipelinedStack(MarksExperts):
         if not shape.moves_samples or not any(shape.moe_layers):
             return None
         check_samples_may_move(self.moe_layers, self.moe)
-        if shape.residual_in_rows:
-            check_carries(self.parts, self.machinery.autocast_dtype)
+        if shape.packed_residual:
+            check_packs(self.parts, self.machinery.autocast_dtype)
         return Relocation.on(self.machinery.layout, self.sample_moving, self._habits)
 
     @property
     def base_shape(self) -> StepShape:
         """The uncut shape of a step, before a system transforms it."""
-        carries = self.machinery.autocast_dtype is None and may_carry(self.parts)
+        carries = self.machinery.autocast_dtype is None and may_pack(self.parts)
         return replace(self._shape, carries_residual=carries)
 
     def _route_makers(self, shape: StepShape) -> list[RouteMaker | None]:
@@ -531,7 +539,7 @@ class _StepFunction(torch.autograd.Function):
 def _forward(step: Step) -> tuple[Step, tuple[Tensor, ...]]:
     """Run a step's forward half, again if a rank had too few rows; return what ran last, and its outputs."""
     outputs = step.forward()
-    if step.must_run_again:
+    if step.must_repeat:
         step = step.again()
         outputs = step.forward()
     return step, outputs

@@ -17,10 +17,9 @@ from penstock.moe.balance import Balance
 from penstock.moe.experts.weight_gradients import AutogradWeights, ComputeCopies, WeightGradients
 from penstock.routing.routes import RouteMaker
 from penstock.runtime.bounds import Counted, RowBounds
-from penstock.runtime.carriage import Apart, InRows
 from penstock.runtime.checks.consistency import Consistency
 from penstock.runtime.checks.forward_state import ForwardState
-from penstock.runtime.checks.misuse import raise_replaced
+from penstock.runtime.checks.usage import raise_replaced
 from penstock.runtime.executor import Execution
 from penstock.runtime.fingerprints.snapshot import Snapshot
 from penstock.runtime.gradients.buckets import Buckets
@@ -28,15 +27,16 @@ from penstock.runtime.gradients.in_place import BackwardPass
 from penstock.runtime.gradients.model_gradients import Gradients
 from penstock.runtime.gradients.outside import OutsideGradients
 from penstock.runtime.handlers import Batch, Ending, StepContext, TensorPlace
-from penstock.runtime.hosting import Host
 from penstock.runtime.loads import LoadHistory
 from penstock.runtime.machinery import Machinery
 from penstock.runtime.parts import ModelParts
 from penstock.runtime.program import Program
+from penstock.runtime.replica_manager import ReplicaManager
+from penstock.runtime.residual_transport import PackedResidual, SeparateResidual
 from penstock.runtime.sample_moving import Relocation
 from penstock.runtime.segment import PassThrough, Segment, anchor_on
-from penstock.runtime.sharded.strays import refuse_left_out
 from penstock.runtime.sharded.updates import Updates
+from penstock.runtime.sharded.usage import refuse_left_out
 from penstock.runtime.statistics import StatisticsCodec, StepStatistics
 from penstock.runtime.transport.legs import Later
 from penstock.schedule import StepPlan
@@ -73,12 +73,12 @@ class Stack(Protocol):
 
     parts: ModelParts
     bounds: Counted | RowBounds
-    host: Host
+    replica_manager: ReplicaManager
     consistency: Consistency
     gradients: Gradients
     outside: OutsideGradients
     loads: LoadHistory
-    wish: str
+    replan_request: str
     timed: bool
     execution: Execution | None
     statistics: StepStatistics | None
@@ -116,17 +116,17 @@ class Step:
         self.bounds = stack.bounds.of_step(
             self.shape.microbatches, training=training, counted=before is not None
         )
-        runs_again = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
+        recomputes = training and (self.shape.recompute != "none" or stack.bounds.repeats_steps)
         self.model_state = ForwardState(
-            taken.snapshot, runs_again=runs_again, rewinds=self.must_tell_at_once and before is None
+            taken.snapshot, recomputes=recomputes, rewinds=self.must_tell_at_once and before is None
         )
         self.batch = batch
-        self.lodging = stack.host.lend(stack.moe_layers)
+        self.step_replicas = stack.replica_manager.lend(stack.moe_layers)
         self.consistency = stack.consistency.of_step(
             batch,
             terms=f"{taken.codec.terms} {type(ending).__name__}",
             seed=taken.seed,
-            wish=stack.wish,
+            replan_request=stack.replan_request,
             training=training,
         )
         self.context = self._context()
@@ -152,13 +152,15 @@ class Step:
             # Where tasks compute without autocast, `computing` has switched off what the caller has on.
             autocast=nullcontext if machinery.autocast_dtype is None else machinery.autocast,
             wire_dtype=machinery.autocast_dtype,
-            carriage=(InRows if self.shape.residual_in_rows else Apart)(machinery.autocast_dtype),
+            residual_transport=(PackedResidual if self.shape.packed_residual else SeparateResidual)(
+                machinery.autocast_dtype
+            ),
             degrees=self.shape.transfer_degrees,
             weights=partial(WeightGradients, self.buckets.at_once, copies)
-            if taken.plan.weights_apart
+            if taken.plan.separate_weights
             else partial(AutogradWeights, copies),
-            host=stack.host,
-            lodging=self.lodging,
+            replica_manager=stack.replica_manager,
+            step_replicas=self.step_replicas,
             transports=machinery.transports,
             buckets=self.buckets,
             codec=taken.codec,
@@ -178,7 +180,7 @@ class Step:
         with torch.set_grad_enabled(self.training):
             self._run()
         if not self.training:
-            self.stack.host.take_back(self.lodging)
+            self.stack.replica_manager.take_back(self.step_replicas)
         statistics = self.context.total
         assert statistics is not None, "the statistics task has run"
         self._show(statistics)
@@ -191,8 +193,8 @@ class Step:
         return outputs
 
     def _run(self) -> None:
-        """Run the next half. In backward, too, experts have seats, for what is recomputed."""
-        with self.taken.machinery.computing(), self.lodging.seated(), self.bounds.applied():
+        """Run the next half. In backward, too, experts have expert_slots, for what is recomputed."""
+        with self.taken.machinery.computing(), self.step_replicas.applied(), self.bounds.applied():
             self.execution.run()
 
     def _show(self, statistics: StepStatistics) -> None:
@@ -244,7 +246,7 @@ class Step:
         return self.stack.bounds.repeats_steps and not late
 
     @property
-    def must_run_again(self) -> bool:
+    def must_repeat(self) -> bool:
         """Whether the forward half has to run again, by `again`, before anything reads the loss.
 
         Where losses are read late, that is found out in backward.
@@ -269,7 +271,7 @@ class Step:
             self.finished = True
             self.stack.outside.add()
             self._run()
-            self.stack.host.take_back(self.lodging)
+            self.stack.replica_manager.take_back(self.step_replicas)
             if self.bounds.exceeded():
                 gradients.abandon()
                 self._repeat(grads)
@@ -288,9 +290,9 @@ class Step:
         self._count_choices(statistics)
         if self.context.loads_PYE is not None:
             loads, samples = self.context.loads_PYE, self.context.sample_loads
-            self.stack.loads.add(loads, samples, self.lodging.hostings)
+            self.stack.loads.add(loads, samples, self.step_replicas.replications)
         if self.context.plans is not None:
-            self.stack.host.follow(Later.of(self.context.plans))
+            self.stack.replica_manager.follow(Later.of(self.context.plans))
         self._show(statistics)
 
     def _abandon(self, gradients: BackwardPass, error: BaseException) -> None:

@@ -27,8 +27,8 @@ from penstock.schedule.sequential import Sequential
 from penstock.schedule.system import SCHEDULES, register_schedule
 from penstock.step import StepShape, build_graph
 
-MOST_GUEST_PIECES = 64
-"""The most pieces of a layer's guests in either direction: every piece is a task with a start-up."""
+MOST_REPLICA_PIECES = 64
+"""The most pieces of a layer's replicas in either direction: every piece is a task with a start-up."""
 
 register_schedule(Sequential())
 register_schedule(MoEPipeline())
@@ -56,7 +56,7 @@ class StepPlan:
         return hashlib.sha256(f"{self.schedule.text()}{self.graph.facts()}".encode()).hexdigest()
 
     @cached_property
-    def weights_apart(self) -> bool:
+    def separate_weights(self) -> bool:
         """Whether weight gradients of experts are tasks of their own."""
         return any(task.phase is Phase.WEIGHT for task in self.graph.tasks)
 
@@ -68,7 +68,7 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
     split of rows that cannot be exact.
     """
     _check_dispatch(choice, shape)
-    if choice.guests and choice.split == "exact" and (why := why_not_exact(choice)):
+    if choice.num_replica_slots and choice.split == "exact" and (why := why_not_exact(choice)):
         raise RefusalError(
             f"placement.split = exact: {why}, so rows cannot be split by the loads of their own step. Leave "
             "it out, or set placement.split=last_step"
@@ -78,22 +78,24 @@ def cut(choice: Decision, shape: StepShape, gradients: GradientBytes) -> StepSha
         expert_form=choice.form,
         moves_samples=choice.samples != "none",
         carries_residual=shape.carries_residual and choice.samples != "none" and choice.comm_dtype == "none",
-        replica_slots=choice.guests,
+        replica_slots=choice.num_replica_slots,
         recompute=choice.recompute,
-        guest_pieces=max(shape.guest_pieces, _guest_pieces(choice, gradients)),
-        gathers_loads=shape.gathers_loads or choice.guests > 0,  # the next step's guests need them
+        replica_pieces=max(shape.replica_pieces, _replica_pieces(choice, gradients)),
+        gathers_loads=shape.gathers_loads
+        or choice.num_replica_slots > 0,  # the next step's replicas need them
     )
     found = SCHEDULES[choice.schedule].shape(moving, choice, gradients.of_form(choice.form))
     passes = choice.passes
     return replace(found, more=(*found.more, *passes)) if passes else found
 
 
-def _guest_pieces(choice: Decision, gradients: GradientBytes) -> int:
-    """Return the number of pieces of a layer's guests: as large as those of gradients where these are cut."""
+def _replica_pieces(choice: Decision, gradients: GradientBytes) -> int:
+    """Return the number of pieces of a layer's replicas: as large as those of gradients where these are
+    cut."""
     if not choice.reads("all_reduce_chunk_bytes"):
         return 1
-    wanted = -(-choice.guests * gradients.expert // choice.all_reduce_chunk_bytes)
-    return max(1, min(wanted, MOST_GUEST_PIECES))
+    wanted = -(-choice.num_replica_slots * gradients.expert // choice.all_reduce_chunk_bytes)
+    return max(1, min(wanted, MOST_REPLICA_PIECES))
 
 
 def _check_dispatch(choice: Decision, shape: StepShape) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.graph import Graph, Task
-from penstock.schedule.board import Board, lanes_of
+from penstock.schedule.list_scheduler import ListScheduler, lanes_of
 from penstock.schedule.schedule import Schedule
 
 Cost = Callable[[Task], Any]
@@ -32,7 +32,7 @@ def freeze(name: str, graph: Graph, cost: Cost, priority: Priority) -> Schedule:
     keys = [0.0] * len(wanted)
     for place, position in enumerate(wanted):  # one number replaces the whole key
         keys[position] = place
-    return Schedule(name, lanes_of(graph, Board(graph, seconds).play(keys).orders))
+    return Schedule(name, lanes_of(graph, ListScheduler(graph, seconds).play(keys).orders))
 
 
 def slowest(seconds: Any) -> float:

@@ -56,7 +56,7 @@ class Penstock(FlowMoE):
             return freeze(self.name, graph, cost, all_to_all_first)
         return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)))
 
-    def draft(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:
+    def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:
         if choice.priority != "search":
             return self.order(graph, cost, choice)
         return search(self.name, graph, cost, _starts(graph, cost), trials(len(graph.tasks)) // part)

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
-from penstock.schedule.board import Board, Found, Keys, lanes_of
 from penstock.schedule.freeze import Cost, slowest
-from penstock.schedule.lineup import Lineup, Row, Timed, Waits
+from penstock.schedule.list_scheduler import Found, Keys, ListScheduler, lanes_of
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.total_order import Row, Timed, TotalOrder, Waits
 
 PLAYS = 5
 """Changes of an order per change of priorities, which takes longer to simulate."""
@@ -49,23 +49,25 @@ def search(
     the random numbers have a fixed seed, and there is no time limit.
     """
     seconds, rng = [slowest(cost(task)) for task in graph.tasks], random.Random(0)
-    board, lineup = Board(graph, seconds), Lineup(graph, seconds)
+    scheduler, total_order = ListScheduler(graph, seconds), TotalOrder(graph, seconds)
     keys = ([start[task] for task in graph.tasks] for start in starts)
-    best = lineup.timed(_prioritise(graph, board, keys, trials // PLAYS, rng).orders)
-    changes = _Changes(graph, lineup, rng)
+    best = total_order.timed(_prioritise(graph, scheduler, keys, trials // PLAYS, rng).orders)
+    changes = _Changes(graph, total_order, rng)
     runs = max(1, min(RUNS, trials // LEAST_RUN))
     for _ in range(runs):
         best = min(best, _anneal(best, changes, trials // runs), key=lambda each: each.seconds)
-    return Schedule(name, lanes_of(graph, lineup.orders(best.row)))
+    return Schedule(name, lanes_of(graph, total_order.orders(best.row)))
 
 
-def _prioritise(graph: Graph, board: Board, starts: Iterable[Keys], plays: int, rng: random.Random) -> Found:
+def _prioritise(
+    graph: Graph, scheduler: ListScheduler, starts: Iterable[Keys], plays: int, rng: random.Random
+) -> Found:
     """Return the best list schedule with these priorities and with `plays` changes of the best ones."""
-    best, keys = min(((board.play(keys), keys) for keys in starts), key=lambda each: each[0].seconds)
-    kinds, step_s = _kinds(graph), 2 * sum(board.seconds) / len(board.seconds)
+    best, keys = min(((scheduler.play(keys), keys) for keys in starts), key=lambda each: each[0].seconds)
+    kinds, step_s = _kinds(graph), 2 * sum(scheduler.seconds) / len(scheduler.seconds)
     for _ in range(plays):
         moved = _move(keys, kinds, step_s, rng)
-        found = board.play_below(moved, best.seconds)
+        found = scheduler.play_below(moved, best.seconds)
         if found is not None and found.seconds <= best.seconds:  # an equal one is taken, too: it may lead on
             best, keys = found, moved
     return best
@@ -94,9 +96,9 @@ def _move(keys: Keys, kinds: Sequence[Sequence[int]], step_s: float, rng: random
 
 def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
     """Return the best order found while the temperature falls once."""
-    lineup, rng = changes.lineup, changes.rng
+    total_order, rng = changes.total_order, changes.rng
     best = now = start
-    hottest_s = HOTTEST * sum(lineup.seconds) / len(lineup.seconds)
+    hottest_s = HOTTEST * sum(total_order.seconds) / len(total_order.seconds)
     changes.begin(now)
     for trial in range(trials):
         if not changes.waits.pairs:  # nothing on the path waits for a lane
@@ -104,7 +106,7 @@ def _anneal(start: Timed, changes: _Changes, trials: int) -> Timed:
         heat_s = hottest_s * (1 - trial / trials) ** 2
         most_s = now.seconds - heat_s * math.log(1 - rng.random())
         row, first = changes.draw()
-        after = None if row is None else lineup.again(now, row, first, most_s)
+        after = None if row is None else total_order.again(now, row, first, most_s)
         if after is not None:
             now = after
             best = min(best, now, key=lambda each: each.seconds)
@@ -118,7 +120,7 @@ class _Changes:
     """The possible changes of an order."""
 
     graph: Graph
-    lineup: Lineup
+    total_order: TotalOrder
     rng: random.Random
 
     def __post_init__(self) -> None:
@@ -132,14 +134,14 @@ class _Changes:
         self._row, self._place = timed.row, [0] * len(timed.row)
         for place, task in enumerate(timed.row):
             self._place[task] = place
-        self.waits: Waits = self.lineup.waits(timed, self.rng)
+        self.waits: Waits = self.total_order.waits(timed, self.rng)
 
     def draw(self) -> tuple[Row | None, int]:
         """Return another row, and the place of its first change; None for what dependencies do not allow."""
         first, second = self.rng.choice(self.waits.pairs)
         while self.waits.before[first] >= 0 and self.rng.random() < FURTHER:
             first = self.waits.before[first]
-        move = self.lineup.hold if self.rng.random() < 0.5 else self.lineup.advance
+        move = self.total_order.hold if self.rng.random() < 0.5 else self.total_order.advance
         if self.rng.random() >= IN_EVERY_LAYER:
             return move(self._row, self._place[first], self._place[second]), self._place[first]
         row, changed = self._row, len(self._row)

@@ -44,7 +44,7 @@ class System(ABC):
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         """Return the order by this system's rule, frozen."""
 
-    def draft(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
+    def quick_order(self, graph: Graph, cost: Cost, choice: Decision, part: int) -> Schedule:  # noqa: ARG002
         """Return an order nearly as good as `order`'s for about 1/part of the work, where `order` is slow."""
         return self.order(graph, cost, choice)
 

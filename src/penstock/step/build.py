@@ -10,7 +10,6 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.ops.transfers import FLAT
 from penstock.step.complete import check_complete
 from penstock.step.passes import (
-    CarriedResidual,
     Chunks,
     DealtSlots,
     FusedShards,
@@ -18,13 +17,14 @@ from penstock.step.passes import (
     GatheredShards,
     GradientPieces,
     GradientRoom,
-    GuestGradients,
-    Guests,
     Hierarchical,
     Microbatches,
-    PlannedGuests,
+    PackedResidualPass,
+    PlannedReplicas,
     Recompute,
     RepeatedRows,
+    ReplicaGradients,
+    Replicas,
     SampleMoves,
     Settle,
     ShardedOptimizer,
@@ -45,14 +45,14 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(Recompute(experts_only=shape.recompute == "experts"))
     if shape.moves_samples and any(shape.moe_layers):
         found.append(_sample_moves(shape))
-        if shape.residual_in_rows:
-            found.append(CarriedResidual())
+        if shape.packed_residual:
+            found.append(PackedResidualPass())
     if shape.dispatch != FLAT and any(shape.moe_layers):
         found.append(Hierarchical(shape.dispatch))
     found += _sharing_passes(shape)
     if shape.replica_slots and any(shape.moe_layers):
         _check_dropless(shape)
-        found += [Guests(shape.guest_pieces), GuestGradients(shape.guest_pieces)]
+        found += [Replicas(shape.replica_pieces), ReplicaGradients(shape.replica_pieces)]
     if shape.microbatches > 1:
         found.append(Microbatches(shape.microbatches))
     if max(shape.chunks, shape.backward_chunks) > 1:
@@ -63,14 +63,14 @@ def passes_of(shape: StepShape) -> tuple[Pass, ...]:
         found.append(GatheredLoads())
         if shape.replica_slots:
             shards = shape.sharing.etp_size > 1
-            found.append(PlannedGuests(Group.EXPERT_SHARDS if shards else Group.EXPERT))
+            found.append(PlannedReplicas(Group.EXPERT_SHARDS if shards else Group.EXPERT))
     parts = {op: [shape.parts_of(layer, op) for layer in range(shape.num_layers)] for op in REDUCTIONS}
     updating = shape.updating
     found.append(GradientPieces(parts, shape.sharing.tp_size > 1, scatters=updating is not None))
     if updating is not None:
-        found.append(ShardedOptimizer(updating.clips, updating.replicas))
+        found.append(ShardedOptimizer(updating.clips, updating.edp))
         if updating.releases:
-            found.append(GradientRoom(updating.replicas))
+            found.append(GradientRoom(updating.edp))
     found.append(Settle())
     return tuple(found)
 
@@ -79,7 +79,7 @@ def _check_dropless(shape: StepShape) -> None:
     if not shape.exchange_counts:
         raise RefusalError(
             "replica_slots: every expert has a fixed number of rows from every rank, whoever computes them, "
-            "so guests would spare nothing. Use dropless routing, or set placement.experts=none"
+            "so replicas would spare nothing. Use dropless routing, or set placement.experts=none"
         )
 
 

@@ -78,7 +78,7 @@ class Updating:
     whether whole gradients are freed as soon as their share of the sum is there (ZeRO's stage 2)."""
 
     clips: bool = True
-    replicas: bool = False
+    edp: bool = False
     releases: bool = False
 
     @property
@@ -110,7 +110,7 @@ class StepShape:
     moves_samples: combine takes whole samples to new homes (NetMoE). carries_residual: rows can bring the
     residual stream of those samples home; it matters only where samples move.
     replica_slots: experts of other ranks for which every rank has room in every MoE layer (Pro-Prophet); 0 =
-    experts stay. guest_pieces: pieces in which their parameters and gradients travel.
+    experts stay. replica_pieces: pieces in which their parameters and gradients travel.
     gathers_loads: ranks exchange, once per step, how many of their rows went to each expert.
     recompute: what is recomputed before its backward.
     updating: how the step updates parameters; None = it does not, and leaves the sums of all gradients on
@@ -135,7 +135,7 @@ class StepShape:
     moves_samples: bool = False
     carries_residual: bool = False
     replica_slots: int = 0
-    guest_pieces: int = 1
+    replica_pieces: int = 1
     gathers_loads: bool = False
     recompute: Recompute = "none"
     updating: Updating | None = None
@@ -155,8 +155,8 @@ class StepShape:
                 object.__setattr__(self, name, (default,) * self.num_layers)
             if len(getattr(self, name)) != self.num_layers:
                 raise ScheduleError(f"{name} needs one number per layer ({self.num_layers})")
-        if self.replica_slots < 0 or self.guest_pieces < 1:
-            raise ScheduleError("guest slots are 0 or more, and a guest travels in one piece or more")
+        if self.replica_slots < 0 or self.replica_pieces < 1:
+            raise ScheduleError("replica slots are 0 or more, and a replica travels in one piece or more")
         if not self.moe_layers or min(self.microbatches, self.chunks, self.backward_chunks) < 1:
             raise ScheduleError("a step needs at least one layer, one microbatch and one chunk")
         ops = [hop.op for hop in self.dispatch]
@@ -180,7 +180,7 @@ class StepShape:
         return self.moves_samples or self.replica_slots > 0
 
     @property
-    def residual_in_rows(self) -> bool:
+    def packed_residual(self) -> bool:
         """Whether rows bring the residual stream of samples that move."""
         return self.moves_samples and self.carries_residual
 

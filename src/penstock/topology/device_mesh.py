@@ -31,7 +31,7 @@ SIZES: Final[dict[str, tuple[str, Axes]]] = {
 
 DATA: Final[dict[str, Axes]] = {
     **dict.fromkeys(("dp", "ddp", "fsdp", "batch", "dp_replicate", "dp_shard", "dp_shard_in_ep"), Group.DATA),
-    **dict.fromkeys(("edp", "efsdp", "dp_shard_mod_ep"), Group.EXPERT_REPLICAS),
+    **dict.fromkeys(("edp", "efsdp", "dp_shard_mod_ep"), Group.EXPERT_DATA),
 }
 """Dimensions along which ranks have samples of their own, and the groups of which they are a part."""
 
@@ -59,7 +59,7 @@ RULES: Final = {
         "ranks that share attention have the same samples",
         "Call that dimension tp, or use a tp_size of 1.",
     ),
-    Group.EXPERT_REPLICAS: ("others hold other experts", "Put it before ep, or call it dp."),
+    Group.EXPERT_DATA: ("others hold other experts", "Put it before ep, or call it dp."),
 }
 """Why groups of a kind are as they are, and how to make a mesh that has them."""
 

@@ -22,7 +22,7 @@ from penstock.topology.control import CommunicationError
 from penstock.topology.faults import is_watched, reason
 from penstock.topology.meeting_point import within
 
-SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_REPLICAS, Group.DATA})
+SUMS: Final = frozenset({Group.WORLD, Group.EXPERT_DATA, Group.DATA})
 """Groups that sum. The others send rows from rank to rank, for which NCCL has connections of another kind."""
 
 

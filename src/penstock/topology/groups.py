@@ -224,7 +224,7 @@ class Layout:
     @property
     def edp_size(self) -> int:
         """Number of replicas of every expert."""
-        return self.mesh.size(Group.EXPERT_REPLICAS)
+        return self.mesh.size(Group.EXPERT_DATA)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -245,7 +245,7 @@ def _check_divides(name: str, value: int, total: int, of: str) -> None:
         raise IndivisibleError(f"parallel.{name}", value, f"must divide {of}", f"Nearest valid: {nearest}.")
 
 
-INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS)
+INTER_GROUPS = (Group.WORLD, Group.EXPERT, Group.EXPERT_DATA)
 """Groups that the lane `inter` needs; a dispatch along rails needs rails, too."""
 
 

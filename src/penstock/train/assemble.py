@@ -21,7 +21,7 @@ from penstock.moe import MoEConfig
 from penstock.moe.build import dispatch_of
 from penstock.moe.experts.base import ExpertShard
 from penstock.placing import find_planner
-from penstock.plan.slack import guest_slack
+from penstock.plan.slack import replica_slack
 from penstock.runtime import Machinery, PipelinedStack, ShardedAdamW
 from penstock.runtime.checks.layers import shape_of, sharing_of
 from penstock.runtime.gradients.assignment import sizes_bytes
@@ -101,8 +101,8 @@ def build_stack(
 
     begins: with the weights in `model.config`, if it has any; else with drawn ones alone.
     make_moe: makes MoE layers that `config.moe` cannot describe. plan: the first plan; None = the one that
-    section [schedule] describes. moving: how guests are planned where experts move; None = with the costs of
-    section [cluster].
+    section [schedule] describes. moving: how replicas are planned where experts move; None = with the costs
+    of section [cluster].
     """
     layout = machinery.layout
     model = model_of(config.model, config.moe, layout, make_moe)
@@ -132,21 +132,21 @@ def build_stack(
 def expert_moving(
     placement: PlacementConfig, choice: Decision, cost: StepCost, plan: StepPlan | None = None
 ) -> ExpertMoving | None:
-    """Return how the guests of the next step are planned; None where experts stay.
+    """Return how the replicas of the next step are planned; None where experts stay.
 
-    cost: of a step of any cut. plan: the plan whose order tells how much of the guests' transfer is hidden;
+    cost: of a step of any cut. plan: the plan whose order tells how much of the replicas' transfer is hidden;
     None = Eq 8 tells it.
     """
     if choice.experts == "none":
         return None
     planner, exact = find_planner(choice.experts), splits_exactly(choice, cost.workload)
-    slack = () if plan is None else guest_slack(plan, cost, cost.workload.mesh)
+    slack = () if plan is None else replica_slack(plan, cost, cost.workload.mesh)
     costs, every = expert_costs(cost), placement.every
     return ExpertMoving(planner=planner, costs=costs, slack=slack, every=every, exact=exact)
 
 
 def assumed_moving(config: RunConfig, layout: Layout) -> ExpertMoving | None:
-    """Return how guests are planned with the costs of section [cluster]; None where experts stay."""
+    """Return how replicas are planned with the costs of section [cluster]; None where experts stay."""
     choice = _given(config)
     if choice.experts == "none":
         return None
@@ -255,7 +255,7 @@ def updating_of(config: OptimizerConfig, layout: Layout) -> Updating | None:
         return None
     return Updating(
         clips=config.clip_grad_norm is not None,
-        replicas=layout.edp_size > 1,
+        edp=layout.edp_size > 1,
         releases=config.releases,
     )
 
@@ -285,18 +285,18 @@ def gradient_bytes(
     They are read from the real model, built without memory for its weights, and with few of the layers that
     are alike.
     """
-    replicas, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
+    edp, sharing = sharded or layout.edp_size > 1, sharing_of(layout, moe.aux_loss_group)
     if model.config is not None and model.of_transformers:
         from penstock.families.gradients import gradient_bytes_of  # transformers takes seconds to load
 
         moe_layers = tuple(model.is_moe(layer) for layer in range(model.num_layers))
         shape = StepShape(moe_layers=moe_layers, sharing=sharing)
-        return gradient_bytes_of(model.config, layout, shape, replicas=replicas)
+        return gradient_bytes_of(model.config, layout, shape, edp=edp)
     few = _few_layers(model)
     with on_meta():
         parts = model_of(few, moe, layout)
     shape = shape_of([part.moe for part in parts.parts], sharing)
-    found, more = sizes_bytes(parts, parts, shape, replicas=replicas), model.num_layers - few.num_layers
+    found, more = sizes_bytes(parts, parts, shape, edp=edp), model.num_layers - few.num_layers
 
     def spread(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return (*sizes[:-1], *sizes[-2:-1] * more, *sizes[-1:])

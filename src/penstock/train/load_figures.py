@@ -14,36 +14,40 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.mesh import Group, Mesh, node_of
-from penstock.placement import ExpertPlacement, Hosting
+from penstock.placement import ExpertPlacement, Replication
 from penstock.placing import LayerLoad, overlap
 
 Numbers = npt.NDArray[np.float64]
 Whole = npt.NDArray[np.int64]
 
 
-class HostedRows(NamedTuple):
-    """Rows that every rank computes, including those of its guests, and rows that another node computes."""
+class RowsOfReplicas(NamedTuple):
+    """Rows that every rank computes, including those of its replicas, and rows that another node computes."""
 
     rows_PY: Numbers
     away_Y: Numbers
 
     @staticmethod
     def of_group(
-        loads_PYE: npt.NDArray[np.int32], hostings: Sequence[Hosting], mesh: Mesh, node_size: int, rank: int
-    ) -> HostedRows:
-        """Return the rows of ranks that share experts with `rank`; zeros for others, whose guests differ.
+        loads_PYE: npt.NDArray[np.int32],
+        replications: Sequence[Replication],
+        mesh: Mesh,
+        node_size: int,
+        rank: int,
+    ) -> RowsOfReplicas:
+        """Return the rows of ranks that share experts with `rank`; zeros for others, whose replicas differ.
 
-        hostings: of these ranks, by MoE layer.
+        replications: of these ranks, by MoE layer.
         """
         node_P, holders = np.array(_nodes(mesh, node_size)), mesh.size(Group.EXPERT)
         rows_PY, away_Y = np.zeros(loads_PYE.shape[:2]), np.zeros(loads_PYE.shape[1])
         ranks_HS = np.array(mesh.members(rank, Group.EXPERT_SHARDS)).reshape(holders, -1)
         loads_HYE, node_H = loads_PYE[ranks_HS].sum(axis=1, dtype=np.int64), node_P[ranks_HS[:, 0]]
-        for layer, hosting in enumerate(hostings):
-            traffic_HH = LayerLoad.of(loads_HYE[:, layer], hosting, node_H.tolist()).traffic
+        for layer, replication in enumerate(replications):
+            traffic_HH = LayerLoad.of(loads_HYE[:, layer], replication, node_H.tolist()).traffic
             rows_PY[ranks_HS, layer] = traffic_HH.sum(axis=0)[:, None]
             away_Y[layer] = traffic_HH[node_H[:, None] != node_H].sum()
-        return HostedRows(rows_PY, away_Y)
+        return RowsOfReplicas(rows_PY, away_Y)
 
     def share(self, mesh: Mesh, rank: int) -> tuple[Numbers, Numbers]:
         """Return what `rank` tells all others: its own rows, [Y], and, if it is the first of its group, the
@@ -52,10 +56,10 @@ class HostedRows(NamedTuple):
         return self.rows_PY[rank], self.away_Y * first
 
     @staticmethod
-    def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> HostedRows:
+    def joined(shares: Sequence[tuple[Numbers, Numbers]]) -> RowsOfReplicas:
         """Return the rows of all groups. shares: by rank."""
         rows, away = zip(*shares, strict=True)
-        return HostedRows(np.stack(rows), np.sum(away, axis=0))
+        return RowsOfReplicas(np.stack(rows), np.sum(away, axis=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class LoadFigures:
 
     expert_max_over_mean, rank_max_over_mean: the busiest expert's or rank's rows over the mean; 1 = balance.
     entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert has all.
-    rank_rows_max_over_mean: of what ranks compute, rows of their guests included. crossing_nodes: the share
+    rank_rows_max_over_mean: of what ranks compute, rows of their replicas included. crossing_nodes: the share
     of rows that another node computes; None with one node. in_common: with the step before, as `overlap`
     defines it; None where there is none.
     """
@@ -83,13 +87,13 @@ class LoadFigures:
         mesh: Mesh,
         node_size: int,
         *,
-        hosted: HostedRows | None = None,
+        hosted: RowsOfReplicas | None = None,
         before_PYE: npt.NDArray[np.int32] | None = None,
     ) -> LoadFigures:
         """Compute figures. placements: by MoE layer. node_size: consecutive ranks in one node; 0 = unknown.
 
-        hosted: of all expert groups; None = no guests. before_PYE: the loads of the step before, if there was
-        one.
+        hosted: of all expert groups; None = no replicas. before_PYE: the loads of the step before, if there
+        was one.
         """
         loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
         owned_PY = rank_loads(loads, placements, mesh)

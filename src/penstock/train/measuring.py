@@ -22,7 +22,7 @@ from penstock.runtime import PipelinedStack
 from penstock.runtime.statistics import StepStatistics
 from penstock.trace import TaskRecord, occupation
 from penstock.train.batches import Batch
-from penstock.train.load_figures import HostedRows, LoadFigures
+from penstock.train.load_figures import LoadFigures, RowsOfReplicas
 from penstock.train.metrics import StepMetrics
 from penstock.train.pilot import Pilot
 
@@ -74,7 +74,7 @@ def measured(
         z_loss=float(statistics.z) / layers,
         aux_loss_by_layer=tuple(statistics.aux_Y.tolist()),
         rows_dropped=_dropped(statistics, stack.moe),
-        steps_run_again=stack.bounds.repeats if stack.bounds.repeats_steps else None,
+        repeated_steps=stack.bounds.repeats if stack.bounds.repeats_steps else None,
         model_flops_per_s=pilot.flops.per_token * tokens_per_s,
         model_flops_utilisation=pilot.flops.utilisation(tokens_per_s),
         peak_memory_bytes=held_bytes or KIBIBYTE * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -94,18 +94,18 @@ def _dropped(statistics: StepStatistics, moe: MoEConfig) -> tuple[float, ...] | 
 def load_figures(stack: PipelinedStack) -> dict[str, Any]:
     """Return how even the step's loads were, by names of metrics; {} where they were not gathered.
 
-    All ranks call it: each expert group's guests are known only to its own ranks.
+    All ranks call it: each expert group's replicas are known only to its own ranks.
     """
     loads_PYE, layout = stack.loads.last, stack.machinery.layout
     if loads_PYE is None:
         return {}
-    hosted, guests = None, stack.loads.hostings
-    if guests:
-        hosted = HostedRows.of_group(loads_PYE, guests, layout.mesh, layout.node_size, layout.rank)
+    hosted, replicas = None, stack.loads.replications
+    if replicas:
+        hosted = RowsOfReplicas.of_group(loads_PYE, replicas, layout.mesh, layout.node_size, layout.rank)
         if len(layout.mesh.groups(Group.EXPERT_SHARDS)) > 1:
             share = hosted.share(layout.mesh, layout.rank)
-            everyone = stack.machinery.control.gather(share, "adding up what guests compute")
-            hosted = HostedRows.joined(everyone)
+            everyone = stack.machinery.control.gather(share, "adding up what replicas compute")
+            hosted = RowsOfReplicas.joined(everyone)
     found = LoadFigures.of(
         loads_PYE,
         [part.moe.placement for part in stack.parts.parts if part.moe is not None],

@@ -67,7 +67,7 @@ class StepMetrics:
     skipped: bool | None = None
     aux_loss_by_layer: tuple[float, ...] | None = None
     rows_dropped: tuple[float, ...] | None = None
-    steps_run_again: int | None = None
+    repeated_steps: int | None = None
     model_flops_per_s: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int | None = None
@@ -83,7 +83,7 @@ class StepMetrics:
 BY_LAYER = tuple(field.name for field in fields(StepMetrics) if "tuple" in str(field.type))
 """Fields with a number for every MoE layer."""
 
-WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "steps_run_again")
+WHOLE = ("step", "all_reduce_chunk_bytes", "peak_memory_bytes", "repeated_steps")
 """Fields that are integers."""
 
 OPTIONAL = frozenset(field.name for field in fields(StepMetrics) if field.default is None)

@@ -54,7 +54,7 @@ class Pilot(Protocol):
 
     @property
     def moving(self) -> ExpertMoving | None:
-        """How the guests of the next step are planned; None where experts stay."""
+        """How the replicas of the next step are planned; None where experts stay."""
 
     @property
     def settled(self) -> bool:

@@ -182,7 +182,7 @@ def _why_it_stays(
     what: str, choice: Decision, moe: MoEConfig, parallel: ParallelConfig
 ) -> tuple[str, str] | None:
     """Return why samples or experts cannot move, and what to use instead; None if they can."""
-    samples, spared = what == "samples", "whoever computes them, so a guest would spare nothing"
+    samples, spared = what == "samples", "whoever computes them, so a replica would spare nothing"
     if samples and (moe.one_copy_per_rank or moe.joins_rows):
         said = "one_copy_per_rank = true" if moe.one_copy_per_rank else f"dispatch = {moe.dispatch}"
         use = "moe.one_copy_per_rank=false" if moe.one_copy_per_rank else "moe.dispatch=flat"

@@ -50,11 +50,11 @@ def begin_with(decoder: MoEDecoder, path: Path | None, control: Control) -> None
     Raises:
         ConfigError: On all ranks, if one cannot read them, or has other files than rank 0.
     """
-    if path is not None and files_alike(path, control):
+    if path is not None and same_files(path, control):
         control.agreed(lambda: read_weights(decoder, path), READING)
 
 
-def files_alike(path: Path, control: Control) -> list[str]:
+def same_files(path: Path, control: Control) -> list[str]:
     """Return the files with the weights in `model.config`, the same on all ranks, which call it together.
 
     Raises:

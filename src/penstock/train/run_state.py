@@ -23,8 +23,8 @@ from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.models.qwen3_moe import in_files
 from penstock.moe.layer import LogicalNames
-from penstock.placement import Hosting
-from penstock.placing.told import hosting_of, plain_of
+from penstock.placement import Replication
+from penstock.placing.encoding import plain_of, replication_of
 from penstock.runtime import PipelinedStack, ShardedAdamW
 from penstock.runtime.bounds import STEPS_KEPT, Passes, RowBounds
 from penstock.runtime.moving import Plans
@@ -210,7 +210,7 @@ def steps_of(stack: PipelinedStack) -> dict[str, Any]:
     Without them nothing but one step is lost, and the last bits: how many rows are padding decides how
     products round.
     """
-    found = {"guests": _hosted(stack), "bounds": _bounds(stack)}
+    found = {"replicas": _hosted(stack), "bounds": _bounds(stack)}
     texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in found.items()}
     return {key: json.loads(text) for key, text in texts.items() if len(text) < MOST_BYTES}
 
@@ -225,7 +225,7 @@ def take_steps(stack: PipelinedStack, hosted: Plans | None, known: Known | None)
     hosts = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
     if hosts and hosted is not None:
-        stack.host.follow(hosted)
+        stack.replica_manager.follow(hosted)
     if bounds and known is not None and isinstance(stack.bounds, RowBounds):
         stack.bounds.histories.clear()
         for kind, rows in known.items():
@@ -240,20 +240,20 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
     Raises DamagedError for anything else.
     """
     try:
-        return _read_hosted(stack, (steps or {}).get("guests")), _read_bounds(
+        return _read_replicas(stack, (steps or {}).get("replicas")), _read_bounds(
             stack, (steps or {}).get("bounds")
         )
     except NONSENSE as error:
-        raise DamagedError(f"what it says of guests and of rows is nonsense: {error}") from error
+        raise DamagedError(f"what it says of replicas and of rows is nonsense: {error}") from error
 
 
 def _hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
     """Return what every expert group hosts next; [] if a fresh start does the same."""
-    plans, layout = stack.host.plans, stack.machinery.layout
-    as_at_first = all(hosting.is_empty for hosting in plans.made) and not plans.age_steps
+    plans, layout = stack.replica_manager.plans, stack.machinery.layout
+    as_at_first = all(replication.is_empty for replication in plans.made) and not plans.age_steps
     layers = [
-        {"owners": hosting.placement.digest, **plain_of(hosting), "hosted": hosted}
-        for hosting, hosted in zip(plans.made, plans.hosted, strict=True)
+        {"owners": replication.placement.digest, **plain_of(replication), "hosted": hosted}
+        for replication, hosted in zip(plans.made, plans.hosted, strict=True)
     ]
     mine = {"age_steps": plans.age_steps, "layers": layers}
     everyone = stack.machinery.control.gather((as_at_first, mine), "gathering what ranks host")
@@ -262,21 +262,21 @@ def _hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
     return [everyone[ranks[0]][1] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
 
 
-def _read_hosted(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
+def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
     """Return what this rank's group hosted; None where groups, layers, owners or slots have changed."""
-    now, layout = stack.host.plans.made, stack.machinery.layout
+    now, layout = stack.replica_manager.plans.made, stack.machinery.layout
     if not now or not groups or len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
         return None
     table = groups[layout.mesh.group(layout.rank, Group.EXPERT_SHARDS)]
     layers = table["layers"]
     if len(layers) != len(now):
         return None
-    made: list[Hosting] = []
-    for layer, hosting in zip(layers, now, strict=True):
-        slots = {len(held) for held in layer["guests"]}
-        if layer["owners"] != hosting.placement.digest or slots != {hosting.replica_slots}:
+    made: list[Replication] = []
+    for layer, replication in zip(layers, now, strict=True):
+        slots = {len(held) for held in layer["replicas"]}
+        if layer["owners"] != replication.placement.digest or slots != {replication.replica_slots}:
             return None
-        made.append(hosting_of(layer, hosting.placement))
+        made.append(replication_of(layer, replication.placement))
     return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))
 
 

@@ -14,7 +14,7 @@ from penstock.checkpoint.folder import GLOBAL_BATCH
 from penstock.config import ConfigError
 from penstock.config.kinds import types_of
 from penstock.data import DataConfig
-from penstock.data.corpus import Corpus, ToPrepare, check_alike, check_apart, load_corpora, to_prepare
+from penstock.data.corpus import Corpus, ToPrepare, check_apart, check_one_source, load_corpora, to_prepare
 from penstock.data.files import HINT
 from penstock.data.text import Readable, Scan, Scanned, TextError, entropy_nats
 from penstock.topology import Control, Layout
@@ -76,7 +76,7 @@ def _described(corpus: Corpus, scanned: Scanned) -> str:
 def check_source(config: RunConfig) -> None:
     """Raise ConfigError about problems with the texts that show without reading or preparing them."""
     try:
-        check_alike(config.data)
+        check_one_source(config.data)
         check_apart(config.data)
         waiting = to_prepare(config.data)
         for each in waiting:

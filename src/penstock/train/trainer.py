@@ -28,16 +28,16 @@ from penstock.runtime.statistics import StepStatistics
 from penstock.topology import Control, Layout, ProcessInfo, find_node_size
 from penstock.topology.faults import ACTIVITY
 from penstock.trace import TaskRecord
-from penstock.train.alike import resolved_alike
 from penstock.train.assemble import build_machinery, build_optimizer, on_device
 from penstock.train.batches import ReadAhead
 from penstock.train.checkpoint import Checkpoints, NotFiniteError
 from penstock.train.config import RunConfig
+from penstock.train.consistency import resolved_for_all
 from penstock.train.curves import TensorBoard, check_wandb, open_logs
-from penstock.train.fits import check_run, device_bytes
 from penstock.train.history import History, LoadBook, summarise
 from penstock.train.logs import RankLog, show
 from penstock.train.measuring import batch_loss, evaluate, measured
+from penstock.train.memory_check import check_run, device_bytes
 from penstock.train.metrics import METRICS_FILE, MetricsWriter, StepMetrics
 from penstock.train.model import MakeModel, decoder_of
 from penstock.train.optimizer import learning_rate, set_learning_rate
@@ -93,7 +93,7 @@ class Trainer:
         log: RankLog | None = None,
     ) -> None:
         self.control = control = Control(info.rank, info.world_size)
-        self._asked = config = resolved_alike(config, control)
+        self._asked = config = resolved_for_all(config, control)
         control.agreed(lambda: check_wandb(config.metrics), "looking for wandb")
         self.leader, self.on_step, self.log = info.rank == 0, on_step, log
         every, quiet = config.train.log_every, quiet or not self.leader

@@ -54,7 +54,7 @@ class OneEntry:
         )
         self.control, self.traffic = Control(0, 1), Counter[int]()
 
-    def compute_alone_s(self, entry: Entry, number: int) -> float:
+    def compute_solo_s(self, entry: Entry, number: int) -> float:
         del entry, number
         return 1.0
 

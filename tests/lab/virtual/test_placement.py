@@ -20,7 +20,7 @@ from penstock.mesh import Group
 from penstock.models import ModelConfig
 from penstock.moe import MoEConfig
 from penstock.ops import Op
-from penstock.plan.slack import guest_slack
+from penstock.plan.slack import replica_slack
 from penstock.schedule import StepPlan
 from penstock.schedule.freeze import freeze
 from penstock.schedule.schedule import unit_cost
@@ -63,7 +63,7 @@ def planned(case: Case, placement: PlacementConfig, number: int) -> tuple[StepPl
 
 def test_what_ranks_send_where_rows_are_split_by_their_own_loads() -> None:
     plan, cost = planned(case_of(), replace(BOTH, samples="none"), 3)
-    assert cost.placed is not None and any(hosting.limit for hosting in cost.placed.hostings)
+    assert cost.placed is not None and any(replication.limit for replication in cost.placed.replications)
     check_moves(plan, cost)
 
 
@@ -93,26 +93,26 @@ def check_moves(plan: StepPlan, cost: RoutedCost) -> tuple[set[str], int]:
 
 
 @pytest.mark.slow
-def test_guests_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
+def test_replicas_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
     plan, cost = planned(case_of(), BOTH, 3)
     assert cost.placed is not None
     for task in plan.graph.tasks:
-        if task.op != Op.GUEST_PARAMETERS:
+        if task.op != Op.REPLICA_PARAMETERS:
             continue
-        hosting = cost.placed.hostings[sum(plan.shape.moe_layers[: task.layer])]
+        replication = cost.placed.replications[sum(plan.shape.moe_layers[: task.layer])]
         for rank in range(4):
             move = cost.move(task, rank)
-            here = sum(expert >= 0 for expert in hosting.guests[rank])
+            here = sum(expert >= 0 for expert in replication.replicas[rank])
             assert sum(move.output_splits) == here
             assert move.output_splits[cost.workload.mesh.place(rank, Group.EXPERT)] == 0
-    pieces = [t for t in plan.graph.tasks if t.op == Op.GUEST_PARAMETERS and t.layer == 0]
+    pieces = [t for t in plan.graph.tasks if t.op == Op.REPLICA_PARAMETERS and t.layer == 0]
     moves = [cost.move(task, 0).row_bytes for task in pieces]
     assert sum(moves) == cost.workload.expert_bytes
 
 
-def test_the_first_step_has_no_guests_and_samples_keep_their_number() -> None:
+def test_the_first_step_has_no_replicas_and_samples_keep_their_number() -> None:
     _, cost = planned(case_of(), BOTH, 0)
-    assert cost.placed is not None and all(hosting.is_empty for hosting in cost.placed.hostings)
+    assert cost.placed is not None and all(replication.is_empty for replication in cost.placed.replications)
     everyone = np.sort(cost.placed.held_YDB.reshape(len(cost.placed.held_YDB), -1), axis=1)
     assert (everyone == everyone[0]).all()
 
@@ -143,7 +143,7 @@ def test_steps_run_on_real_ranks(ranks: Pools, ep_size: int, samples: SampleMove
         assert all(host_s > 0 for _, host_s in steps)
 
 
-def test_guests_are_planned_with_the_slack_of_the_order_in_use() -> None:
+def test_replicas_are_planned_with_the_slack_of_the_order_in_use() -> None:
     """Of two orders of the same tasks each leaves other gaps."""
     case = replace(case_of(ep_size=1), world_size=1)
     config = replace(case.config, cluster=SLEEPS, placement=PlacementConfig(experts="planned"))
@@ -157,10 +157,10 @@ def test_guests_are_planned_with_the_slack_of_the_order_in_use() -> None:
         stack.use(plan, stack.placement)
         even = StepCost(plan.shape, stack.workload, SLEEPS)
         assert stack.movement is movement
-        assert movement.slack == guest_slack(plan, even, stack.machinery.layout.mesh)
+        assert movement.slack == replica_slack(plan, even, stack.machinery.layout.mesh)
 
 
-def test_guests_are_planned_by_the_links_that_were_measured_and_the_dispatch_in_use() -> None:
+def test_replicas_are_planned_by_the_links_that_were_measured_and_the_dispatch_in_use() -> None:
     """A stack adopts plans before its links are measured, and is made for one dispatch among several."""
     case = replace(case_of(ep_size=1), world_size=1)
     config = replace(case.config, cluster=SLEEPS, placement=PlacementConfig(experts="planned"))
@@ -170,18 +170,18 @@ def test_guests_are_planned_by_the_links_that_were_measured_and_the_dispatch_in_
     even = StepCost(stack.plan.shape, stack.workload, stack.links)
     found = stack.movement
     assert found.cluster == stack.links and found.slack != assumed.slack
-    assert found.slack == guest_slack(stack.plan, even, stack.machinery.layout.mesh)
+    assert found.slack == replica_slack(stack.plan, even, stack.machinery.layout.mesh)
     hops = DISPATCHES["hierarchical_2d"].hops
     stack.use(replace(stack.plan, shape=replace(stack.plan.shape, dispatch=hops)), stack.placement)
     assert stack.movement.workload.dispatch == "hierarchical_2d"
 
 
-def test_guests_are_planned_as_seldom_as_is_asked_for() -> None:
-    """With `every` = 3 steps 1 to 3 have the guests that step 0 asked for, as far as they pay."""
+def test_replicas_are_planned_as_seldom_as_is_asked_for() -> None:
+    """With `every` = 3 steps 1 to 3 have the replicas that step 0 asked for, as far as they pay."""
     seldom = PlacementConfig(experts="least_loaded", replica_slots=1, every=3)
     hosted = []
     for number in range(1, 5):
         _, cost = planned(case_of(), seldom, number)
         assert cost.placed is not None
-        hosted.append([h.guests for h in cost.placed.hostings if not h.is_empty])
-    assert hosted[0] and all(guests in hosted[0] for later in hosted[1:3] for guests in later)
+        hosted.append([h.replicas for h in cost.placed.replications if not h.is_empty])
+    assert hosted[0] and all(replicas in hosted[0] for later in hosted[1:3] for replicas in later)

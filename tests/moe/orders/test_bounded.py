@@ -81,4 +81,4 @@ def test_routes_are_those_of_counts_that_all_ranks_have(ranks: int) -> None:
 def test_without_bounds_it_is_the_sort_order() -> None:
     assert BoundedOrder.dynamic and issubclass(BoundedOrder, SortOrder)
     with pytest.raises(ValueError, match=r"placement\.experts"):
-        BoundedOrder(EXPERTS, 1.0).seated(2, 3)
+        BoundedOrder(EXPERTS, 1.0).with_slots(2, 3)

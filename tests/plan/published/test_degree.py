@@ -95,10 +95,10 @@ def test_of_equally_good_degrees_the_smallest_is_taken() -> None:
 def test_reductions_are_free_until_the_network_between_nodes_is_full(
     part: MoEPart, degree: int, reduce_s: float
 ) -> None:
-    alone_s, spare_s = makespan_s(part, degree), idle_s(part, degree)
+    solo_s, spare_s = makespan_s(part, degree), idle_s(part, degree)
     assert spare_s >= 0
     longer_s = max(0.0, reduce_s - spare_s)
-    assert makespan_s(part, degree, reduce_s) == pytest.approx(alone_s + longer_s, abs=1e-12)
+    assert makespan_s(part, degree, reduce_s) == pytest.approx(solo_s + longer_s, abs=1e-12)
 
 
 def test_backward_doubles_what_experts_take_and_not_four_times() -> None:

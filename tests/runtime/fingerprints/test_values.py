@@ -67,7 +67,7 @@ def test_fingerprints_cancel_within_groups_alone(
     layouts = [
         Layout(world_size=world, rank=rank, tp_size=tp, ep_size=ep, etp_size=etp) for rank in range(world)
     ]
-    axes = data.draw(st.sampled_from([Group.WORLD, Group.DATA, Group.EXPERT_REPLICAS]))
+    axes = data.draw(st.sampled_from([Group.WORLD, Group.DATA, Group.EXPERT_DATA]))
     values = [torch.full((5,), float(each.mesh.group(each.rank, axes))) for each in layouts]
 
     def total() -> float:

@@ -17,10 +17,10 @@ from penstock.runtime.recorded.log import Actor, Block, Entry, Free, Keep, Launc
 from penstock.runtime.recorded.order import Issued, calls_of, find_disorder
 from tests.runtime.recorded import oracle
 from tests.runtime.recorded.test_steps import case_of, hosts_of
-from tests.support.hosted import Hosts
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 from tests.support.recorded import log_of_steps
+from tests.support.replicas import Hosts
 
 PLAIN: Mapping[str, Any] = {
     "schedule": "penstock",

@@ -17,13 +17,13 @@ from penstock.schedule import SCHEDULES
 from penstock.step.shape import Recompute
 from penstock.topology.groups import TransportName
 from tests.runtime.test_moving import small
-from tests.support.hosted import Hosts
 from tests.support.layouts import engines, schedule_of
 from tests.support.pairwise import covering, each_value
 from tests.support.parity import Case
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
 from tests.support.recorded import carded_steps, plain_steps, recorded_steps
+from tests.support.replicas import Hosts
 from tests.support.waits import PLANS, check_waits
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -127,7 +127,7 @@ def check(cards: Pools, values: Mapping[str, Any]) -> None:
     """Run steps on threads, on a recorded device, and on a stand-in for a GPU whose host may hardly wait."""
     case = case_of(**values)
     hosts = hosts_of(case, values["moves"])
-    hosts = replace(hosts, steps=3 if hosts.moving else 2)  # guests move from the second step on
+    hosts = replace(hosts, steps=3 if hosts.moving else 2)  # replicas move from the second step on
     pool = cards(case.world_size)
     carded = pool.run(carded_steps, case, hosts)  # on a card first: autograd counts devices only once
     recorded = pool.run(recorded_steps, case, hosts)

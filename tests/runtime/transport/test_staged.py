@@ -45,7 +45,7 @@ def exchanged(transport: Transport, rank: int, dtype: torch.dtype) -> list[list[
         found.append(transport.all_to_all(rows.transpose(1, 2), sent, came, Group.WORLD))
         found.append(transport.all_gather(rows, [sum(row) for row in SIZES], Group.WORLD))
         sums = torch.arange(8.0).view(2, 4).t()[1:] * (rank + 1 + turn)  # a part, and transposed
-        for group in (Group.WORLD, Group.EXPERT_REPLICAS):
+        for group in (Group.WORLD, Group.EXPERT_DATA):
             transport.all_reduce(sums, group)
         found.append(sums)
     return [each.float().flatten().tolist() for each in found]

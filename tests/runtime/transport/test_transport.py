@@ -179,7 +179,7 @@ def reduce_in(rank: int, world_size: int, ep_size: int, group: Axes) -> tuple[li
 
 
 @pytest.mark.parametrize(("world_size", "ep_size"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("group", [Group.WORLD, Group.EXPERT, Group.EXPERT_REPLICAS])
+@pytest.mark.parametrize("group", [Group.WORLD, Group.EXPERT, Group.EXPERT_DATA])
 def test_all_reduce_sums_over_its_group(ranks: Pools, world_size: int, ep_size: int, group: Axes) -> None:
     results = ranks(world_size).run(reduce_in, world_size, ep_size, group)
     for members in layout_of(0, world_size, ep_size).mesh.groups(group):

@@ -40,7 +40,7 @@ def test_pieces_know_their_buffer_their_size_and_whom_they_meet() -> None:
     ]  # fmt: skip
     assert {(t.op, t.axes, t.reads, t.cut.parts, t.lane) for t in pieces} == {
         ("AR", Group.WORLD, ("gradients of L0",), (5, 1, 2), Lane.INTER),
-        ("XR", Group.EXPERT_REPLICAS, ("expert gradients of L0",), (1, 1), Lane.INTER),
+        ("XR", Group.EXPERT_DATA, ("expert gradients of L0",), (1, 1), Lane.INTER),
     }
 
 

@@ -30,12 +30,12 @@ def test_the_picture_is_true() -> None:
 @draws(40)
 @given(shapes(layers=4), st.booleans(), st.booleans(), st.booleans())
 def test_no_gradient_is_made_before_those_two_layers_above_are_summed(
-    shape: StepShape, replicas: bool, split_experts: bool, shared: bool
+    shape: StepShape, edp: bool, split_experts: bool, shared: bool
 ) -> None:
     sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
-    updating = Updating(replicas=replicas, releases=True)
+    updating = Updating(edp=edp, releases=True)
     graph = build_graph(replace(shape, updating=updating, split_experts=split_experts, sharing=sharing))
-    sums = [task for task in graph.tasks if task.op in SCATTERS and (replicas or task.op != "RX")]
+    sums = [task for task in graph.tasks if task.op in SCATTERS and (edp or task.op != "RX")]
     for task in graph.tasks:
         if task.accumulates:
             before = ancestors(graph, task)

@@ -37,7 +37,7 @@ def test_homes_are_solved_on_the_host_and_compared_before_anything_reads_them() 
 
 
 def test_later_tasks_know_whose_tokens_they_have() -> None:
-    came = {str(t): reads(MOVED, str(t)).get("passengers") for t in MOVED.tasks}
+    came = {str(t): reads(MOVED, str(t)).get("metadata") for t in MOVED.tasks}
     assert came["L0.AT.m0.F"] is None and came["L1.AT.m0.F"] is None
     assert came["L1.U.m0.F"] == came["L2.AT.m0.F"] == came["L3.AT.m0.F"] == came["L3.SM.m0.F"] == "L1.SM.m0.F"
     assert came["L3.U.m0.F"] == came["L4.AT.m0.F"] == came["L4.HD.m0.F"] == "L3.SM.m0.F"
@@ -88,14 +88,14 @@ def test_where_ranks_share_experts_all_of_them_know_all_rows() -> None:
     assert met == {"SN": Group.EXPERT_SHARDS, "SH": Group.EXPERT_SHARDS, "SM": Group.EXPERT}
     assert reads(graph, "L0.RO.m0.c0.F")["rows"] == "L0.XS.m0.c0.F"
     for op in ("HV", "HL"):
-        assert reads(graph, f"L0.{op}.m0.F")["passengers"] == "L0.SM.m0.F"
+        assert reads(graph, f"L0.{op}.m0.F")["metadata"] == "L0.SM.m0.F"
 
 
 @pytest.mark.parametrize("tokens", ["split", "replicated"])
 def test_who_asks_the_next_gate_waits_for_the_parameters_of_that_gate(tokens: TokenLayout) -> None:
     """Of ranks that share attention they are partial, and gathered by tasks of their own."""
     sharing = Sharing(tp_size=2, etp_size=2, tokens=tokens)
-    updating = Updating(clips=True, replicas=True)
+    updating = Updating(clips=True, edp=True)
     shape = StepShape(moe_layers=(True, True), moves_samples=True, sharing=sharing, updating=updating)
     graph = build_graph(shape)
     counts, gate = task_at(graph, "L0.SC.m0.F"), task_at(graph, "L1.GT.m0.F")

@@ -60,11 +60,11 @@ def test_what_the_next_step_begins_with_is_gathered_while_others_are_updated() -
 @draws(60)
 @given(shapes(layers=3), st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
-    shape: StepShape, clips: bool, replicas: bool, split_experts: bool, shared: bool
+    shape: StepShape, clips: bool, edp: bool, split_experts: bool, shared: bool
 ) -> None:
     """In a step that begins with what the one before has gathered at its end."""
     sharing = SHARED if shared and len(shape.dispatch) == 1 else shape.sharing
-    updating = Updating(clips=clips, replicas=replicas)
+    updating = Updating(clips=clips, edp=edp)
     cut = replace(shape, updating=updating, split_experts=split_experts, sharing=sharing)
     graph = build_graph(cut)
     gathers = [task for task in graph.tasks if task.op in GATHERS]
@@ -80,5 +80,5 @@ def test_every_reader_has_what_was_gathered_and_no_update_comes_before_it(
             readers = {t for t in graph.tasks if task.writes[0] in t.reads and t.op not in of_pieces}
             assert readers <= before, f"{task} changes what others have still to read"
     updated = {task.writes[0] for task in graph.tasks if task.op in UPDATES}
-    alone = {state for state in updated if not replicas and state.startswith("expert")}
+    alone = {state for state in updated if not edp and state.startswith("expert")}
     assert {gather.writes[0] for gather in gathers} == updated - alone, "every rank gets what changes"

@@ -27,7 +27,7 @@ from penstock.plan.space import forced
 from penstock.topology import Layout
 from penstock.train.assemble import build_machinery
 from penstock.train.config import RunConfig
-from penstock.train.fits import RankMemory, check_run, memory_of
+from penstock.train.memory_check import RankMemory, check_run, memory_of
 from penstock.train.output import PLAN_FILE
 from penstock.train.pilot import Ranks, Resumption
 from penstock.train.possible import check_shares

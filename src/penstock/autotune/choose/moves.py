@@ -31,7 +31,7 @@ from penstock.runtime import PipelinedStack
 from penstock.train.config import RunConfig
 
 OBSERVED_STEPS = 2
-"""One step from which guests would be planned, and the next one, in which they would be used."""
+"""One step from which replicas would be planned, and the next one, in which they would be used."""
 OBSERVED = f"the routing of the last {OBSERVED_STEPS} steps"
 LEAST_STEPS = 20
 """Runs with fewer steps do not weigh placement: measuring would take most of their time."""

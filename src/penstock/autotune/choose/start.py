@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.autotune.planned import Learnt, Order, Planned, Rival, decided, decided_slowly
+from penstock.autotune.planned import Learnt, Order, Planned, PlanToTry, decided, decided_slowly
 from penstock.autotune.problem import (
     assumed_problem,
     check_shared,
@@ -128,7 +128,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
     def decide() -> _Choice:
         number, solved = _fastest(problems, file, config.plan.budget)
         found, problem = solved.found, solved.problem
-        promising = [found.best, *_rivals(found, config.plan.trials - 1)]
+        promising = [found.best, *_to_try(found, config.plan.trials - 1)]
         orders = [(Order.of(each.choice, each.plan), whole_s(problem, each)) for each in promising]
         others = OtherPlan.among(problem, found.others)
         return number, orders, others, found.searched, solved.lines, solved.said
@@ -137,8 +137,8 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
     number, promising, others, searched, lines, said = decided_slowly(*decided_by)
     logger.info("\n".join(said))
     logger.debug("\n".join(lines))
-    best, *rivals = [
-        Rival(choice=order.choice, plan=order.plan, predicted_s=seconds) for order, seconds in promising
+    best, *to_try = [
+        PlanToTry(choice=order.choice, plan=order.plan, predicted_s=seconds) for order, seconds in promising
     ]
     return Planned(
         problem=problems[number],
@@ -146,7 +146,7 @@ def search(config: RunConfig, machinery: Machinery) -> Planned:
         plan=best.plan,
         file=file,
         lines=lines,
-        rivals=tuple(rivals),
+        to_try=tuple(to_try),
         searched=searched,
         learnt=Learnt(others=others),
     )
@@ -167,7 +167,7 @@ def _fastest(problems: Sequence[Problem], file: ClusterFile, budget: float) -> t
     return number, best
 
 
-def _rivals(found: FoundPlan, most: int) -> list[Candidate]:
+def _to_try(found: FoundPlan, most: int) -> list[Candidate]:
     """Return the best plans of at most `most` other schedules, among them that with the fewest tasks.
 
     They share the chosen dispatch and form of rows, since the model is built for these.
@@ -317,7 +317,7 @@ def find(
 def overruled(placement: PlacementConfig, choice: Decision, path: Path) -> list[str]:
     """Return warnings about requests of section [placement] from which the plan of a file differs."""
     asked = {name: getattr(placement, name) for name in ("samples", "experts")}
-    if choice.guests:
+    if choice.num_replica_slots:
         usual = PlacementConfig()
         own = {name: getattr(placement, name) for name in ("replica_slots", "split")}
         asked |= {name: value for name, value in own.items() if value != getattr(usual, name)}

@@ -151,7 +151,7 @@ def _probes(machinery: Machinery, dispatches: Iterable[str]) -> Iterator[Probe]:
 
 def _groups(layout: Layout) -> list[tuple[Lane, Axes]]:
     """Return groups of several ranks, with the lane on which they communicate."""
-    pairs = [(Lane.INTER, group) for group in (Group.EXPERT, Group.WORLD, Group.EXPERT_REPLICAS)]
+    pairs = [(Lane.INTER, group) for group in (Group.EXPERT, Group.WORLD, Group.EXPERT_DATA)]
     if layout.ep_nodes > 1:
         pairs += [(Lane.INTER, Group.RAIL), (Lane.INTRA, Group.NODE)]
     if layout.tp_size > 1:
@@ -168,7 +168,7 @@ def _is_used(collective: str, group: Axes, node_size: int | None) -> bool:
         case "all_to_all":
             return group in (Group.EXPERT, Group.EXPERT_SHARDS)
         case "all_reduce":
-            return group in (Group.WORLD, Group.DATA, Group.EXPERT_REPLICAS, Group.TENSOR, Group.SHARDS)
+            return group in (Group.WORLD, Group.DATA, Group.EXPERT_DATA, Group.TENSOR, Group.SHARDS)
         case "all_gather" | "reduce_scatter":
             return group in (Group.TENSOR, Group.SHARDS)
     return False

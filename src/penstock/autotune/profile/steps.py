@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from penstock.cost import ClusterConfig, ClusterFile, ProfiledCluster, StepCost, Workload
 from penstock.cost.cluster_file import StepFit
-from penstock.cost.company import ALONE, MOST_SCATTER, Company, Sighting, fit_company, fit_steps
+from penstock.cost.contention import MOST_SCATTER, SOLO, Contention, Sighting, fit_contention, fit_steps
 from penstock.cost.doubts import scattered
 from penstock.decision import Decision
 from penstock.dispatch import DISPATCHES
@@ -72,7 +72,7 @@ class Watched:
         return durations_KRT
 
     def shares(self) -> Seconds:
-        """Return the company of every task, see `shares_of`, [rank, round, task]."""
+        """Return the contention of every task, see `shares_of`, [rank, round, task]."""
         tasks = self.plan.graph.tasks
         shares_KRT = np.empty(self.spans_KRT2.shape[:3])
         for place in np.ndindex(*shares_KRT.shape[:2]):
@@ -160,9 +160,9 @@ def with_steps(
     transfers = Fits(TRANSFER, transferred(watched, step_cost, problem.workload))
     tasks = []
     for model in file.tasks:
-        company = compute.of((model.op, model.phase))
-        alpha_s, scale = company.alone * model.alpha_s, company.alone * model.scale
-        tasks.append(replace(model, alpha_s=alpha_s, scale=scale, beside=company.beside))
+        contention = compute.of((model.op, model.phase))
+        alpha_s, scale = contention.solo * model.alpha_s, contention.solo * model.scale
+        tasks.append(replace(model, alpha_s=alpha_s, scale=scale, contended=contention.contended))
     doubts = (*compute.doubts, *transfers.doubts)
     file = replace(with_transfers(file, transfers), tasks=tuple(tasks), doubts=doubts)
     now = problem_of(file)
@@ -175,9 +175,9 @@ def with_transfers(file: ClusterFile, found: Fits) -> ClusterFile:
     """Return the file with what real steps tell about its links."""
     links = []
     for link in file.links:
-        company = found.of(_kind(link.collective, link.lane))
-        links.append(replace(link, in_steps=company.alone, beside=company.beside))
-    return replace(file, links=tuple(links), transfers_beside_compute=found.usual.beside)
+        contention = found.of(_kind(link.collective, link.lane))
+        links.append(replace(link, in_steps=contention.solo, contended=contention.contended))
+    return replace(file, links=tuple(links), contended_transfers=found.usual.contended)
 
 
 class Fits:
@@ -187,17 +187,18 @@ class Fits:
         everything = [each for kind in seen.values() for each in kind]
         self.doubts: list[str] = []
         between = "." if side == COMPUTE else " "  # as tables name a task, and a collective on its lane
-        self.usual = self._trusted(f"all {side}", fit_company(everything)) or Company()
+        self.usual = self._trusted(f"all {side}", fit_contention(everything)) or Contention()
         self._found = {
-            kind: self._trusted(between.join(kind), fit_company(sightings, self.usual.beside)) or self.usual
+            kind: self._trusted(between.join(kind), fit_contention(sightings, self.usual.contended))
+            or self.usual
             for kind, sightings in seen.items()
         }
 
-    def of(self, kind: Kind) -> Company:
+    def of(self, kind: Kind) -> Contention:
         """Return the factors of a kind; those of all kinds for one that never ran."""
         return self._found.get(kind, self.usual)
 
-    def _trusted(self, what: str, found: Company | None) -> Company | None:
+    def _trusted(self, what: str, found: Contention | None) -> Contention | None:
         if found is None or not found.words:
             return found
         self.doubts.append(scattered(what, found.words))
@@ -229,7 +230,7 @@ def transferred(
     """Compare every transfer on the rank that came last with its line.
 
     The other ranks wait for that one, and see more than the transfer. cost_of: seconds of the tasks that ran,
-    without company. work: of the steps, for what their tasks are.
+    without contention. work: of the steps, for what their tasks are.
     """
     found: dict[Kind, list[Sighting]] = defaultdict(list)
     for each in watched:
@@ -276,7 +277,7 @@ def with_whole_steps(
 
 def _no_use(steps: StepFit) -> str:
     """Return why whole steps do not correct predictions; "" if they do."""
-    if not ALONE[0] <= steps.ratio <= ALONE[1]:
+    if not SOLO[0] <= steps.ratio <= SOLO[1]:
         return f"real steps took {steps.ratio:.2f} times as long as predicted, too far off to correct it"
     if steps.high / steps.ratio - 1 > 2 * MOST_SCATTER:
         width = 100 * (steps.high / steps.ratio - 1)

@@ -52,7 +52,7 @@ def outcome_of(file: ClusterFile, large: Sequence[dict[str, Any]], *, judged: bo
     if file.peak_flops_per_s is not None:
         lines.append(
             f"products: {file.peak_flops_per_s / 1e12:.2f} TFLOP/s at most; "
-            f"transfers beside computation take {file.transfers_beside_compute:.2f} times as long"
+            f"transfers beside computation take {file.contended_transfers:.2f} times as long"
         )
     if large:
         last = large[-1]

@@ -25,7 +25,7 @@ GROUPS: Final[dict[Lane, tuple[Axes, ...]]] = {
     Lane.INTER: (
         Group.WORLD,
         Group.EXPERT,
-        Group.EXPERT_REPLICAS,
+        Group.EXPERT_DATA,
         Group.RAIL,
         Group.DATA,
         Group.EXPERT_SHARDS,

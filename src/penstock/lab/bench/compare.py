@@ -118,7 +118,7 @@ def _round(field: Field, turn: int, votes: _Votes, say: Callable[[str], None]) -
             return None
     for work, entry in first.items():
         say("computation alone")
-        compute_s[work] = field.compute_alone_s(entry, turn)
+        compute_s[work] = field.compute_solo_s(entry, turn)
         if votes.stop():
             return None
     return _Round(samples=samples, compute_s=compute_s, traffic=traffic)

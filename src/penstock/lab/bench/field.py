@@ -82,7 +82,7 @@ class Field(Protocol):
         """Which ranks share what, see `layout_words`."""
         ...
 
-    def compute_alone_s(self, entry: Entry, number: int) -> float:
+    def compute_solo_s(self, entry: Entry, number: int) -> float:
         """Return seconds of an entry's step `number` without a network, on all ranks at once."""
         ...
 
@@ -124,7 +124,7 @@ class RealField:
     def traffic(self) -> Counter[int]:
         return self._stacks.machinery.transports.traffic
 
-    def compute_alone_s(self, entry: Entry, number: int) -> float:
+    def compute_solo_s(self, entry: Entry, number: int) -> float:
         alone = self._alone[entry.work]
         alone.prepare(number)
         self.control.barrier("starting computation alone")

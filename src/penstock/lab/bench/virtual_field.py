@@ -88,12 +88,12 @@ class VirtualField:
     def traffic(self) -> Counter[int]:
         return self._transports.traffic
 
-    def compute_alone_s(self, entry: Entry, number: int) -> float:
+    def compute_solo_s(self, entry: Entry, number: int) -> float:
         """Return the slept seconds of this rank, which are known without running anything."""
         assert entry.plan is not None, "every entry is a schedule"
         self._stack.use(entry.plan, self._placement(entry.name))
-        alone_s = self._stack.cost(number).alone_s(entry.plan.graph.tasks)
-        return float(alone_s[self._layout.rank]) + self._closing_s
+        solo_s = self._stack.cost(number).solo_s(entry.plan.graph.tasks)
+        return float(solo_s[self._layout.rank]) + self._closing_s
 
     def close(self) -> None:
         self._stack.close()

@@ -18,7 +18,7 @@ from penstock.ops import OPS, Kind, Op
 from penstock.ops.optimizer import GATHERS
 from penstock.ops.sums import REDUCTIONS, SCATTERS
 from penstock.routing.sizes import split_sizes
-from penstock.runtime.fingerprints.marks import FIELDS
+from penstock.runtime.fingerprints.facts import FIELDS
 from penstock.runtime.handlers import NOTHING, Handler, Handlers, Inputs, Outputs
 from penstock.runtime.statistics import HEADER
 from penstock.runtime.transport import Transport, Transports

@@ -1,6 +1,6 @@
-"""Places of samples and guests in the steps of virtual devices, as real ranks would find them.
+"""Places of samples and replicas in the steps of virtual devices, as real ranks would find them.
 
-Nothing is exchanged: every rank knows the routing of all ranks, computes the same homes and hostings, and
+Nothing is exchanged: every rank knows the routing of all ranks, computes the same homes and replications, and
 takes as long for it as finding them took.
 """
 
@@ -22,7 +22,7 @@ from penstock.cost.placed import (
 )
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import SampleMoves
-from penstock.placement import Hosting
+from penstock.placement import Replication
 from penstock.placing import Slack, find_planner
 from penstock.runtime.moving import ExpertMoving, Plans
 from penstock.step import StepShape
@@ -33,7 +33,7 @@ from penstock.workloads import Routing
 class Movement:
     """Samples and experts that move in the steps of one plan, and the settings that decide on it.
 
-    cluster: the cost of links and experts for planners of guests; slack: by MoE layer, see ExpertMoving.
+    cluster: the cost of links and experts for planners of replicas; slack: by MoE layer, see ExpertMoving.
     """
 
     shape: StepShape
@@ -53,10 +53,10 @@ class Movement:
         return None if self.is_none else self._placed(number, self._plans(number))
 
     def host_s(self) -> tuple[float, float]:
-        """Return this machine's processor seconds to find homes and plan guests; 0 for what does not move.
+        """Return this machine's processor seconds to find homes and plan replicas; 0 for what does not move.
 
-        Homes are those of a microbatch in one layer, guests those of a rank's share of the layers. Processor
-        time counts, because virtual ranks share the processor.
+        Homes are those of a microbatch in one layer, replicas those of a rank's share of the layers.
+        Processor time counts, because virtual ranks share the processor.
         """
         homes_s = plan_s = 0.0
         if self.shape.moves_samples:
@@ -86,10 +86,10 @@ class Movement:
         return plans.after(tuple(rank_loads(counts_DBYE, self.shape, self.workload)), self._moving)
 
     def _placed(self, number: int, plans: Plans) -> Placed:
-        counts_DBYE, hostings = self.routing.counts(number), plans.hostings
+        counts_DBYE, replications = self.routing.counts(number), plans.replications
         if not self.shape.moves_samples:
-            return Placed.still(counts_DBYE, hostings)
-        return self._mover.placed(counts_DBYE, hostings)
+            return Placed.still(counts_DBYE, replications)
+        return self._mover.placed(counts_DBYE, replications)
 
     @property
     def _layers(self) -> int:
@@ -100,7 +100,7 @@ class Movement:
     def _known(self) -> dict[int, Plans]:
         """Plans by step; those of the first step are always kept, since a run may begin again."""
         slots = self.shape.replica_slots
-        hosted = (Hosting.none(self.workload.placement, slots),) * self._layers if slots else ()
+        hosted = (Replication.none(self.workload.placement, slots),) * self._layers if slots else ()
         return {0: Plans.none(hosted)}
 
     @cached_property

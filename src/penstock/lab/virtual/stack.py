@@ -18,7 +18,7 @@ from penstock.lab.virtual.handlers import Buffers, RankStep, VirtualHandlers, vi
 from penstock.lab.virtual.placement import Movement
 from penstock.ops import Op
 from penstock.placing import Slack
-from penstock.plan.slack import guest_slack
+from penstock.plan.slack import replica_slack
 from penstock.runtime.checks.agree import check_agreement
 from penstock.runtime.executor import Execution
 from penstock.runtime.machinery import Machinery
@@ -45,7 +45,7 @@ class VirtualStack:
     """One virtual device: real lanes, executor and transport; nothing is computed. `plan` may be exchanged.
 
     workload: with the sizes of the gradients to move. cluster: the rates of the devices that are imitated.
-    routing: must be the same on all ranks. placement: how samples and guests are placed by plans that move
+    routing: must be the same on all ranks. placement: how samples and replicas are placed by plans that move
     them.
     """
 
@@ -82,7 +82,7 @@ class VirtualStack:
     def adopt(self, plan: StepPlan, placement: PlacementConfig | None = None) -> StepPlan:
         """Use `plan` from the next step on. Raises ScheduleMismatchError if the ranks' orders differ.
 
-        placement: how it moves samples and guests; None = as in the plan before.
+        placement: how it moves samples and replicas; None = as in the plan before.
         """
         pieces, batch = plan.shape.microbatches, self.workload.batch
         if batch < pieces:
@@ -103,7 +103,7 @@ class VirtualStack:
 
     @property
     def links(self) -> ClusterConfig:
-        """The cost of links and experts by which guests are planned: the given cluster's until set."""
+        """The cost of links and experts by which replicas are planned: the given cluster's until set."""
         return self._links
 
     @links.setter
@@ -124,13 +124,14 @@ class VirtualStack:
         return self._movements[key]
 
     def _slack(self) -> Slacks:
-        """Return how much of guests' transfers the present plan's order hides; () without room for guests."""
+        """Return how much of replicas' transfers the present plan's order hides; () without room for
+        replicas."""
         if not self.plan.shape.replica_slots:
             return ()
         key = self.plan.shape, self.plan.digest
         if key not in self._slacks:
             even = StepCost(self.plan.shape, self._workload, self.links)
-            self._slacks[key] = guest_slack(self.plan, even, self.machinery.layout.mesh)
+            self._slacks[key] = replica_slack(self.plan, even, self.machinery.layout.mesh)
         return self._slacks[key]
 
     @property
@@ -144,7 +145,7 @@ class VirtualStack:
         if movement.is_none or movement in self._host_s:
             return
         homes_s, plan_s = self.machinery.control.largest(movement.host_s(), "timing the host's tasks")
-        self._host_s[movement] = {Op.SAMPLE_PLACES: homes_s, Op.PLAN_GUESTS: plan_s}
+        self._host_s[movement] = {Op.SAMPLE_PLACES: homes_s, Op.PLAN_REPLICAS: plan_s}
 
     def cost(self, number: int) -> RoutedCost:
         """Return cost of step `number`'s tasks on every rank under the present plan, for the simulator."""
@@ -152,7 +153,7 @@ class VirtualStack:
             self._counts = number, self.routing.counts(number)
         counts_DBYE, placed = self._counts[1], self.movement.placed(number)
         if placed is not None:
-            planning_s = self._host_s.get(self.movement, {}).get(Op.PLAN_GUESTS, 0.0)
+            planning_s = self._host_s.get(self.movement, {}).get(Op.PLAN_REPLICAS, 0.0)
             placed = replace(placed, planning_s=planning_s)
         return RoutedCost(self.plan.shape, self._workload, self.cluster, counts_DBYE, placed=placed)
 

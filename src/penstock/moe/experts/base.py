@@ -51,14 +51,14 @@ class Experts(nn.Module, ABC):
             return any(part.shape != parameter.shape for _, _, part in self.split(name, parameter.detach()))
         return True
 
-    def guests(self, slots: int) -> Experts:
+    def replicas(self, slots: int) -> Experts:
         """Return experts of this kind for `slots` of other ranks' experts, whose parameters will be brought.
 
         The parameters are new, of the same types, and trained where this rank's are. Raises ValueError if
-        this kind of experts cannot host guests.
+        this kind of experts cannot host replicas.
         """
         raise ValueError(
-            f"{type(self).__name__} has no method `guests`, which makes room for {slots} experts of other "
+            f"{type(self).__name__} has no method `replicas`, which makes room for {slots} experts of other "
             "ranks: give it one, or move no experts (placement.experts=none)"
         )
 
@@ -74,7 +74,7 @@ class StackedExperts(Experts):
         for number, part in enumerate(tensor.unbind()):
             yield name, number, part
 
-    def guests(self, slots: int) -> Experts:
+    def replicas(self, slots: int) -> Experts:
         made: dict[int, Any] = {}
         for found in self.parameters():
             room = found.new_zeros(slots, *found.shape[1:])

@@ -47,7 +47,7 @@ class ModuleExperts(Experts):
             )
         yield found["before"] + found["after"], int(found["number"]), tensor
 
-    def guests(self, slots: int) -> Experts:
+    def replicas(self, slots: int) -> Experts:
         first = self.expert_modules[0]
         return ModuleExperts(lambda: copy.deepcopy(first), slots)
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from penstock.apportion import Counts
-from penstock.moe.accept import ChoiceKind
 from penstock.moe.choices import Choice
+from penstock.moe.combinations import ChoiceKind
 from penstock.moe.experts.base import Experts
 from penstock.moe.experts.product import Product
 from penstock.moe.orders.blocks import by_expert, by_source
@@ -89,10 +89,10 @@ class Order(ABC):
         out_RM = experts(by_expert(rows_RM, route.received), sizes, product)
         return by_source(out_RM, route.received)
 
-    def seated(self, ranks: int, slots: int) -> Order:
-        """Return this order for positions of `ranks` with `slots` each, of own experts and of guests.
+    def with_slots(self, ranks: int, slots: int) -> Order:
+        """Return this order for positions of `ranks` with `slots` each, of own experts and of replicas.
 
-        Raises ValueError if hosting guests makes no sense with this order.
+        Raises ValueError if replication replicas makes no sense with this order.
         """
         del ranks, slots
         raise ValueError(

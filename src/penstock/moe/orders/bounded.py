@@ -58,10 +58,10 @@ class BoundedOrder(SortOrder):
         assert counted.counts_CN is not None, "a sort order counts"
         return replace(counted, wanted_N=counted.counts_CN.sum(dim=0))
 
-    def seated(self, ranks: int, slots: int) -> SortOrder:
+    def with_slots(self, ranks: int, slots: int) -> SortOrder:
         del ranks, slots
         raise ValueError(
-            "moe.bound_factor bounds the rows of experts by those of earlier steps, and hosts of guests "
+            "moe.bound_factor bounds the rows of experts by those of earlier steps, and homes of replicas "
             "would change from step to step: set moe.bound_factor=none, or placement.experts=none"
         )
 

@@ -94,9 +94,9 @@ class MergedOrder(Order):
         counts_CN = self._counts(inputs_CE.view(chunks, -1), rows_CX)
         return OrderPlan(tokens, chunk_rows, counts_CN, None, MergedRows(rows, experts_Tk))
 
-    def seated(self, ranks: int, slots: int) -> MergedOrder:
+    def with_slots(self, ranks: int, slots: int) -> MergedOrder:
         if self.counts_slots:
-            return super().seated(ranks, slots)  # type: ignore[return-value]  # which raises
+            return super().with_slots(ranks, slots)  # type: ignore[return-value]  # which raises
         return MergedOrder(ranks * slots, self.choices, ranks, node_size=self.node_size, rank=self.rank)
 
     def weights(self, choice: Choice) -> Tensor:

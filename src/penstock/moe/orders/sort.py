@@ -43,7 +43,7 @@ class SortOrder(RowOrder):
             tokens, tuple(rows), counts_CE, None, sorted_rows(bin_Tk, chunks * self.num_experts, sum(rows))
         )
 
-    def seated(self, ranks: int, slots: int) -> SortOrder:
+    def with_slots(self, ranks: int, slots: int) -> SortOrder:
         return SortOrder(ranks * slots)
 
 

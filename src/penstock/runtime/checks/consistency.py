@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.device import device_of
 from penstock.mesh import Group
+from penstock.runtime.checks.replan_requests import check_replan_requests
 from penstock.runtime.checks.samples import (
     check_losses,
     check_samples,
@@ -25,8 +26,7 @@ from penstock.runtime.checks.samples import (
     mark_of_samples,
     mark_of_slope,
 )
-from penstock.runtime.checks.wishes import check_wishes
-from penstock.runtime.fingerprints.marks import (
+from penstock.runtime.fingerprints.facts import (
     CHANGES,
     EXPERTS,
     FACTS,
@@ -35,11 +35,11 @@ from penstock.runtime.fingerprints.marks import (
     NEW,
     PARAMETERS,
     RANKS,
+    REPLAN,
     SAMPLES,
     SLOPE,
     TRAINING,
     VALUES,
-    WISH,
     agree,
     check_count,
     raise_mismatch,
@@ -79,9 +79,13 @@ class Consistency:
         self.doubt: str | None = None
         self.slope: Tensor | None = None
 
-    def of_step(self, batch: Batch, *, terms: str, seed: int, wish: str, training: bool) -> StepConsistency:
+    def of_step(
+        self, batch: Batch, *, terms: str, seed: int, replan_request: str, training: bool
+    ) -> StepConsistency:
         """Begin the comparison of a step. All ranks call it."""
-        return StepConsistency(self, batch, terms=terms, seed=seed, wish=wish, training=training)
+        return StepConsistency(
+            self, batch, terms=terms, seed=seed, replan_request=replan_request, training=training
+        )
 
     def read_late(self) -> None:
         """Compare what the last step has summed on the device, where that was not read then.
@@ -118,13 +122,17 @@ class StepConsistency:
     """
 
     def __init__(
-        self, owner: Consistency, batch: Batch, *, terms: str, seed: int, wish: str, training: bool
+        self, owner: Consistency, batch: Batch, *, terms: str, seed: int, replan_request: str, training: bool
     ) -> None:
-        self._owner, self._wish, self._training = owner, wish, training
+        self._owner, self._wish, self._training = owner, replan_request, training
         layout, gradients = owner.layout, owner.gradients
         self._versions = owner.versions
         facts = [0.0] * FACTS
-        facts[RANKS], facts[WISH], facts[LOSS] = 1.0, float(bool(wish)), fact_of_loss(terms, seed, layout)
+        facts[RANKS], facts[REPLAN], facts[LOSS] = (
+            1.0,
+            float(bool(replan_request)),
+            fact_of_loss(terms, seed, layout),
+        )
         world = weight_among(Group.WORLD, layout)
         self.fingerprint: Callable[[], Tensor] | None = None
         if training:
@@ -151,9 +159,9 @@ class StepConsistency:
     def judge(self, total: HostCounts) -> None:
         """Raise an error, on all ranks, for what they do not have in common. total: the sum of all marks.
 
-        These are CommunicationError for a sum that lacks a rank, ScheduleMismatchError for a wish that not
-        all have, ValueError for other passes, losses or samples, and ParameterMismatchError for parameters.
-        Call it before any gradient is summed. Nothing is compared where a transport sums nothing.
+        These are CommunicationError for a sum that lacks a rank, ScheduleMismatchError for a replan_request
+        that not all have, ValueError for other passes, losses or samples, and ParameterMismatchError for
+        parameters. Call it before any gradient is summed. Nothing is compared where a transport sums nothing.
         """
         owner = self._owner
         layout, control, gradients = owner.layout, owner.control, owner.gradients
@@ -164,7 +172,7 @@ class StepConsistency:
         else:
             sums = [*self._facts(), *[0.0] * (FIELDS - FACTS)]
         check_count(sums, layout)
-        check_wishes(sums, self._wish, layout, control)
+        check_replan_requests(sums, self._wish, layout, control)
         check_losses(sums)
         check_samples(sums, layout)
         if self._training and not agree(sums):

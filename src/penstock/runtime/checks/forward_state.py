@@ -26,14 +26,14 @@ class ForwardState:
 
     A parameter's version says whether it was written to, but not by `parameter.data`. So a few of its
     elements are compared, too: that finds whatever changes most of them, such as weights that are swapped.
-    runs_again: whether tasks run a second time in the backward pass. They then also need the same modules,
+    recomputes: whether tasks run a second time in the backward pass. They then also need the same modules,
     in the same mode, and the same buffers. rewinds: whether the forward pass itself may be run a second time
     at its end, after `rewind`.
     """
 
-    def __init__(self, snapshot: Snapshot, *, runs_again: bool, rewinds: bool = False) -> None:
-        self._snapshot, self._runs_again = snapshot, runs_again
-        buffers = snapshot.buffers() if runs_again or rewinds else []
+    def __init__(self, snapshot: Snapshot, *, recomputes: bool, rewinds: bool = False) -> None:
+        self._snapshot, self._recomputes = snapshot, recomputes
+        buffers = snapshot.buffers() if recomputes or rewinds else []
         self._buffers = [(b, 0 if b.is_inference() else b._version) for b in buffers]
         self._before = [buffer.clone() for buffer in buffers] if rewinds else []
 
@@ -52,7 +52,7 @@ class ForwardState:
         self._versions = [p._version for p in parameters]
         self._samples = Samples(parameters)
         self._counting = [buffer for buffer, version in self._buffers if buffer._version != version]
-        if self._runs_again:
+        if self._recomputes:
             self._places = [p.data_ptr() for p in parameters]
             self._modes = [module.training for module in self._snapshot.modules]
             self._dtype = torch.get_default_dtype()
@@ -62,11 +62,11 @@ class ForwardState:
 
         On a GPU a change through `parameter.data` raises when the device gets there, and names no parameter.
         """
-        if self._runs_again and not self._snapshot.has_same_modules():
+        if self._recomputes and not self._snapshot.has_same_modules():
             raise RuntimeError(_refusal("modules or parameters of the model were replaced"))
         for place, parameter in enumerate(self._snapshot.parameters):
             written = parameter._version != self._versions[place]
-            if written or (self._runs_again and parameter.data_ptr() != self._places[place]):
+            if written or (self._recomputes and parameter.data_ptr() != self._places[place]):
                 raise RuntimeError(_refusal(f"{self._snapshot.name_of(parameter)} was changed"))
         if (changed := self._samples.changed()) is not None:
             raise RuntimeError(_refusal(f"{self._snapshot.name_of(changed)} was changed"))
@@ -83,7 +83,7 @@ class ForwardState:
                 if parameter.requires_grad and not trained:
                     parameter.requires_grad_(False)
                     after.callback(parameter.requires_grad_)
-            if self._runs_again:
+            if self._recomputes:
                 for module, training in zip(self._snapshot.modules, self._modes, strict=True):
                     if module.training != training:
                         after.callback(setattr, module, "training", module.training)

@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.device import device_of
 from penstock.mesh import Group
 from penstock.runtime.batch import Samples
-from penstock.runtime.fingerprints.marks import LOSS, SAMPLES, SLOPE, TRAINING
+from penstock.runtime.fingerprints.facts import LOSS, SAMPLES, SLOPE, TRAINING
 from penstock.runtime.fingerprints.values import weight_among
 from penstock.runtime.handlers import Batch
 from penstock.runtime.parts import ModelParts
@@ -168,7 +168,7 @@ def _are_beginnings(documents_BL: Tensor) -> Tensor:
 def _mark(batch: Batch) -> Tensor:
     """Return a whole number below `PRIME` that is a hash of all that is known of the samples."""
     found: Tensor = batch.tokens[0].new_zeros(())
-    known = batch.passengers
+    known = batch.metadata
     labels, keys = [each.labels_BL for each in known], [each.keys.sample_ids_B for each in known]
     valid = [each.valid_BL for each in known if each.valid_BL is not None]
     documents = [each.keys.documents_BL for each in known if each.keys.documents_BL is not None]

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.device import device_of, device_of_backend
 from penstock.dispatch import Dispatch
 from penstock.mesh import Group
-from penstock.moe.fit import route_maker
+from penstock.moe.compatibility import route_maker
 from penstock.moe.layer import MoELayer
 from penstock.moe.orders.base import Order, OrderPlan
 from penstock.partial_state import refuse_pickle
@@ -172,11 +172,11 @@ class ExpertParallel:
     def finish_gradient(self, gradient: Tensor) -> Tensor:
         """Return an expert's gradient, summed over its replicas and divided by the number of ranks."""
         finished = (gradient / self.layout.world_size).contiguous()
-        self._transport.all_reduce(finished, Group.EXPERT_REPLICAS)
+        self._transport.all_reduce(finished, Group.EXPERT_DATA)
         return finished
 
     @torch.no_grad()
-    def make_replicas_equal(self, experts: nn.Module) -> None:
+    def make_edp_equal(self, experts: nn.Module) -> None:
         """Copy parameters and buffers of every expert's first replica to all replicas. All ranks call it."""
         if self.layout.edp_size == 1:
             return
@@ -184,9 +184,9 @@ class ExpertParallel:
             # Copied by a sum with zeros: the transport has no broadcast, and this happens once.
             held = tensor.detach().to(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, copy=True)
             held = held.contiguous()
-            if not self._ranks.is_first_replica:
+            if not self._ranks.is_first_in_edp:
                 held.zero_()
-            self._transport.all_reduce(held, Group.EXPERT_REPLICAS)
+            self._transport.all_reduce(held, Group.EXPERT_DATA)
             tensor.copy_(held)
 
     def _guard_of(self, experts: nn.Module) -> ExpertGuard:
@@ -235,7 +235,7 @@ def ignore_experts(model: nn.Module) -> nn.Module:
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for name, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.exchange, ExpertParallel):
-            module.exchange.make_replicas_equal(module.experts)
+            module.exchange.make_edp_equal(module.experts)
             own = [f"experts.{part}" for part in _state(module.experts)]
             own += [] if module.gate.bias is None else ["gate.bias.counted_E"]
             ignored.update(f"{name}.{part}" if name else part for part in own)

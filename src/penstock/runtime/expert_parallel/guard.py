@@ -113,8 +113,8 @@ class ExpertGuard:
         layout, device = self._ranks.layout, self._ranks.device
         values = torch.zeros((), dtype=torch.float64, device=device)
         named = {f"experts.{name}": parameter for name, parameter in experts.named_parameters()}
-        gate, replicas = Replicated(Group.WORLD, parameters), Replicated(Group.EXPERT_REPLICAS, named)
-        self._replicated = [gate, replicas] if layout.edp_size > 1 else [gate]
+        gate, edp = Replicated(Group.WORLD, parameters), Replicated(Group.EXPERT_DATA, named)
+        self._replicated = [gate, edp] if layout.edp_size > 1 else [gate]
         if torch.is_grad_enabled():
             due = is_due(self._steps)
             self._steps += 1

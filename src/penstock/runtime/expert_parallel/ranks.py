@@ -39,9 +39,9 @@ class ExpertRanks:
     number: int = field(default_factory=lambda: next(_numbers))
 
     @property
-    def is_first_replica(self) -> bool:
+    def is_first_in_edp(self) -> bool:
         """Whether this rank's experts are the ones that count; other ranks may hold further replicas."""
-        return self.layout.mesh.place(self.layout.rank, Group.EXPERT_REPLICAS) == 0
+        return self.layout.mesh.place(self.layout.rank, Group.EXPERT_DATA) == 0
 
     def gather(self, row: Tensor) -> Tensor:
         """Return every rank's `row` [N], as [ranks, N] on this rank's device, bit by bit the same on all."""

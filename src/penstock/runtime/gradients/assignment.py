@@ -80,16 +80,16 @@ def _partial(parts: ModelParts, shape: StepShape) -> tuple[frozenset[int], froze
     return frozenset(map(id, (*parted, *averaged))), frozenset(map(id, averaged))
 
 
-def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, replicas: bool) -> GradientBytes:
+def sizes_bytes(parts: ModelParts, model: nn.Module, shape: StepShape, *, edp: bool) -> GradientBytes:
     """Return the bytes of every layer's trained gradients of each kind, for a plan of any expert form.
 
-    replicas: whether experts have replicas, with which their gradients are reduced.
+    edp: whether experts have replicas, with which their gradients are reduced.
     """
     assigned = assign(parts, model, shape)
     forms = FORM_TOKENS if shape.sharing.tp_size > 1 else ()
     return GradientBytes(
         _trained_bytes(assigned.replicated),
-        _trained_bytes(assigned.experts if replicas else ((),) * len(assigned.experts)),
+        _trained_bytes(assigned.experts if edp else ((),) * len(assigned.experts)),
         _trained_bytes(assigned.partial),
         tuple(
             (form, _trained_bytes(assign(parts, model, replace(shape, expert_form=form)).partial))

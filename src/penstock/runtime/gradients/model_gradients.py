@@ -14,7 +14,7 @@ from penstock.decision import GradientBytes
 from penstock.mesh import Group
 from penstock.moe.experts.base import Experts
 from penstock.ops.sums import REDUCTIONS
-from penstock.runtime.fingerprints.marks import Entry, Marks
+from penstock.runtime.fingerprints.facts import Entry, Marks
 from penstock.runtime.fingerprints.snapshot import Snapshot
 from penstock.runtime.fingerprints.values import Replicated, buffers_of
 from penstock.runtime.gradients.assignment import Assignment, Layers, assign, names_of, sizes_bytes
@@ -96,7 +96,7 @@ class Gradients:
         experts, moved = assigned.experts, frozenset[int]()
         if self._sums_experts:
             experts, moved = _covered(experts, shape.expert_all_reduce_chunks, self._names)
-        marked = experts if self._has_replicas else ()
+        marked = experts if self._has_edp else ()
         everywhere = tuple((*own, *parts) for own, parts in zip(replicated, partial, strict=True))
         self._take_up([p for layer in (*everywhere, *marked) for p in layer])
         self.marks = Marks(self._entries(everywhere), self._entries(marked))
@@ -106,7 +106,7 @@ class Gradients:
     @property
     def sizes_bytes(self) -> GradientBytes:
         """Bytes of every layer's gradients of each kind as they are now, from which a plan is made."""
-        return sizes_bytes(self._parts, self.model, self._base, replicas=self._sums_experts)
+        return sizes_bytes(self._parts, self.model, self._base, edp=self._sums_experts)
 
     @property
     def held(self) -> HeldBytes:
@@ -119,13 +119,13 @@ class Gradients:
         )
 
     @property
-    def _has_replicas(self) -> bool:
+    def _has_edp(self) -> bool:
         return self._layout.edp_size > 1
 
     @property
     def _sums_experts(self) -> bool:
         """Whether expert gradients lie in buckets: those of replicas, or all that a step updates itself."""
-        return self._has_replicas or self._base.updating is not None
+        return self._has_edp or self._base.updating is not None
 
     @property
     def in_shares(self) -> bool:
@@ -146,9 +146,9 @@ class Gradients:
             Replicated(Group.WORLD, {names[id(p)]: p for p in everywhere if sharding_of(p) is None}, buffers),
             Replicated(Group.DATA, {names[id(p)]: p for p in everywhere if sharding_of(p) is not None}),
         ]
-        if self._has_replicas:
+        if self._has_edp:
             names = names_of(self.model, experts := [p for layer in assigned.experts for p in layer])
-            found.append(Replicated(Group.EXPERT_REPLICAS, {names[id(p)]: p for p in experts}))
+            found.append(Replicated(Group.EXPERT_DATA, {names[id(p)]: p for p in experts}))
         return found
 
     @property

@@ -3,10 +3,10 @@
 from penstock.runtime.ops import (
     blocks,
     experts,
-    guests,
     head,
     loads,
     optimizer,
+    replicas,
     samples,
     shards,
     sums,
@@ -17,10 +17,10 @@ from penstock.runtime.ops import (
 __all__ = [
     "blocks",
     "experts",
-    "guests",
     "head",
     "loads",
     "optimizer",
+    "replicas",
     "samples",
     "shards",
     "sums",

@@ -16,7 +16,7 @@ from penstock.moe.choices import GateSums
 from penstock.ops import Op
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.slices import joined
-from penstock.runtime.passengers import Passengers
+from penstock.runtime.sample_metadata import SampleMetadata
 from penstock.runtime.segment import AnySegment
 from penstock.runtime.statistics import StepStatistics
 from penstock.runtime.transport.legs import Later
@@ -47,7 +47,7 @@ class SavedUnorder:
 def embed(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: [B, L, M]."""
     tokens_BL = context.batch.tokens[microbatch(task)]
-    keys = context.passengers_of(task, inputs).keys
+    keys = context.metadata_of(task, inputs).keys
     segment = context.segment()
     segment.enter()
     with context.autocast():
@@ -67,7 +67,7 @@ def embed_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.ATTENTION, F)
 def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return, in a dense block, hidden: [B, L, M]; in an MoE block, all outputs of `route`."""
-    layer, known = context.layers[task.layer], context.passengers_of(task, inputs)
+    layer, known = context.layers[task.layer], context.metadata_of(task, inputs)
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
@@ -81,7 +81,7 @@ def attention(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 def route(
     context: StepContext,
     task: Task,
-    known: Passengers,
+    known: SampleMetadata,
     segment: AnySegment,
     residual_BLM: Tensor,
     x_TM: Tensor,
@@ -93,7 +93,7 @@ def route(
     exchanged, or their bounds; route: the sizes where they are fixed.
     """
     layer = context.layers[task.layer]
-    routed = context.carriage.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
+    routed = context.residual_transport.route(layer, residual_BLM, x_TM, known.info, task.cut.slices)
     sums, plan = routed.sums, routed.plan
     handed_out = [] if sums.logits_TE is None else [sums.logits_TE]
     residual_BLM, rows_RM, weights, probability_BE, z, x_TM, *handed_out = segment.leave(
@@ -185,7 +185,7 @@ def shared_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs
 @handles(Op.UNORDER, F)
 def unorder(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block, [B, L, M]."""
-    layer, known = context.layers[task.layer], context.passengers_of(task, inputs)
+    layer, known = context.layers[task.layer], context.metadata_of(task, inputs)
     slices = [rows for chunk in inputs.all("rows") for rows in chunk]
     given = {"rows": joined(slices), **{r: inputs.one(r) for r in BESIDE_ROWS if r in inputs}}
     segment = context.segment()

@@ -18,11 +18,11 @@ from penstock.graph import Phase, Task
 from penstock.moe import ChunkRoute
 from penstock.moe.experts.weight_gradients import AutogradWeights, WeightGradients
 from penstock.ops import Op
-from penstock.runtime.again import OWN
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.ops.blocks import present
 from penstock.runtime.ops.transfers import routes_of
 from penstock.runtime.parts import Layer
+from penstock.runtime.recompute import OWN
 from penstock.runtime.replay import Replay
 from penstock.runtime.segment import AnySegment
 
@@ -72,7 +72,7 @@ def keep_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     return {"rows": tuple(out), "kept": dict(zip(task.cut.held, kept, strict=True))}
 
 
-def experts_again(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
+def recompute_experts(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return saved: what X.F would have left of the slices of a backward chunk."""
     layer, saved = context.layers[task.layer], {}
     for number, each in zip(task.cut.held, _take_slices(task, inputs.all("kept")), strict=True):
@@ -82,7 +82,7 @@ def experts_again(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 
 
 OWN[Op.EXPERTS, Phase.FORWARD] = keep_experts
-OWN[Op.EXPERTS, Phase.AGAIN] = experts_again
+OWN[Op.EXPERTS, Phase.RECOMPUTE] = recompute_experts
 
 
 def _slice(
@@ -91,7 +91,7 @@ def _slice(
     segment, weights = context.segment(), context.weights()
     (rows_RM,) = segment.enter(rows_RM)
     with context.autocast():
-        (out_RM,) = segment.leave(context.carriage.compute(layer, rows_RM, route, weights.product))
+        (out_RM,) = segment.leave(context.residual_transport.compute(layer, rows_RM, route, weights.product))
     return out_RM, SavedSlice(segment, weights)
 
 

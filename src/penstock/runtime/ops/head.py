@@ -69,7 +69,7 @@ class TokenLoss:
 
     def forward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return the sums of a microbatch's token losses."""
-        known = context.passengers_of(task, inputs)
+        known = context.metadata_of(task, inputs)
         segment = context.segment()
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
@@ -236,7 +236,7 @@ class HiddenStates:
     def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return sums of no losses."""
         nothing = torch.zeros((), device=self._left[microbatch(task)].device)
-        tokens = context.passengers_of(task, inputs).num_tokens()
+        tokens = context.metadata_of(task, inputs).num_tokens()
         return {"loss": HeadSums(nothing, nothing, tokens), "saved": None}
 
     def loss_backward(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:

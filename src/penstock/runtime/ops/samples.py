@@ -44,7 +44,7 @@ def _expected(context: StepContext, task: Task, inputs: Inputs, here: Tensor) ->
     if following is None:
         return here.new_zeros(len(here), 0)
     experts_Tk = following.expected(inputs.one("tokens"), Tokens(samples=len(here)))
-    valid_BL = context.passengers_of(task, inputs).valid_BL
+    valid_BL = context.metadata_of(task, inputs).valid_BL
     if valid_BL is not None:
         experts_Tk = experts_Tk.masked_fill(~valid_BL.reshape(-1, 1), -1)
     return count_choices(experts_Tk, len(here), following.num_experts)
@@ -63,8 +63,8 @@ def sample_loads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     )
     transport = context.transports.of(task.lane, task.axes)
     everyone = to_host(transport.all_gather(counts, samples_P, task.axes))
-    company = context.placing.company
-    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, company, size))
+    exchange_group = context.placing.exchange_group
+    loads = Later.after(everyone, lambda numbers: SampleTable.of(numbers, samples_P, exchange_group, size))
     route = Later.after(loads, lambda table: maker.from_table(table.sent(table.device_I), context.degrees))
     return {"route": route, "loads": loads}
 
@@ -77,8 +77,8 @@ def sample_places(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     visit = Visit(
         layer=task.layer,
         microbatch=microbatch(task),
-        here=context.hosting(task.layer),
-        following=None if following is None else context.hosting(following),
+        here=context.replication(task.layer),
+        following=None if following is None else context.replication(following),
         training=context.training,
     )
     length = context.batch.tokens[microbatch(task)].shape[1]
@@ -126,19 +126,21 @@ class Ferry:
         """The ferry along which gradients return."""
         return self if self.crossing is None else replace(self, crossing=self.crossing.back)
 
-    def take(self, cargo: Sequence[Tensor]) -> list[Tensor]:
+    def take(self, columns: Sequence[Tensor]) -> list[Tensor]:
         """Move tensors by sample, [B, ...]; return those of the samples that are here afterwards."""
         way = self.crossing
         if way is None:
-            return list(cargo)
-        device = cargo[0].device
+            return list(columns)
+        device = columns[0].device
         leaving, arriving, stayed, staying = (
             on_device(numbers, device) for numbers in (way.leaving, way.arriving, way.kept_from, way.kept_to)
         )
-        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in cargo], dim=1)
+        packed = torch.cat([_bytes_of(each.index_select(0, leaving)) for each in columns], dim=1)
         came = self.transport.all_to_all(packed, way.sent, way.received, self.axes)
         found = []
-        for each, part in zip(cargo, came.split([_sample_bytes(each) for each in cargo], dim=1), strict=True):
+        for each, part in zip(
+            columns, came.split([_sample_bytes(each) for each in columns], dim=1), strict=True
+        ):
             found.append(out := torch.empty_like(each))
             out.index_copy_(0, staying, each.index_select(0, stayed))
             out.index_copy_(0, arriving, _of_bytes(part, each))
@@ -164,9 +166,9 @@ def _of_bytes(bytes_BN: Tensor, like: Tensor) -> Tensor:
 
 @handles(Op.SAMPLE_MOVE, F)
 def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
-    """Return, for the samples that are here now, order, passengers, and those of residual, weights and shared
+    """Return, for the samples that are here now, order, metadata, and those of residual, weights and shared
     that are not in their rows."""
-    known = context.travellers(task, inputs)
+    known = context.moved_metadata(task, inputs)
     by_token = {role: inputs.one(role) for role in (*BESIDE_ROWS, "positions") if role in inputs}
     marks = {"valid": known.valid_BL, "documents": known.keys.documents_BL}
     given = {name: each for name, each in marks.items() if each is not None}
@@ -184,7 +186,7 @@ def sample_move(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     moe, positions_Tk = context.layers[task.layer].experts, moved.pop("positions")
     # Sorting is computation, which must not keep this lane from sending: the task that reads it does it.
     order = Later(lambda: moe.arrange(positions_Tk, came.info, task.cut.slices), (positions_Tk, came))
-    return {**moved, "order": order, "passengers": came}
+    return {**moved, "order": order, "metadata": came}
 
 
 @handles(Op.SAMPLE_MOVE, B)
@@ -200,7 +202,7 @@ def _by_sample(
     context: StepContext, task: Task, inputs: Inputs, tensors: Mapping[str, Tensor]
 ) -> list[Tensor]:
     """Return tensors [T, N] as [B, L, N]."""
-    samples, length = context.passengers_of(task, inputs).labels_BL.shape  # a device keeps their number
+    samples, length = context.metadata_of(task, inputs).labels_BL.shape  # a device keeps their number
     return [each.reshape(samples, length, each.shape[-1]) for each in tensors.values()]
 
 

@@ -54,7 +54,7 @@ class LossOverShards:
         (h_BLM,) = segment.enter(inputs.one("hidden"))
         with context.autocast():
             (logits_TV,) = segment.leave(parts.logits(h_BLM))
-        mine_T = _mine(context, context.passengers_of(task, inputs).labels_BL.flatten(), logits_TV.shape[1])
+        mine_T = _mine(context, context.metadata_of(task, inputs).labels_BL.flatten(), logits_TV.shape[1])
         found = ShardLogits(logits_TV, mine_T)
         peaks_T3 = torch.cat(
             [_peaks(_precise(part_TV), part_T) for part_TV, part_T in in_pieces(logits_TV, mine_T)]
@@ -70,7 +70,7 @@ class LossOverShards:
 
     def loss(self, context: StepContext, task: Task, inputs: Inputs) -> Outputs:
         """Return loss: sums of a microbatch."""
-        known = context.passengers_of(task, inputs)
+        known = context.metadata_of(task, inputs)
         most_PT, sums_PT, labelled_PT = inputs.one("peaks").unbind(dim=-1)
         most_T = most_PT.amax(dim=0)
         total_T = (sums_PT * (most_PT - most_T).exp()).sum(dim=0).log() + most_T

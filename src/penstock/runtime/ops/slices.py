@@ -4,7 +4,7 @@ At home and at the experts rows lie slice by slice, so that either phase can tak
 transit they lie rank by rank, since a rank gets what is meant for it in one piece. A block is one slice's
 rows for one rank. A chunk that is one slice lies the same either way, and nothing is copied.
 
-Where rows are split among several hosts of their expert when counts are known, they lie at home by expert,
+Where rows are split among several homes of their expert when counts are known, they lie at home by expert,
 and leave by position.
 
 Shapes: K slices of a chunk, P ranks.

@@ -9,7 +9,7 @@ import torch
 from penstock.graph import Name, Phase, Task
 from penstock.moe.choices import GateSums
 from penstock.ops import Op
-from penstock.runtime.fingerprints.marks import VALUES
+from penstock.runtime.fingerprints.facts import VALUES
 from penstock.runtime.handlers import NOTHING, Inputs, Outputs, StepContext, handles
 from penstock.runtime.transport.legs import HostCounts
 

@@ -141,7 +141,7 @@ def choices(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.HEADS, F)
 def heads(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return attended: what this rank's heads add, [B, L, M] of all tokens."""
-    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
     segment = context.segment()
     (h_BLM,) = segment.enter(inputs.one("hidden"))
     with context.autocast():
@@ -162,7 +162,7 @@ def gate(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
-        known = context.passengers_of(task, inputs)
+        known = context.metadata_of(task, inputs)
         residual_BLM, x_TM = layer.block.settle(h_BLM, attended_BLM, known.keys)
         return route(context, task, known, segment, residual_BLM, x_TM)
 
@@ -178,7 +178,7 @@ def gate_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_NORM, F)
 def dense_norm(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return residual, tokens: the residual stream after attention and its norm, [B, L, M]."""
-    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
     segment = context.segment()
     h_BLM, attended_BLM = segment.enter(inputs.one("hidden"), inputs.one("attended"))
     with context.autocast():
@@ -216,7 +216,7 @@ def dense_backward(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
 @handles(Op.DENSE_ADD, F)
 def dense_add(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     """Return hidden: what leaves the block."""
-    block, keys = context.layers[task.layer].block, context.passengers_of(task, inputs).keys
+    block, keys = context.layers[task.layer].block, context.metadata_of(task, inputs).keys
     segment = context.segment()
     residual_BLM, out_BLM = segment.enter(inputs.one("residual"), inputs.one("out"))
     with context.autocast():

@@ -16,7 +16,7 @@ from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
 from penstock.runtime.sharded.failed import Failed
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
-from penstock.runtime.sharded.strays import Groups, group_numbers
+from penstock.runtime.sharded.usage import Groups, group_numbers
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape

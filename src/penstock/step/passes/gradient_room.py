@@ -27,14 +27,14 @@ class GradientRoom:
     experts have replicas; without them, their gradients are summed with no other rank's and stay.
     """
 
-    replicas: bool
+    edp: bool
     name = "gradient_room"
     stage = Stage.GRADIENTS
 
     def __call__(self, graph: Graph) -> Graph:
         freed: dict[int, list[Name]] = defaultdict(list)
         for task in graph.tasks:
-            if task.op in SCATTERS and (self.replicas or task.op != Op.EXPERT_SCATTER):
+            if task.op in SCATTERS and (self.edp or task.op != Op.EXPERT_SCATTER):
                 freed[task.layer].append(task.name)
         firsts = _first_to_add(graph)
         return Graph.of([_waiting(task, freed) if task.name in firsts else task for task in graph.tasks])

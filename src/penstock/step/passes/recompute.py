@@ -38,14 +38,14 @@ class Recompute:
                 out.append(task)
                 continue
             (forward,) = task.inputs["saved"]
-            name = task.name._replace(phase=Phase.AGAIN)
+            name = task.name._replace(phase=Phase.RECOMPUTE)
             inputs = {"kept": (forward,), "due": due[task.layer]}
             out.append(Task(name, task.lane, (), inputs, task.cut, reads=graph.by_name[forward].reads))
             out.append(task.reading({**task.inputs, "saved": (name,)}))
         return Graph.of(out)
 
     def _again(self, task: Task) -> bool:
-        wanted = task.op == Op.EXPERTS or (spec_of(task.op).again and not self.experts_only)
+        wanted = task.op == Op.EXPERTS or (spec_of(task.op).recomputable and not self.experts_only)
         return wanted and task.phase is Phase.BACKWARD and "saved" in task.inputs
 
 

@@ -13,7 +13,7 @@ from penstock.ops import spec_of
 from penstock.ops.names import Op
 from penstock.step.stages import Stage
 
-MOVED = ("residual", "weights", "order", "shared", "passengers")
+MOVED = ("residual", "weights", "order", "shared", "metadata")
 """Roles that un-order reads of the samples that have arrived."""
 
 
@@ -25,10 +25,10 @@ class SampleMoves:
             X ─rows─ C          AT ─residual─ U          AT ─weights─ U          AT ─order─ U
     after   AT ─counts─ SC ─counts─ SN ─route─ D, X          AT ─positions─ SC          AT ─tokens─ SC
             SN ─loads─ SP ─homes─ SH ─homes─ SM, RO          SH ─route─ C          X ─rows─ RO ─rows─ C
-            AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          SM ─passengers─ U
+            AT ─residual─ SM ─residual─ U          AT ─weights─ SM ─weights─ U          SM ─metadata─ U
             AT ─positions─ SM ─order─ U
 
-    SP is on lane host. Later tasks, the next SC among them, know from `passengers` whose tokens they have.
+    SP is on lane host. Later tasks, the next SC among them, know from `metadata` whose tokens they have.
     The last MoE layer expects nothing of a next one, so its SC reads no tokens.
 
     counted: axes along which the ranks meet that know of all rows.
@@ -75,7 +75,7 @@ class _Rewriting:
                     yield self._ordered(task)
                 case Op.COMBINE:
                     yield (moving := self._moving(self._counting[layer], graph))
-                    self._came = {"passengers": (moving.name,)}
+                    self._came = {"metadata": (moving.name,)}
                     ordered = task.name._replace(op=Op.ROW_ORDER)
                     yield task.reading({"rows": (ordered,), "route": (_name(task, Op.SAMPLE_HOMES),)})
                 case Op.UNORDER:

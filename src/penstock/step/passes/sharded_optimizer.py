@@ -35,7 +35,7 @@ class ShardedOptimizer:
     """
 
     clips: bool
-    replicas: bool
+    edp: bool
     name = "sharded_optimizer"
     stage = Stage.GRADIENTS
 
@@ -51,7 +51,7 @@ class ShardedOptimizer:
         return Graph.of([*_gathered_first(graph, gathers), norm, *updates, *first])
 
     def _gathered(self, scatter: Task) -> bool:
-        return self.replicas or scatter.op != Op.EXPERT_SCATTER
+        return self.edp or scatter.op != Op.EXPERT_SCATTER
 
     def _update(self, scatter: Task, norm: Task) -> Task:
         inputs = {"gradients": (scatter.name,)}
@@ -75,11 +75,11 @@ def norm_of(scatters: Sequence[Task]) -> Task:
     )
 
 
-def updates_of(scatter: Task, *, replicas: bool) -> tuple[Task, ...]:
+def updates_of(scatter: Task, *, edp: bool) -> tuple[Task, ...]:
     """Return the update of a piece, and its gather if there is one, without inputs, only to be priced."""
     name = scatter.name._replace(op=BY_SCATTER[scatter.op].update)
     update = Task(name, Lane.COMPUTE, cut=scatter.cut)
-    if scatter.op == Op.EXPERT_SCATTER and not replicas:
+    if scatter.op == Op.EXPERT_SCATTER and not edp:
         return (update,)
     return update, _gather_at_once(scatter) if _begins(scatter) else _gather(scatter)
 

@@ -15,7 +15,7 @@ from penstock.ops.tensor import Ways
 from penstock.step.stages import Stage
 
 Names = tuple[Name, ...]
-PASSENGERS = "passengers"
+METADATA = "metadata"
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ class _Rewriting:
 
 
 def _knowing(task: Task, made: Task) -> Task:
-    """Return `made` with the passengers that `task` reads, where samples move."""
-    if PASSENGERS not in task.inputs:
+    """Return `made` with the metadata that `task` reads, where samples move."""
+    if METADATA not in task.inputs:
         return made
-    return made.reading({**made.inputs, PASSENGERS: task.inputs[PASSENGERS]})
+    return made.reading({**made.inputs, METADATA: task.inputs[METADATA]})
 
 
 def _parameters(state: str, layer: int) -> str:

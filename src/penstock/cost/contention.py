@@ -1,0 +1,136 @@
+"""How much longer tasks take in real steps than by themselves: alone, and beside others.
+
+A task that has contention for a share of its time (computation for a transfer, traffic for computation) takes
+`alone * (1 + share * (beside - 1))` times its seconds by the model. Both factors are fitted to steps that
+really ran. Other programs may lengthen any of their tasks, so the fit is of least absolute deviations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cost.cluster_file import StepFit
+
+Numbers = npt.NDArray[np.float64]
+
+CONTRAST = 0.3
+"""Least difference between shares of contention from which its effect can be told."""
+
+MOST_CONTENDED = 3.0
+"""Largest factor of contention: one that seems to more than triple a duration has another cause."""
+
+SOLO = (0.5, 2.0)
+MOST_SCATTER = 0.25
+"""Limits beyond which tasks' scatter, or their time alone, tells nothing about the next step."""
+
+LEAST_SIGHTINGS = 4
+NORMAL = 1.4826
+"""Standard deviation over median absolute deviation of a normal distribution."""
+
+PASSES = 50
+NEAR = 1e-4
+"""Deviation below which all deviations have equal weight."""
+
+INTERVAL = 1.96
+"""Standard deviations on either side within which 95 % of normally distributed steps lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """A task in a real step.
+
+    modelled_s: its seconds alone by the model. ratio: measured over modelled seconds. share: of its time in
+    which the other side was busy, too.
+    """
+
+    modelled_s: float
+    ratio: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contention:
+    """The two factors of one kind of task; scatter: typical relative distance of a task from them."""
+
+    solo: float = 1.0
+    contended: float = 1.0
+    scatter: float = 0.0
+
+    @property
+    def words(self) -> str:
+        """Why the factors are not to be used; "" if they are."""
+        if self.scatter > MOST_SCATTER:
+            return f"it differs by {100 * self.scatter:.0f} % from step to step"
+        if not SOLO[0] <= self.solo <= SOLO[1]:
+            return f"it takes {self.solo:.2f} times as long in real steps, too far off to be sure"
+        return ""
+
+    def ratio(self, share: float) -> float:
+        """Return seconds in a step over seconds alone, with contention for this share of the time."""
+        return self.solo * (1 + share * (self.contended - 1))
+
+
+def fit_contention(seen: Sequence[Sighting], usual: float = 1.0) -> Contention | None:
+    """Return the factors that explain the tasks; None if there are too few tasks.
+
+    usual: the factor of contention where shares are too similar to tell it. A longer task counts for more, as
+    it does in a step.
+    """
+    if len(seen) < LEAST_SIGHTINGS:
+        return None
+    shares, ratios, weights = (
+        np.array([getattr(each, name) for each in seen]) for name in ("share", "ratio", "modelled_s")
+    )
+    low, high = (_quantile(shares, weights, part) for part in (0.1, 0.9))
+    beside = _slope(shares, ratios, weights) if high - low >= CONTRAST else usual
+    beside = min(max(beside, 1.0), MOST_CONTENDED)
+    expected = 1 + shares * (beside - 1)
+    alone = _quantile(ratios / expected, weights, 0.5)
+    missed = np.abs(ratios / (alone * expected) - 1)
+    return Contention(solo=alone, contended=beside, scatter=NORMAL * _quantile(missed, weights, 0.5))
+
+
+def _slope(shares: Numbers, ratios: Numbers, weights: Numbers) -> float:
+    """Return the factor of contention by the line of least absolute deviations.
+
+    It is found by repeatedly reweighted least squares.
+    """
+    matrix, now = np.stack([np.ones_like(shares), shares], axis=1), weights
+    line = np.array([1.0, 0.0])
+    for _ in range(PASSES):
+        root = np.sqrt(now)
+        line = np.linalg.lstsq(matrix * root[:, None], ratios * root, rcond=None)[0]
+        now = weights / np.maximum(np.abs(ratios - matrix @ line), NEAR)
+    return 1 + float(line[1] / line[0]) if line[0] > 0 else MOST_CONTENDED
+
+
+def _quantile(values: Numbers, weights: Numbers, part: float) -> float:
+    """Return the least value up to which values have this part of the weight."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    place = int(np.searchsorted(below, part * below[-1]))
+    return float(values[order[min(place, len(order) - 1)]])
+
+
+def fit_steps(ratios: Sequence[Sequence[float]]) -> StepFit:
+    """Return what the ratios of measured to simulated whole steps say of the next step.
+
+    ratios: by plan, by step.
+    Every plan counts once in the typical ratio. The interval is for a step of another plan: it covers the
+    differences between plans, and the scatter of steps of one plan.
+    """
+    plans = [median(map(math.log, steps)) for steps in ratios]
+    middle = median(plans)
+    left = [math.log(ratio) - middle for steps in ratios for ratio in steps]
+    typical = NORMAL * median(map(abs, left))
+    between = math.sqrt(sum((plan - middle) ** 2 for plan in plans) / max(1, len(plans) - 1))
+    width = INTERVAL * max(typical, between) * math.sqrt(1 + 1 / len(left))
+    return StepFit(
+        ratio=math.exp(middle), low=math.exp(middle - width), high=math.exp(middle + width), steps=len(left)
+    )

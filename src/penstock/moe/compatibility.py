@@ -1,0 +1,104 @@
+"""Checks that the parts of a layer fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.moe.combinations import REFUSED
+from penstock.placement import ExpertPlacement, PlacementError
+from penstock.routing.legs import Dispatch, Place
+from penstock.routing.routes import RouteMaker
+
+if TYPE_CHECKING:
+    from penstock.moe.experts.base import Experts
+    from penstock.moe.gates.base import Gate
+    from penstock.moe.hooks.base import Hook
+    from penstock.moe.orders.base import Order
+
+
+def check_parts(
+    gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], ep_size: int
+) -> None:
+    """Raise ValueError that says which parts do not fit, why, and what would."""
+    check_dispatch(order, dispatch)
+    if gate.kind not in order.kinds:
+        takes = f"it takes choices of kind {' or '.join(order.kinds)}, not {gate.kind}"
+        reasons = {(str(kind), str(name)): why for (kind, name), why in REFUSED.items()}
+        why = reasons.get((gate.kind, order.name), takes)
+        raise ValueError(f"{type(gate).__name__} with {type(order).__name__}: {why}")
+    held = expert.num_local_experts * ep_size
+    if gate.num_experts != held:
+        raise ValueError(
+            f"the gate chooses among num_experts = {gate.num_experts}, but {ep_size} rank(s) with "
+            f"{expert.num_local_experts} experts each hold {held}; build {type(expert).__name__} with "
+            f"num_local_experts = num_experts / ep_size"
+        )
+    encoding = next((hook for hook in hooks if hook.encodes_rows), None)
+    if encoding is not None and order.row_counts:
+        raise ValueError(
+            f"{type(encoding).__name__} with one copy per rank or node: numbers that travel with the rows "
+            "would be rounded; use only one of the two"
+        )
+    _check_order(order, gate, ep_size)
+
+
+def check_dispatch(order: Order, dispatch: Dispatch, node_size: int | None = None) -> None:
+    """Raise ValueError unless `order` makes rows for as many ranks as `dispatch` brings them to.
+
+    node_size: ranks of an expert group in one node, where that is known.
+    """
+    made_for = getattr(order, "node_size", 1)
+    if made_for > 1 and not dispatch.joins_rows:
+        raise ValueError(
+            f"{type(order).__name__}(node_size={made_for}) makes one row for all of a token's experts in a "
+            f'node, and dispatch {dispatch.name} brings a row to one rank: use dispatch="node_once", or '
+            "node_size=1"
+        )
+    if not dispatch.joins_rows:
+        return
+    if not order.row_counts:
+        raise ValueError(
+            f"dispatch {dispatch.name} sends one row for all of a token's experts in a node, and "
+            f"{type(order).__name__} makes one for each: use MergedOrder(..., node_size=ranks of a node, "
+            'rank=ep_rank), or dispatch="hierarchical_2d"'
+        )
+    if node_size is not None and node_size != made_for:
+        raise ValueError(
+            f"{type(order).__name__} was built for node_size = {made_for}, and {node_size} ranks of an "
+            f"expert group are in one node: build it with node_size={node_size}"
+        )
+
+
+def route_maker(dispatch: Dispatch, place: Place, order: Order) -> RouteMaker:
+    """Return the maker of the routes of whole experts. Raises ValueError for an order of other nodes."""
+    check_dispatch(order, dispatch, place.node_size)
+    return RouteMaker(dispatch, place, order.row_counts)
+
+
+def check_placement(placement: ExpertPlacement, num_experts: int, ep_size: int, slots: int) -> None:
+    """Raise PlacementError unless a layer of these sizes can run under `placement`."""
+    if placement.has_replicas:
+        raise PlacementError(
+            "the placement gives an expert several homes, and a layer does not sum gradients of replicas "
+            "inside an expert group yet: give every expert one home"
+        )
+    for name, found, wanted in (
+        ("experts", placement.num_experts, num_experts),
+        ("ranks", placement.ranks, ep_size),
+        ("slots per rank", placement.slots, slots),
+    ):
+        if found != wanted:
+            raise PlacementError(
+                f"the placement has {found} {name}, and the layer has {wanted}: make one for this layer"
+            )
+
+
+def _check_order(order: Order, gate: Gate, ep_size: int) -> None:
+    """Raise ValueError if an order was built for other experts or ranks."""
+    for name, number in (("num_experts", gate.num_experts), ("ranks", ep_size)):
+        held = getattr(order, name, number)
+        if held != number:
+            raise ValueError(
+                f"{type(order).__name__} was built for {name} = {held}, but the layer has {name} = {number}: "
+                f"num_experts of {type(gate).__name__}, ranks that share the experts"
+            )

@@ -1,0 +1,125 @@
+"""Targets of a layer's rows, and the experts that compute the rows that come here.
+
+Without replicas an expert's rows go to where its placement says. While ranks host others' experts as
+replicas, a rank's rows of an expert are split among several positions, here or on the way, and a host
+computes them with parameters that were brought to it.
+
+Shapes: T tokens, k choices, E experts (total), H positions among which an expert's rows are split, R rows, M
+hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from penstock.device import on_device
+from penstock.moe.choices import Choice, TokenChoice, placed
+from penstock.moe.experts.base import Experts
+from penstock.moe.experts.product import Product, grouped_product
+from penstock.moe.orders.base import Order
+from penstock.moe.orders.index import places
+from penstock.placement import SPLIT, ExpertPlacement, Part, Replication
+from penstock.routing.routes import GroupSizes
+
+STRIDE = 2531
+"""SPLIT divided by the golden ratio, made odd: any run of rows is shared among positions in the same way."""
+
+
+@dataclass(frozen=True)
+class OwnSlots:
+    """Slots without replicas: every expert is where it is placed. rank: in the expert group."""
+
+    order: Order
+    experts: Experts
+    placement: ExpertPlacement
+    rank: int
+
+    def placed(self, choice: Choice) -> Choice:
+        """Return the choice by position instead of by expert."""
+        return placed(choice, self.placement, self.rank)
+
+
+@dataclass(frozen=True)
+class SlotsWithReplicas:
+    """Slots with replicas: some experts are on several ranks.
+
+    order: by position, replicas among them. spread: of this rank's rows; None: rows stay by expert, and are
+    split among its positions when the counts of all ranks are known.
+    """
+
+    order: Order
+    experts: Experts
+    spread: Spread | None
+
+    def placed(self, choice: Choice) -> Choice:
+        """Return the choice by position instead of by expert."""
+        assert isinstance(choice, TokenChoice), "an order that takes replicas takes no others"
+        return choice if self.spread is None else replace(choice, experts_Tk=self.spread(choice.experts_Tk))
+
+
+class Spread:
+    """Maps experts to positions, by the splits of one rank.
+
+    Of the rows of an expert on this rank the n-th goes to the position that has part `n * STRIDE` modulo
+    SPLIT. So the rows of any sample, chunk and microbatch are shared in about the same way.
+    """
+
+    def __init__(self, splits: Sequence[Sequence[Part]], device: torch.device) -> None:
+        self._most = max(map(len, splits))
+        ends = [[*accumulate(part.parts for part in parts)] for parts in splits]
+        self._ends_EH = on_device([self._filled(row, SPLIT) for row in ends], device)
+        positions = [[part.position for part in parts] for parts in splits]
+        self._positions_EH = on_device([self._filled(row, -1) for row in positions], device)
+
+    def __call__(self, experts_Tk: Tensor) -> Tensor:
+        """Return positions for experts, [T, k]; -1 stays -1."""
+        known_Tk = experts_Tk.clamp(min=0)
+        positions_TkH = self._positions_EH[known_Tk]
+        if self._most == 1:
+            return positions_TkH.squeeze(2).masked_fill_(experts_Tk < 0, -1)
+        phase_Tk = places(experts_Tk, len(self._ends_EH)) * STRIDE % SPLIT
+        part_Tk = (phase_Tk.unsqueeze(2) >= self._ends_EH[known_Tk]).sum(dim=2)
+        found_Tk1 = positions_TkH.gather(2, part_Tk.clamp(max=self._most - 1).unsqueeze(2))
+        return found_Tk1.squeeze(2).masked_fill_(experts_Tk < 0, -1)
+
+    def _filled(self, row: Sequence[int], value: int) -> list[int]:
+        return [*row, *[value] * (self._most - len(row))]
+
+
+class OwnAndReplicas(Experts):
+    """A rank's own experts, and after them its replicas, as experts of one rank. Not a module of the
+    model."""
+
+    def __init__(self, own: Experts, replicas: Experts) -> None:
+        super().__init__()
+        self.num_local_experts = own.num_local_experts + replicas.num_local_experts
+        self.shard = own.shard
+        self.own, self.others = own, replicas
+
+    def forward(self, rows_RM: Tensor, sizes: Sequence[int], product: Product = grouped_product) -> Tensor:
+        here = self.own.num_local_experts
+        own, others = GroupSizes(sizes[:here]), GroupSizes(sizes[here:])
+        if not any(others):
+            out_RM: Tensor = self.own(rows_RM, own, product)
+            return out_RM
+        own_RM, others_RM = rows_RM.split([sum(own), sum(others)])
+        return torch.cat([self.own(own_RM, own, product), self.others(others_RM, others, product)])
+
+    def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        raise AssertionError(f"{name} {list(tensor.shape)}: parameters are those of the layer's own experts")
+
+
+def slots_with_replicas(
+    own: Experts, replicas: Experts, order: Order, replication: Replication, spread: Spread | None
+) -> SlotsWithReplicas:
+    """Return the slots of a layer whose ranks hold replicas.
+
+    Raises ValueError for an order that takes no replicas.
+    """
+    with_slots = order if spread is None else order.with_slots(replication.placement.ranks, replication.slots)
+    return SlotsWithReplicas(with_slots, OwnAndReplicas(own, replicas), spread)

@@ -1,0 +1,410 @@
+"""What may be done to a stack between steps while ranks host replicas, and what cannot be hosted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.folder import DamagedError
+from penstock.decision import PlacementConfig
+from penstock.mesh import Group
+from penstock.placement import EMPTY, SPLIT, ExpertPlacement, PlacementError, Replication
+from penstock.runtime import PipelinedStack
+from penstock.runtime.moving import Plans
+from penstock.runtime.replica_manager import ReplicaManager
+from penstock.train.assemble import first_plan
+from penstock.train.checkpoint import Checkpoints
+from penstock.train.optimizer import build_adamw, initialise_state
+from penstock.train.run_state import DecoderNaming, read_steps, take_steps
+from penstock.train.run_state import state_of as tensors_of
+from tests.runtime.test_moving import small
+from tests.support.cases import ROUTINGS, hosting_case
+from tests.support.checkpoints import CASE, IDENTITY, bare, check_equal, state_of, train
+from tests.support.close import check_close
+from tests.support.parity import Case, batch_of, stack_of
+from tests.support.ranks import Pools
+from tests.support.reference_moe import Weights
+from tests.support.replicas import Hosts, host_randomly, hosted_stack
+
+HOSTS = Hosts(slots=2, pieces=2)
+STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
+
+
+class Run:
+    """A stack with replicas on one rank, and one without."""
+
+    def __init__(self, rank: int) -> None:
+        self.hosted, self.plain = hosted_stack(rank, STEP, HOSTS), stack_of(rank, STEP)
+        tokens, labels = batch_of(STEP)
+        mine = STEP.mine(rank)
+        self.batch, self.turn = (tokens[mine], labels[mine], torch.arange(len(tokens))[mine]), 0
+
+    def forward(self, stack: PipelinedStack) -> Tensor:
+        """The loss, with other replicas than ever before."""
+        if stack.replica_manager.replications:
+            self.turn += 1
+            host_randomly(stack, HOSTS, self.turn)
+        loss: Tensor = stack(*self.batch)
+        return loss
+
+    def gradients(self, stack: PipelinedStack) -> Weights:
+        """What a step leaves."""
+        stack.zero_grad()
+        self.forward(stack).backward()
+        return left(stack)
+
+    def check(self, stack: PipelinedStack, what: str, times: int = 1) -> None:
+        """The gradients in `stack` are those of the stack without replicas, `times` over."""
+        found, wanted = left(stack), self.gradients(self.plain)
+        assert found.keys() == wanted.keys(), what
+        for name, gradient in wanted.items():
+            check_close(found[name], times * gradient, 1e-10, f"{what}: {name}")
+
+
+def left(stack: PipelinedStack) -> Weights:
+    return {n: p.grad.clone() for n, p in stack.model.named_parameters() if p.grad is not None}
+
+
+def accumulated(run: Run) -> None:
+    run.gradients(run.hosted)
+    run.forward(run.hosted).backward()
+    run.check(run.hosted, "two steps", times=2)
+
+
+def two_at_once(run: Run) -> None:
+    """Each backward pass belongs to its own forward pass, whatever was hosted since."""
+    run.hosted.zero_grad()
+    first, second = run.forward(run.hosted), run.forward(run.hosted)
+    with torch.no_grad():
+        run.forward(run.hosted)
+    first.backward()
+    second.backward()
+    run.check(run.hosted, "two at once", times=2)
+
+
+def frozen(run: Run) -> None:
+    for part in ("w_up", ".experts."):
+        for stack in (run.hosted, run.plain):
+            for name, parameter in stack.model.named_parameters():
+                parameter.requires_grad_(part not in name)
+        run.gradients(run.hosted)
+        run.check(run.hosted, f"{part} frozen")
+    for stack in (run.hosted, run.plain):
+        stack.model.requires_grad_(True)
+    run.gradients(run.hosted)
+    run.check(run.hosted, "thawed")
+
+
+def copied(run: Run) -> None:
+    names = [name for name, _ in run.plain.named_parameters()]
+    assert [name for name, _ in run.hosted.named_parameters()] == names
+    assert list(run.hosted.state_dict()) == list(run.plain.state_dict())
+    twin = copy.deepcopy(run.hosted)
+    assert twin.replica_manager.replications == run.hosted.replica_manager.replications
+    assert [name for name, _ in twin.named_parameters()] == names
+    run.gradients(twin)
+    run.check(twin, "copy")
+
+
+def converted(run: Run) -> None:
+    """Replicas have the type that the experts have now."""
+    for stack in (run.hosted, run.plain):
+        stack.model.float()
+    found, wanted = run.gradients(run.hosted), run.gradients(run.plain)
+    for name, gradient in wanted.items():
+        check_close(found[name], gradient, 1e-4, f"float32: {name}")
+    for stack in (run.hosted, run.plain):
+        stack.model.double()
+
+
+def planned_anew(run: Run) -> None:
+    """A plan without replica slots has no replicas, one with others begins without."""
+    plans = run.hosted.plan, run.plain.plan
+    run.hosted.adopt(plans[1])
+    assert run.hosted.replica_manager.replications == ()
+    run.gradients(run.hosted)
+    run.check(run.hosted, "without slots")
+    run.hosted.adopt(plans[0])
+    found = run.hosted.replica_manager.replications
+    assert len(found) == 2 and all(replication is not None and replication.is_empty for replication in found)
+    run.gradients(run.hosted)
+    run.check(run.hosted, "with slots again")
+
+
+LIVES: list[Callable[[Run], None]] = [accumulated, two_at_once, frozen, copied, converted, planned_anew]
+
+
+def live(rank: int) -> None:
+    """All of it with one stack."""
+    run = Run(rank)
+    for part in LIVES:
+        part(run)
+
+
+def test_between_steps(ranks: Pools) -> None:
+    ranks(2).run(live)
+
+
+def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
+    """Whether stacks with as many slots as there were, and with others, host after loading what was saved.
+
+    What would not pay is remembered, and not hosted.
+    """
+    saved, fresh = (hosted_stack(rank, STEP, HOSTS) for _ in range(2))
+    host_randomly(saved, HOSTS, 0)
+    plans = replace(saved.replica_manager.plans, hosted=(True, False), age_steps=3)
+    saved.replica_manager.follow(plans)
+    path, others = checkpoints(saved, folder).save(1), hosted_stack(rank, STEP, replace(HOSTS, slots=1))
+    for stack in (fresh, others):
+        checkpoints(stack, folder).load(path)
+    assert (
+        fresh.replica_manager.plans == plans
+        and fresh.replica_manager.replications == saved.replica_manager.replications
+    )
+    assert all(
+        replication is not None and replication.is_empty
+        for replication in others.replica_manager.replications
+    )
+    return [h is not None and h.is_empty for h in fresh.replica_manager.replications], [
+        bool(h.limit) for h in fresh.replica_manager.plans.made
+    ]
+
+
+def checkpoints(stack: PipelinedStack, folder: Path) -> Checkpoints:
+    optimizer = build_adamw(stack.model.named_parameters(), STEP.config.optimizer)
+    initialise_state(optimizer)
+    return Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
+
+
+def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_path: Path) -> None:
+    for empty, limited in ranks(2).run(hosted_again, tmp_path):
+        assert empty == [False, True]
+        assert limited == [True, False]
+
+
+def one_group_again(rank: int, folder: Path) -> bool:
+    """Whether all ranks go on with what they were to host, of which half have nothing."""
+    case = replace(CASE, world_size=4, ep_size=2)
+    saved, fresh = (hosted_stack(rank, case, HOSTS) for _ in range(2))
+    layout, plans = saved.machinery.layout, saved.replica_manager.plans
+    if layout.mesh.group(rank, Group.EXPERT_SHARDS) == 0:
+        plans = replace(plans, made=tuple(some_replica(each.placement) for each in plans.made))
+    saved.replica_manager.follow(replace(plans, age_steps=1))
+    checkpoints(fresh, folder).load(checkpoints(saved, folder).save(1))
+    return fresh.replica_manager.plans == saved.replica_manager.plans
+
+
+def some_replica(placement: ExpertPlacement) -> Replication:
+    return Replication.local(placement, [[placement.held(1)[0], EMPTY], [EMPTY, EMPTY]])
+
+
+def test_a_group_that_hosts_goes_on_though_another_has_nothing_to_host(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(4).run(one_group_again, tmp_path) == [True] * 4
+
+
+def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
+    """Losses of two more steps of a run whose replicas are planned, as it is and as it was saved."""
+    hosts = replace(HOSTS, moving=small(2, "least_loaded"))
+    tokens, labels = batch_of(STEP)
+    mine = STEP.mine(rank)
+
+    def steps(run: Checkpoints) -> list[float]:
+        losses = []
+        for _ in range(2):
+            run.optimizer.zero_grad()
+            loss = run.stack(tokens[mine], labels[mine], torch.arange(len(tokens))[mine])
+            loss.backward()
+            run.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    going, fresh = (checkpoints(hosted_stack(rank, STEP, hosts), folder) for _ in range(2))
+    steps(going)
+    path = going.save(2)
+    fresh.load(path)
+    plans = going.stack.replica_manager.plans
+    assert fresh.stack.replica_manager.plans == plans
+    return steps(going), steps(fresh), all(replication.is_empty for replication in plans.made)
+
+
+def test_planned_replicas_are_kept_and_losses_are_what_they_would_have_been(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for going, fresh, empty in ranks(2).run(gone_on, tmp_path):
+        assert going == fresh and not empty
+
+
+@pytest.mark.parametrize("replicas", [{"a": 1}, [{"age_steps": 0}], [[]], 3, ["{}"]])
+def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
+    stack = hosted_stack(0, CASE, HOSTS)
+    with pytest.raises(DamagedError, match="replicas"):
+        read_steps(stack, {"replicas": replicas})
+    assert read_steps(stack, {})[0] is None
+
+
+def half_read(rank: int) -> tuple[bool, bool]:
+    """Whether rank 0's plans, which rank 1 has not read, are in use."""
+    stack = hosted_stack(rank, STEP, HOSTS)
+    before = stack.replica_manager.plans
+    plans = Plans(before.made, before.hosted, before.age_steps + 1) if rank == 0 else None
+    return take_steps(stack, plans, None)[0], stack.replica_manager.plans is before
+
+
+def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
+    assert ranks(2).run(half_read) == [(False, True)] * 2
+
+
+def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:
+    """A state as it was saved with replicas, as it is loaded without, and the names in the files."""
+    stack = hosted_stack(rank, case, HOSTS)
+    run = checkpoints(stack, folder)
+    host_randomly(stack, HOSTS, 0)
+    train(run, rank, case, 2)
+    path = run.save(2)
+    other = bare(rank, replace(case, seed=5), folder)
+    other.load(path)
+    return (
+        state_of(run),
+        state_of(other),
+        list(tensors_of(run.stack, run.optimizer, DecoderNaming(run.stack.model))),
+    )
+
+
+def test_checkpoints_have_no_replicas(ranks: Pools, tmp_path: Path) -> None:
+    case = replace(CASE, world_size=2, ep_size=2)
+    names = set()
+    for saved, loaded, held in ranks(2).run(saved_and_loaded, case, tmp_path):
+        check_equal(loaded, saved)
+        names |= {name.replace(".experts.", ".") for name in held}
+    assert not any("replica" in name or "others" in name for name in names)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def hosting_otherwise(rank: int) -> list[str]:
+    """What replications that do not fit are answered with."""
+    stack = hosted_stack(rank, STEP, HOSTS)
+    placement, none = ExpertPlacement.even(8, 2), Replication.none(ExpertPlacement.even(8, 2), 2)
+    some = Replication.local(placement, [[4, -1], [-1, -1]] if rank else [[-1, -1], [-1, -1]])
+    turned = Replication.none(ExpertPlacement.of([[4, 5, 6, 7], [0, 1, 2, 3]]), 2)
+    fewer = Replication.none(placement, 1)
+    tries: list[list[Replication | None]] = [
+        [none],
+        [none, None],
+        [none, turned],
+        [none, fewer],
+        [none, some],
+    ]
+    found = []
+    for replications in tries:
+        try:
+            stack.set_replicas(replications)
+        except PlacementError as error:
+            found.append(str(error))
+    stack.adopt(stack_of(rank, STEP).plan)
+    with pytest.raises(PlacementError, match="the plan has no replica slots"):
+        stack.set_replicas([none, none])
+    return found
+
+
+def test_hostings_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None:
+    for rank, texts in enumerate(ranks(2).run(hosting_otherwise)):
+        for text, words in zip(
+            texts,
+            (
+                "1 replications for 2 layers",
+                "layer 1 is an MoE layer, which its replication does not say",
+                "the replication of layer 1 is for other owners",
+                "the replication of layer 1 has 1 replica slots, the plan 2",
+                f"layer 1: rank {1 - rank} hosts other replicas than rank {rank} knows of",
+            ),
+            strict=True,
+        ):
+            assert words in text
+
+
+def adopt(stack: PipelinedStack, case: Case) -> None:
+    """A plan with replica slots."""
+    config = replace(case.config, placement=PlacementConfig(experts="planned"))
+    layout = stack.machinery.layout
+    stack.adopt(first_plan(config, layout, stack.base_shape, stack.gradients.sizes_bytes))
+
+
+def hook(stack: PipelinedStack) -> None:
+    next(p for n, p in stack.model.named_parameters() if "w_up" in n).register_hook(lambda grad: 2 * grad)
+
+
+def buffer(stack: PipelinedStack) -> None:
+    (first, *_) = (layer.experts for layer in stack.moe_layers if layer is not None)
+    first.register_buffer("scale", torch.ones(1))
+
+
+def share(stack: PipelinedStack) -> None:
+    first, last = (layer.experts for layer in stack.moe_layers if layer is not None)
+    last.register_parameter("w_up", first.get_parameter("w_up"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (hook, "experts.w_up has a gradient hook"),
+        (buffer, "SwiGLUExperts has buffers"),
+        (share, "experts of several layers share a parameter"),
+    ],
+)
+def test_experts_that_cannot_be_hosted_are_refused(
+    change: Callable[[PipelinedStack], None], words: str
+) -> None:
+    stack = stack_of(0, CASE)
+    change(stack)
+    with pytest.raises(ValueError, match=words):
+        adopt(stack, CASE)
+
+
+def test_a_hook_that_comes_later_is_refused_too() -> None:
+    stack = stack_of(0, CASE)
+    adopt(stack, CASE)
+    hook(stack)
+    with pytest.raises(ValueError, match=r"experts.w_up has a gradient hook, .* Remove it, or set placement"):
+        stack(*batch_of(CASE))
+
+
+def test_fixed_slots_are_refused() -> None:
+    case = replace(CASE, moe=replace(CASE.moe, capacity_factor=1.5))
+    with pytest.raises(ValueError, match="every expert has a fixed number of rows"):
+        adopt(stack_of(0, case), case)
+
+
+def test_a_room_that_comes_back_from_a_step_of_an_earlier_plan_is_not_lent_again() -> None:
+    stack = stack_of(0, CASE)
+    layers, host = stack.moe_layers, ReplicaManager(stack.machinery.layout, stack.machinery.device)
+    shape = replace(stack.base_shape, replica_slots=1)
+    host.open(layers, shape)
+    under_way = host.lend(layers)
+    host.open(layers, replace(shape, replica_slots=2))
+    host.take_back(under_way)
+    slots = {room.replicas.num_local_experts for room in host.lend(layers).rooms if room is not None}
+    assert slots == {2}
+
+
+def test_replicas_whose_rows_nobody_splits_any_more_are_not_brought() -> None:
+    """With a plan under which rows go before counts are known, they would do little until the next plan."""
+    stack = stack_of(0, CASE)
+    layers, host = stack.moe_layers, ReplicaManager(stack.machinery.layout, stack.machinery.device)
+    shape = replace(stack.base_shape, replica_slots=1)
+    host.open(layers, shape)
+    limited = tuple(None if h is None else replace(h, limit=SPLIT) for h in host.replications)
+    host.use(limited)
+    host.open(layers, shape)
+    assert host.replications == limited
+    host.open(layers, replace(shape, expert_form="s2"))
+    assert [h.limit for h in host.replications if h is not None] == [None] * sum(
+        h is not None for h in limited
+    )

@@ -1,0 +1,98 @@
+"""Ranks with different settings: refused everywhere by the same words, before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.config import ConfigError, load
+from penstock.topology import Control
+from penstock.train.config import RunConfig
+from penstock.train.consistency import check_same_settings
+from tests.support.forked import run_forked
+from tests.support.ranks import Pools
+from tests.support.runs import write_config
+from tests.support.training import Told, folder_of, train_on
+
+pytestmark = pytest.mark.slow
+
+
+def compare(rank: int, overrides: list[list[str]]) -> str | None:
+    """What a rank is told."""
+    try:
+        check_same_settings(load(RunConfig, None, overrides[rank]), Control(rank, len(overrides)))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (["optimizer.lr=0.01"], ["optimizer.lr=0.001"], "optimizer.lr = 0.01: .*on rank 1 it is 0.001"),
+        (["train.steps=4"], [], "train.steps = 4: .*on rank 1 it is 200"),
+        ([], ["train.eval_every=7"], "train.eval_every = 100: .*on rank 1 it is 7"),
+        ([], ["train.checkpoint_every=3", "model.dropout=0.5"], r"model.dropout = 0.0: .*0\.5 \(also diff"),
+        (["data.mixture.a=1", "data.mixture.b=2"], ["data.mixture.c=1", "data.mixture.d=1"], r"\[1, 2\]"),
+    ],
+)
+def test_ranks_that_differ_are_told_the_setting_and_both_values(
+    ranks: Pools, first: list[str], second: list[str], says: str
+) -> None:
+    told = ranks(2).run(compare, [first, second])
+    assert told[0] == told[1] and told[0] is not None
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(told[0])
+
+
+@pytest.mark.parametrize(
+    "own", [["data.path=/a"], ["output.dir=x", "data.cache=y"], ["parallel.send_buffer_bytes=0"]]
+)
+def test_places_on_a_machine_may_differ(ranks: Pools, own: list[str]) -> None:
+    assert ranks(2).run(compare, [own, []]) == [None, None]
+
+
+def test_mixtures_may_lie_elsewhere_on_every_machine(ranks: Pools) -> None:
+    told = ranks(2).run(compare, [["data.mixture./a/x=1"], ["data.mixture./b/x=1"]])
+    assert told == [None, None]
+
+
+def train(rank: int, folder: Path, overrides: list[list[str]]) -> Told:
+    return train_on(rank, len(overrides), folder, overrides[rank], None)
+
+
+def test_nothing_is_trained_with_different_settings(ranks: Pools, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "run", 2)
+    rates = [[f"optimizer.lr={rate}", "train.steps=2"] for rate in (0.01, 0.001)]
+    told = ranks(2).run(train, folder, rates)
+    assert [each.refused[0] for each in told] == ["optimizer.lr"] * 2
+    assert not any(each.plans for each in told)
+
+
+def enter(rank: int, rates: list[float]) -> str | None:
+    config = load(RunConfig, None, ["model.num_layers=1", f"optimizer.lr={rates[rank]}"])
+    try:
+        with penstock.session(config):
+            return None
+    except ConfigError as error:
+        return error.key
+
+
+def test_a_session_refuses_different_settings(ranks: Pools) -> None:
+    assert ranks(2).run(enter, [0.01, 0.001]) == ["optimizer.lr"] * 2
+
+
+def test_the_command_says_it_once(tmp_path: Path) -> None:
+    program = tmp_path / "ranks.py"
+    program.write_text(
+        "import os, sys\n"
+        "from penstock.cli.main import main\n"
+        "sys.argv.append('optimizer.lr=0.00' + os.environ['RANK'] + '5')\n"
+        "sys.exit(main())\n"
+    )
+    done = run_forked(2, "train", write_config(tmp_path), "train.steps=2", program=str(program))
+    assert done.returncode == 2
+    assert done.stderr.count("optimizer.lr = 0.0005: is so on rank 0, and on rank 1 it is 0.0015") == 1
+    assert done.stderr.count("penstock: ") == 1
