@@ -30,7 +30,7 @@ from tests.support.adapted import (
 )
 from tests.support.pages import EXTENDING, blocks, run_block
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, host_randomly
+from tests.support.replicas import RandomReplicas, replicate_randomly
 
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}
 RANDOM = "phimoe"
@@ -111,7 +111,7 @@ def agreement(
         )
         optimizer = sharded_adamw(model) if sharded else None
         if isinstance(plan, Decision) and plan.num_replica_slots:
-            host_randomly(engine_of(model).stack, Hosts(slots=plan.num_replica_slots), step=0)
+            replicate_randomly(engine_of(model).stack, RandomReplicas(slots=plan.num_replica_slots), step=0)
         if bound_factor is not None:  # training and evaluation have bounds of their own
             for trains in (True, False):
                 with torch.set_grad_enabled(trains):

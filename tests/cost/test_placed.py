@@ -36,7 +36,7 @@ from penstock.step import StepShape, build_graph
 from penstock.topology import Layout, ParallelConfig
 from penstock.workloads import Routing, RoutingConfig, routing_of
 from tests.support.draws import draws
-from tests.support.replicas import random_hosting
+from tests.support.replicas import random_replication
 from tests.workloads.strategies import CLUSTER, steps
 
 Step = tuple[StepShape, Workload, Routing]
@@ -164,7 +164,7 @@ def halved() -> Replication:
     return Replication.local(placement, [*[[EMPTY]] * 7, [0]])
 
 
-def test_rows_by_position_are_all_rows_where_hostings_send_them() -> None:
+def test_rows_by_position_are_all_rows_where_replications_send_them() -> None:
     rows_PE = np.arange(64).reshape(8, 8)
     none = rows_by_position(rows_PE, Replication.none(ExpertPlacement.even(8, 8), 1), WORK.mesh).reshape(
         8, 8, 2
@@ -188,7 +188,7 @@ def shares(replication: Replication) -> Counts:
 @given(st.integers(1, 3), st.sampled_from([2, 4, 8]), st.randoms(use_true_random=False))
 def test_rows_are_split_as_the_whole_table_of_shares_says(slots: int, ep_size: int, random: Random) -> None:
     work = replace(WORK, ep_size=ep_size, node_size=1)
-    replication = random_hosting(ExpertPlacement.even(8, ep_size), slots, random)
+    replication = random_replication(ExpertPlacement.even(8, ep_size), slots, random)
     rows_PE = np.array([[random.randrange(1000) for _ in range(8)] for _ in range(8)])
     place_P = np.array([work.mesh.place(rank, Group.EXPERT) for rank in range(8)])
     shares_PEH = shares(replication)[place_P]

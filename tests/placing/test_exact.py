@@ -66,7 +66,7 @@ def least_possible(split: ExactSplit, rows_E: Ints) -> int:
 
 
 @given(splits())
-def test_every_row_goes_to_a_host_of_its_expert(drawn: tuple[ExactSplit, Ints]) -> None:
+def test_every_row_goes_to_a_home_of_its_expert(drawn: tuple[ExactSplit, Ints]) -> None:
     split, counts_SCE = drawn
     table_SPCN = split.table(counts_SCE)
     assert table_SPCN.min(initial=0) >= 0
@@ -116,7 +116,7 @@ def test_rows_stay_where_they_start_as_far_as_the_limit_allows_then_in_their_nod
     assert flows(shared(SPLIT), rows) == [[30, 30, 10, 10], [0] * 4, [0, 0, 20, 0], [0, 0, 0, 20]]
 
 
-def test_rows_without_a_host_in_their_node_go_where_least_is_to_do() -> None:
+def test_rows_without_a_home_in_their_node_go_where_least_is_to_do() -> None:
     split = ExactSplit.of(
         replace(Replication.local(PAIRS, [[EMPTY], [0], [EMPTY], [EMPTY]]), limit=4 * SPLIT), (0, 0, 1, 1)
     )

@@ -31,7 +31,7 @@ from penstock.routing.samples import ExchangeGroup, SampleTable, TableSize, sett
 from penstock.step import Sharing, StepShape, build_graph
 from penstock.step.shape import ExpertForm
 from tests.support.draws import draws
-from tests.support.replicas import random_hosting
+from tests.support.replicas import random_replication
 from tests.workloads.strategies import CLUSTER
 
 EXPERTS, SAMPLES, LENGTH, TOP_K, LAYERS = 8, 4, 6, 2, 2
@@ -89,7 +89,7 @@ def steps(draw: st.DrawFn) -> Step:
         return Step(shape, work, counts)
     placement = ExpertPlacement.even(EXPERTS, ep)
     limits = draw(st.sampled_from([(None, SPLIT), (SPLIT, 2 * SPLIT)]))
-    replications = tuple(replace(random_hosting(placement, 1, random), limit=limit) for limit in limits)
+    replications = tuple(replace(random_replication(placement, 1, random), limit=limit) for limit in limits)
     return Step(shape, work, counts, Placed.still(counts, replications))
 
 

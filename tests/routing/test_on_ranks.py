@@ -36,7 +36,7 @@ from penstock.runtime.transport.groups import GroupTransport
 from penstock.schedule import StepPlan
 from tests.support.parity import Case, batch_of, machinery_of, stack_of
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, hosted_stack, random_hosting
+from tests.support.replicas import RandomReplicas, random_replication, stack_with_replicas
 
 pytestmark = pytest.mark.slow
 
@@ -113,19 +113,19 @@ def watched(
     return {key: noting(handler) for key, handler in handlers.items()}
 
 
-def hostings_of(case: Case, hosts: bool) -> tuple[Replication, ...]:
+def replications_of(case: Case, hosts: bool) -> tuple[Replication, ...]:
     """Replications of both MoE layers whose rows are split by the loads of the step; () = experts stay."""
     if not hosts:
         return ()
     placement = ExpertPlacement.even(case.moe.num_experts, case.holders)
-    made = (random_hosting(placement, 1, Random(layer)) for layer in range(2))
+    made = (random_replication(placement, 1, Random(layer)) for layer in range(2))
     return tuple(replace(replication, limit=SPLIT + 100) for replication in made)
 
 
 def real_step(rank: int, case: Case, hosts: bool) -> tuple[Told, StepPlan]:
-    stack = hosted_stack(rank, case, Hosts(steps=1)) if hosts else stack_of(rank, case)
+    stack = stack_with_replicas(rank, case, RandomReplicas(steps=1)) if hosts else stack_of(rank, case)
     if hosts:
-        found = iter(hostings_of(case, hosts))
+        found = iter(replications_of(case, hosts))
         stack.set_replicas([None if layer is None else next(found) for layer in stack.moe_layers])
     tokens, labels = batch_of(case)
     sent: Sent = defaultdict(list)
@@ -149,7 +149,7 @@ def virtual_step(rank: int, case: Case, plan: StepPlan, rows: Counts, hosts: boo
     stack: VirtualStack = build_virtual(config, VirtualConfig(), machinery_of(rank, case))
     stack.adopt(plan)
     plain = stack.cost(0)
-    replications = hostings_of(case, hosts)
+    replications = replications_of(case, hosts)
     placed = Placed.still(plain.counts_DBYE, replications) if hosts else None
     cost = Measured(plan.shape, plain.workload, plain.cluster, plain.counts_DBYE, placed=placed, counted=rows)
     stack.cost = lambda number: cost  # type: ignore[method-assign]  # of this one step

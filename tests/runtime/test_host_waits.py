@@ -25,7 +25,7 @@ from tests.support.parity import CLIP, Case, StepResult, batch_of, check_result,
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools, RankPool
 from tests.support.recorded import carded_steps, plain_steps
-from tests.support.replicas import Hosts
+from tests.support.replicas import RandomReplicas
 from tests.support.waits import check_waits
 
 LAYOUTS: tuple[Layout, ...] = ((2, 1, 2, 1), (4, 1, 2, 1), (4, 1, 4, 1), (2, 2, 2, 1), (4, 2, 2, 2))
@@ -145,7 +145,10 @@ def test_every_combination(cards: Pools, layout: Layout, engine: tuple[str, Any]
 def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
     """A sharded optimiser's sums, by the network's library or in the order of ranks."""
     case = replace(layout_case((4, 1, 2, 1), "penstock", "gather"), sharded=True, summation=summation)
-    hosts, pool = Hosts(slots=0, steps=3), cards(4)  # on a card first: autograd counts devices only once
+    hosts, pool = (
+        RandomReplicas(slots=0, steps=3),
+        cards(4),
+    )  # on a card first: autograd counts devices only once
     found, plain = pool.run(carded_steps, case, hosts), pool.run(plain_steps, case, hosts)
     for ours, theirs in zip(found, plain, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
@@ -154,7 +157,7 @@ def test_steps_that_sum_parts(cards: Pools, summation: Summation) -> None:
 
 def waits_by_step(rank: int, case: Case) -> list[int]:
     """How often the host waits for the whole device in each of three steps, and kinds of tasks."""
-    waits = carded_steps(rank, case, Hosts(slots=0, steps=3)).waits
+    waits = carded_steps(rank, case, RandomReplicas(slots=0, steps=3)).waits
     return [sum(n for (_, _, what), n in each.items() if what == "wait for the device") for each in waits]
 
 

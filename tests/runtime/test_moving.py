@@ -20,7 +20,7 @@ from tests.placing.problems import costs_of
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, check_hosted, hosted_stack
+from tests.support.replicas import RandomReplicas, check_hosted, stack_with_replicas
 
 EVEN = ExpertPlacement.even(4, 2)
 COSTS = costs_of((0, 1), row_s=1e-3, expert_bytes=1e3)
@@ -47,7 +47,7 @@ def hosted_after(steps: Sequence[np.ndarray[Any, Any]], every: int = 1) -> list[
     return found
 
 
-def test_a_step_hosts_what_the_loads_of_the_one_before_ask_for() -> None:
+def test_a_step_has_the_replicas_that_the_loads_of_the_one_before_ask_for() -> None:
     assert hosted_after([HOT, HOT]) == [(EMPTY, 1), (EMPTY, 1)]
 
 
@@ -84,7 +84,7 @@ def test_loads_are_those_of_the_own_expert_group_by_expert_holder() -> None:
     ]
 
 
-def test_what_ranks_host_is_told_apart_by_its_hash() -> None:
+def test_replications_have_a_hash() -> None:
     none, some = Replication.none(EVEN, 1), Replication.local(EVEN, [[2], [EMPTY]])
     hashes = {Plans.none([replication]).hash64 for replication in (none, some)}
     assert len(hashes) == 2 and Plans.none([some]).hash64 in hashes
@@ -142,14 +142,14 @@ def small(world_size: int, name: str) -> ExpertMoving:
 
 @pytest.mark.parametrize(("world_size", "name"), [(2, "planned"), (4, "pro_prophet")])
 def test_planned_replicas_change_nothing_but_speed(ranks: Pools, world_size: int, name: str) -> None:
-    hosts = Hosts(slots=2, steps=4, moving=small(world_size, name))
+    hosts = RandomReplicas(slots=2, steps=4, moving=small(world_size, name))
     check_hosted(ranks, skewed(world_size, "flowmoe"), hosts)
 
 
-def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str], list[bool]]:
+def hosted_and_computed(rank: int, case: Case, hosts: RandomReplicas) -> tuple[list[str], list[bool]]:
     """After two steps: digests of the present replications next, and whether ranks have replicas. A step's
     loads have the replicas that it ran with."""
-    stack = hosted_stack(rank, case, hosts)
+    stack = stack_with_replicas(rank, case, hosts)
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     for _ in range(2):
@@ -160,8 +160,8 @@ def hosted_and_computed(rank: int, case: Case, hosts: Hosts) -> tuple[list[str],
     return [replication.digest for replication in found], [replication.is_empty for replication in found]
 
 
-def test_all_ranks_host_the_same_and_something(ranks: Pools) -> None:
-    hosts = Hosts(slots=2, steps=3, moving=small(2, "least_loaded"))
+def test_all_ranks_have_the_same_replicas_and_some(ranks: Pools) -> None:
+    hosts = RandomReplicas(slots=2, steps=3, moving=small(2, "least_loaded"))
     (digests, empty), others = ranks(2).run(hosted_and_computed, skewed(2, "penstock"), hosts)
     assert digests == others[0]
     assert not all(empty)
@@ -169,7 +169,7 @@ def test_all_ranks_host_the_same_and_something(ranks: Pools) -> None:
 
 def disagreeing(rank: int, case: Case) -> str:
     """What a rank says whose planner is another than the others'."""
-    stack = hosted_stack(rank, case, Hosts(moving=small(2, "least_loaded")))
+    stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     if rank:
         stack.replica_manager.moving = None
     tokens, labels = batch_of(case)

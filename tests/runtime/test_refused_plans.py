@@ -14,10 +14,10 @@ from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.close import check_close
 from tests.support.parity import batch_of
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, host_randomly, hosted_stack
+from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 from tests.support.searching import short_search
 
-HOSTS = Hosts(slots=2, pieces=2)
+REPLICAS_OF_ALL = RandomReplicas(slots=2, pieces=2)
 STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
 BY_RANK = replace(STEP, moe=replace(STEP.moe, aux_loss_group="microbatch"))
 """Balance is judged by the samples of a rank, so none may move, which a plan cannot know."""
@@ -25,18 +25,18 @@ BY_RANK = replace(STEP, moe=replace(STEP.moe, aux_loss_group="microbatch"))
 
 def step_after_a_refusal(rank: int, experts: ExpertMoves) -> None:
     """Plans with other replica slots, or none, that move samples, too."""
-    stack = hosted_stack(rank, BY_RANK, HOSTS)
-    host_randomly(stack, HOSTS, 0)
+    stack = stack_with_replicas(rank, BY_RANK, REPLICAS_OF_ALL)
+    replicate_randomly(stack, REPLICAS_OF_ALL, 0)
     tokens, labels = (each[BY_RANK.mine(rank)] for each in batch_of(BY_RANK))
     before, plan = stack(tokens, labels).detach(), stack.plan
     placement = PlacementConfig(samples="netmoe", experts=experts, replica_slots=1)
     config = replace(BY_RANK.config, placement=placement)
     with short_search():
         other = first_plan(config, stack.machinery.layout, stack.base_shape, stack.gradients.sizes_bytes)
-    hosted = stack.replica_manager.replications
+    replications = stack.replica_manager.replications
     with pytest.raises(ValueError, match="samples cannot move"):
         stack.adopt(other)
-    assert stack.plan is plan and stack.replica_manager.replications == hosted
+    assert stack.plan is plan and stack.replica_manager.replications == replications
     loss = stack(tokens, labels)
     check_close(loss.detach(), before, 1e-12, "loss")
     loss.backward()

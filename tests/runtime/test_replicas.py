@@ -19,12 +19,12 @@ from penstock.topology import Layout as Place
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, host_randomly, hosted_stack
+from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 
 
 def rows_computed(rank: int, case: Case, limit: int | None) -> int:
     """By this rank in a forward pass in which every expert is on both ranks."""
-    stack = hosted_stack(rank, case, Hosts(slots=4))
+    stack = stack_with_replicas(rank, case, RandomReplicas(slots=4))
     held = [list(range(4, 8)), list(range(4))]
     layers = [layer for layer in stack.moe_layers if layer is not None]
     stack.set_replicas([replace(Replication.local(layer.placement, held), limit=limit) for layer in layers])
@@ -56,12 +56,12 @@ def test_every_slice_is_computed_by_halves(ranks: Pools) -> None:
 def what_stays(rank: int, case: Case) -> list[bool]:
     """After each of three steps with replicas of their own: whether groups of ranks, program and parameters
     are those of before."""
-    stack, hosts = hosted_stack(rank, case, Hosts(slots=2)), Hosts(slots=2)
+    stack, hosts = stack_with_replicas(rank, case, RandomReplicas(slots=2)), RandomReplicas(slots=2)
     tokens, labels = batch_of(case)
     mine, found = case.mine(rank), []
     optimizer = torch.optim.AdamW(stack.parameters(), 1e-3)
     for step in range(4):
-        host_randomly(stack, hosts, step)
+        replicate_randomly(stack, hosts, step)
         stack(tokens[mine], labels[mine]).backward()
         optimizer.step()
         held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""What may be done to a stack between steps while ranks host replicas, and what cannot be hosted."""
+"""What may be done to a stack between steps while ranks hold replicas, and which experts cannot have any."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.support.close import check_close
 from tests.support.parity import Case, batch_of, stack_of
 from tests.support.ranks import Pools
 from tests.support.reference_moe import Weights
-from tests.support.replicas import Hosts, host_randomly, hosted_stack
+from tests.support.replicas import RandomReplicas, replicate_randomly, stack_with_replicas
 
-HOSTS = Hosts(slots=2, pieces=2)
+REPLICAS_OF_ALL = RandomReplicas(slots=2, pieces=2)
 STEP = replace(hosting_case(2, ROUTINGS[0], "penstock"), padding=False)
 
 
@@ -40,7 +40,7 @@ class Run:
     """A stack with replicas on one rank, and one without."""
 
     def __init__(self, rank: int) -> None:
-        self.hosted, self.plain = hosted_stack(rank, STEP, HOSTS), stack_of(rank, STEP)
+        self.replicated, self.plain = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL), stack_of(rank, STEP)
         tokens, labels = batch_of(STEP)
         mine = STEP.mine(rank)
         self.batch, self.turn = (tokens[mine], labels[mine], torch.arange(len(tokens))[mine]), 0
@@ -49,7 +49,7 @@ class Run:
         """The loss, with other replicas than ever before."""
         if stack.replica_manager.replications:
             self.turn += 1
-            host_randomly(stack, HOSTS, self.turn)
+            replicate_randomly(stack, REPLICAS_OF_ALL, self.turn)
         loss: Tensor = stack(*self.batch)
         return loss
 
@@ -72,41 +72,41 @@ def left(stack: PipelinedStack) -> Weights:
 
 
 def accumulated(run: Run) -> None:
-    run.gradients(run.hosted)
-    run.forward(run.hosted).backward()
-    run.check(run.hosted, "two steps", times=2)
+    run.gradients(run.replicated)
+    run.forward(run.replicated).backward()
+    run.check(run.replicated, "two steps", times=2)
 
 
 def two_at_once(run: Run) -> None:
-    """Each backward pass belongs to its own forward pass, whatever was hosted since."""
-    run.hosted.zero_grad()
-    first, second = run.forward(run.hosted), run.forward(run.hosted)
+    """Each backward pass belongs to its own forward pass, whatever replicas there have been since."""
+    run.replicated.zero_grad()
+    first, second = run.forward(run.replicated), run.forward(run.replicated)
     with torch.no_grad():
-        run.forward(run.hosted)
+        run.forward(run.replicated)
     first.backward()
     second.backward()
-    run.check(run.hosted, "two at once", times=2)
+    run.check(run.replicated, "two at once", times=2)
 
 
 def frozen(run: Run) -> None:
     for part in ("w_up", ".experts."):
-        for stack in (run.hosted, run.plain):
+        for stack in (run.replicated, run.plain):
             for name, parameter in stack.model.named_parameters():
                 parameter.requires_grad_(part not in name)
-        run.gradients(run.hosted)
-        run.check(run.hosted, f"{part} frozen")
-    for stack in (run.hosted, run.plain):
+        run.gradients(run.replicated)
+        run.check(run.replicated, f"{part} frozen")
+    for stack in (run.replicated, run.plain):
         stack.model.requires_grad_(True)
-    run.gradients(run.hosted)
-    run.check(run.hosted, "thawed")
+    run.gradients(run.replicated)
+    run.check(run.replicated, "thawed")
 
 
 def copied(run: Run) -> None:
     names = [name for name, _ in run.plain.named_parameters()]
-    assert [name for name, _ in run.hosted.named_parameters()] == names
-    assert list(run.hosted.state_dict()) == list(run.plain.state_dict())
-    twin = copy.deepcopy(run.hosted)
-    assert twin.replica_manager.replications == run.hosted.replica_manager.replications
+    assert [name for name, _ in run.replicated.named_parameters()] == names
+    assert list(run.replicated.state_dict()) == list(run.plain.state_dict())
+    twin = copy.deepcopy(run.replicated)
+    assert twin.replica_manager.replications == run.replicated.replica_manager.replications
     assert [name for name, _ in twin.named_parameters()] == names
     run.gradients(twin)
     run.check(twin, "copy")
@@ -114,27 +114,27 @@ def copied(run: Run) -> None:
 
 def converted(run: Run) -> None:
     """Replicas have the type that the experts have now."""
-    for stack in (run.hosted, run.plain):
+    for stack in (run.replicated, run.plain):
         stack.model.float()
-    found, wanted = run.gradients(run.hosted), run.gradients(run.plain)
+    found, wanted = run.gradients(run.replicated), run.gradients(run.plain)
     for name, gradient in wanted.items():
         check_close(found[name], gradient, 1e-4, f"float32: {name}")
-    for stack in (run.hosted, run.plain):
+    for stack in (run.replicated, run.plain):
         stack.model.double()
 
 
 def planned_anew(run: Run) -> None:
     """A plan without replica slots has no replicas, one with others begins without."""
-    plans = run.hosted.plan, run.plain.plan
-    run.hosted.adopt(plans[1])
-    assert run.hosted.replica_manager.replications == ()
-    run.gradients(run.hosted)
-    run.check(run.hosted, "without slots")
-    run.hosted.adopt(plans[0])
-    found = run.hosted.replica_manager.replications
+    plans = run.replicated.plan, run.plain.plan
+    run.replicated.adopt(plans[1])
+    assert run.replicated.replica_manager.replications == ()
+    run.gradients(run.replicated)
+    run.check(run.replicated, "without slots")
+    run.replicated.adopt(plans[0])
+    found = run.replicated.replica_manager.replications
     assert len(found) == 2 and all(replication is not None and replication.is_empty for replication in found)
-    run.gradients(run.hosted)
-    run.check(run.hosted, "with slots again")
+    run.gradients(run.replicated)
+    run.check(run.replicated, "with slots again")
 
 
 LIVES: list[Callable[[Run], None]] = [accumulated, two_at_once, frozen, copied, converted, planned_anew]
@@ -154,13 +154,16 @@ def test_between_steps(ranks: Pools) -> None:
 def hosted_again(rank: int, folder: Path) -> tuple[list[bool], list[bool]]:
     """Whether stacks with as many slots as there were, and with others, host after loading what was saved.
 
-    What would not pay is remembered, and not hosted.
+    What would not pay is remembered, and not used.
     """
-    saved, fresh = (hosted_stack(rank, STEP, HOSTS) for _ in range(2))
-    host_randomly(saved, HOSTS, 0)
-    plans = replace(saved.replica_manager.plans, hosted=(True, False), age_steps=3)
+    saved, fresh = (stack_with_replicas(rank, STEP, REPLICAS_OF_ALL) for _ in range(2))
+    replicate_randomly(saved, REPLICAS_OF_ALL, 0)
+    plans = replace(saved.replica_manager.plans, in_use=(True, False), age_steps=3)
     saved.replica_manager.follow(plans)
-    path, others = checkpoints(saved, folder).save(1), hosted_stack(rank, STEP, replace(HOSTS, slots=1))
+    path, others = (
+        checkpoints(saved, folder).save(1),
+        stack_with_replicas(rank, STEP, replace(REPLICAS_OF_ALL, slots=1)),
+    )
     for stack in (fresh, others):
         checkpoints(stack, folder).load(path)
     assert (
@@ -182,7 +185,7 @@ def checkpoints(stack: PipelinedStack, folder: Path) -> Checkpoints:
     return Checkpoints(folder, stack, optimizer, keep=2, identity=IDENTITY)
 
 
-def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_the_replicas_that_it_would_have_had(ranks: Pools, tmp_path: Path) -> None:
     for empty, limited in ranks(2).run(hosted_again, tmp_path):
         assert empty == [False, True]
         assert limited == [True, False]
@@ -191,7 +194,7 @@ def test_a_run_that_goes_on_hosts_what_it_would_have_hosted(ranks: Pools, tmp_pa
 def one_group_again(rank: int, folder: Path) -> bool:
     """Whether all ranks go on with what they were to host, of which half have nothing."""
     case = replace(CASE, world_size=4, ep_size=2)
-    saved, fresh = (hosted_stack(rank, case, HOSTS) for _ in range(2))
+    saved, fresh = (stack_with_replicas(rank, case, REPLICAS_OF_ALL) for _ in range(2))
     layout, plans = saved.machinery.layout, saved.replica_manager.plans
     if layout.mesh.group(rank, Group.EXPERT_SHARDS) == 0:
         plans = replace(plans, made=tuple(some_replica(each.placement) for each in plans.made))
@@ -204,13 +207,13 @@ def some_replica(placement: ExpertPlacement) -> Replication:
     return Replication.local(placement, [[placement.held(1)[0], EMPTY], [EMPTY, EMPTY]])
 
 
-def test_a_group_that_hosts_goes_on_though_another_has_nothing_to_host(ranks: Pools, tmp_path: Path) -> None:
+def test_a_group_with_replicas_goes_on_though_another_has_none(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(4).run(one_group_again, tmp_path) == [True] * 4
 
 
 def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
     """Losses of two more steps of a run whose replicas are planned, as it is and as it was saved."""
-    hosts = replace(HOSTS, moving=small(2, "least_loaded"))
+    hosts = replace(REPLICAS_OF_ALL, moving=small(2, "least_loaded"))
     tokens, labels = batch_of(STEP)
     mine = STEP.mine(rank)
 
@@ -224,7 +227,7 @@ def gone_on(rank: int, folder: Path) -> tuple[list[float], list[float], bool]:
             losses.append(loss.item())
         return losses
 
-    going, fresh = (checkpoints(hosted_stack(rank, STEP, hosts), folder) for _ in range(2))
+    going, fresh = (checkpoints(stack_with_replicas(rank, STEP, hosts), folder) for _ in range(2))
     steps(going)
     path = going.save(2)
     fresh.load(path)
@@ -242,7 +245,7 @@ def test_planned_replicas_are_kept_and_losses_are_what_they_would_have_been(
 
 @pytest.mark.parametrize("replicas", [{"a": 1}, [{"age_steps": 0}], [[]], 3, ["{}"]])
 def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
-    stack = hosted_stack(0, CASE, HOSTS)
+    stack = stack_with_replicas(0, CASE, REPLICAS_OF_ALL)
     with pytest.raises(DamagedError, match="replicas"):
         read_steps(stack, {"replicas": replicas})
     assert read_steps(stack, {})[0] is None
@@ -250,9 +253,9 @@ def test_nonsense_about_replicas_is_damage(replicas: object) -> None:
 
 def half_read(rank: int) -> tuple[bool, bool]:
     """Whether rank 0's plans, which rank 1 has not read, are in use."""
-    stack = hosted_stack(rank, STEP, HOSTS)
+    stack = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL)
     before = stack.replica_manager.plans
-    plans = Plans(before.made, before.hosted, before.age_steps + 1) if rank == 0 else None
+    plans = Plans(before.made, before.in_use, before.age_steps + 1) if rank == 0 else None
     return take_steps(stack, plans, None)[0], stack.replica_manager.plans is before
 
 
@@ -262,9 +265,9 @@ def test_what_not_all_ranks_have_read_nobody_hosts(ranks: Pools) -> None:
 
 def saved_and_loaded(rank: int, case: Case, folder: Path) -> tuple[Weights, Weights, list[str]]:
     """A state as it was saved with replicas, as it is loaded without, and the names in the files."""
-    stack = hosted_stack(rank, case, HOSTS)
+    stack = stack_with_replicas(rank, case, REPLICAS_OF_ALL)
     run = checkpoints(stack, folder)
-    host_randomly(stack, HOSTS, 0)
+    replicate_randomly(stack, REPLICAS_OF_ALL, 0)
     train(run, rank, case, 2)
     path = run.save(2)
     other = bare(rank, replace(case, seed=5), folder)
@@ -290,7 +293,7 @@ def test_checkpoints_have_no_replicas(ranks: Pools, tmp_path: Path) -> None:
 
 def hosting_otherwise(rank: int) -> list[str]:
     """What replications that do not fit are answered with."""
-    stack = hosted_stack(rank, STEP, HOSTS)
+    stack = stack_with_replicas(rank, STEP, REPLICAS_OF_ALL)
     placement, none = ExpertPlacement.even(8, 2), Replication.none(ExpertPlacement.even(8, 2), 2)
     some = Replication.local(placement, [[4, -1], [-1, -1]] if rank else [[-1, -1], [-1, -1]])
     turned = Replication.none(ExpertPlacement.of([[4, 5, 6, 7], [0, 1, 2, 3]]), 2)
@@ -314,7 +317,7 @@ def hosting_otherwise(rank: int) -> list[str]:
     return found
 
 
-def test_hostings_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None:
+def test_replications_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None:
     for rank, texts in enumerate(ranks(2).run(hosting_otherwise)):
         for text, words in zip(
             texts,
@@ -323,7 +326,7 @@ def test_hostings_that_do_not_fit_are_refused_on_all_ranks(ranks: Pools) -> None
                 "layer 1 is an MoE layer, which its replication does not say",
                 "the replication of layer 1 is for other owners",
                 "the replication of layer 1 has 1 replica slots, the plan 2",
-                f"layer 1: rank {1 - rank} hosts other replicas than rank {rank} knows of",
+                f"layer 1: rank {1 - rank} holds other replicas than rank {rank} knows of",
             ),
             strict=True,
         ):

@@ -23,7 +23,7 @@ from penstock.step.shape import FORM_TOKENS
 from tests.support.layouts import Layout, layout_case
 from tests.support.parity import Case, check_parity
 from tests.support.placers import Eager, RandomHomes, Rotated
-from tests.support.replicas import Hosts, check_hosted
+from tests.support.replicas import RandomReplicas, check_hosted
 
 # ---- values ------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Step:
     not."""
 
     case: Case
-    hosts: Hosts | None = None
+    hosts: RandomReplicas | None = None
 
     def check(self, pools: Any) -> None:
         """Run it on real ranks, and compare."""
@@ -234,7 +234,9 @@ def step_of(values: Mapping[str, Any], **sizes: Any) -> Step:
     if known["samples"] != "even" and not any(batches):
         batches = (2,)
     slots = known["replicas"]
-    return Step(replace(case, schedule=cut, batches=batches), Hosts(slots=slots, pieces=2) if slots else None)
+    return Step(
+        replace(case, schedule=cut, batches=batches), RandomReplicas(slots=slots, pieces=2) if slots else None
+    )
 
 
 @st.composite

@@ -17,7 +17,7 @@ from penstock.train.assemble import build_optimizer
 from penstock.train.update import build_update
 from tests.support.card import CardDevice, Wait, counted, install
 from tests.support.parity import Case, batch_of, stack_of
-from tests.support.replicas import Hosts, hosted_stack, turn_gates
+from tests.support.replicas import RandomReplicas, stack_with_replicas, turn_gates
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Ran:
     repeats: list[int] = field(default_factory=list)
 
 
-def plain_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
+def plain_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     """Steps as a training loop runs them, on the CPU as it is; rows are counted in each."""
     counted_rows = replace(case, transport="direct", bounds="", moe=replace(case.moe, bound_factor=None))
     losses, norms, *_ = _train(rank, counted_rows, hosts)
     return Ran(losses, norms)
 
 
-def carded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
+def carded_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     """The same steps on this rank's stand-in for a GPU."""
     install()
     with using(CardDevice(shared=case.transport == "staged")):
@@ -52,7 +52,7 @@ def carded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     return Ran(losses, norms, waits=waits, repeats=repeats)
 
 
-def recorded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
+def recorded_steps(rank: int, case: Case, hosts: RandomReplicas) -> Ran:
     """The same steps on a recorded device."""
     with recorded() as recorder:
         losses, norms, _, repeats = _train(rank, case, hosts)
@@ -63,7 +63,7 @@ def recorded_steps(rank: int, case: Case, hosts: Hosts) -> Ran:
     )
 
 
-def log_of_steps(rank: int, case: Case, hosts: Hosts) -> list[Entry]:
+def log_of_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[Entry]:
     """What the same steps ask of the device."""
     with recorded() as recorder:
         _train(rank, case, hosts)
@@ -71,9 +71,9 @@ def log_of_steps(rank: int, case: Case, hosts: Hosts) -> list[Entry]:
 
 
 def _train(
-    rank: int, case: Case, hosts: Hosts
+    rank: int, case: Case, hosts: RandomReplicas
 ) -> tuple[list[float], list[float], list[dict[Wait, int]], list[int]]:
-    stack = hosted_stack(rank, case, hosts) if hosts.slots else stack_of(rank, case)
+    stack = stack_with_replicas(rank, case, hosts) if hosts.slots else stack_of(rank, case)
     config = case.config.optimizer
     update = build_update(stack, build_optimizer(stack, config), config)
     losses, norms, waits = [], [], []

@@ -38,7 +38,7 @@ RATE = 0.1
 
 
 @dataclass(frozen=True)
-class Hosts:
+class RandomReplicas:
     """How experts are in use. slots, pieces: of replicas. steps: each hosts others. seed: of which rank holds
     which replica.
 
@@ -56,7 +56,7 @@ class Hosts:
     fresh: bool = False
 
 
-def random_hosting(placement: ExpertPlacement, slots: int, random: Random) -> Replication:
+def random_replication(placement: ExpertPlacement, slots: int, random: Random) -> Replication:
     """Any replicas anywhere, and any split of rows among those that have an expert."""
     replicas = [_some(placement, rank, slots, random) for rank in range(placement.ranks)]
     replication = Replication.local(placement, replicas)
@@ -86,14 +86,14 @@ def _split(positions: Sequence[int], random: Random) -> tuple[Part, ...]:
     return tuple(Part(position, size) for position, size in zip(chosen, sizes, strict=True))
 
 
-def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
+def replicate_randomly(stack: PipelinedStack, hosts: RandomReplicas, step: int) -> None:
     """The same random replicas on all ranks, others in every step and layer, their rows split in all ways."""
     stack.set_replicas(
         [
             None
             if layer is None
             else replace(
-                random_hosting(layer.placement, hosts.slots, Random(f"{hosts.seed} {step} {n}")),
+                random_replication(layer.placement, hosts.slots, Random(f"{hosts.seed} {step} {n}")),
                 limit=hosts.limits[(step + n) % len(hosts.limits)],
             )
             for n, layer in enumerate(stack.moe_layers)
@@ -101,7 +101,7 @@ def host_randomly(stack: PipelinedStack, hosts: Hosts, step: int) -> None:
     )
 
 
-def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
+def stack_with_replicas(rank: int, case: Case, hosts: RandomReplicas) -> PipelinedStack:
     """The case's stack, with room for replicas."""
     stack = stack_of(rank, case)
     experts: ExpertMoves = "planned" if hosts.slots else "none"
@@ -114,9 +114,9 @@ def hosted_stack(rank: int, case: Case, hosts: Hosts) -> PipelinedStack:
     return stack
 
 
-def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
+def hosted_steps(rank: int, case: Case, hosts: RandomReplicas) -> list[StepResult]:
     """Steps on this rank, each with other replicas, and an evaluation before each."""
-    stack = hosted_stack(rank, case, hosts)
+    stack = stack_with_replicas(rank, case, hosts)
     tokens, labels = batch_of(case)
     mine, ids, valid = case.mine(rank), torch.arange(len(tokens)), case.valid
     optimizer = torch.optim.SGD(stack.parameters(), RATE)
@@ -124,7 +124,7 @@ def hosted_steps(rank: int, case: Case, hosts: Hosts) -> list[StepResult]:
     found = []
     for step in range(hosts.steps):
         if hosts.slots and hosts.moving is None:
-            host_randomly(stack, hosts, step)
+            replicate_randomly(stack, hosts, step)
         with torch.no_grad():
             judged = stack(*batch)
         loss = stack(*batch)
@@ -175,7 +175,7 @@ def plain_steps(alone: Case, steps: int, fresh: bool) -> list[StepResult]:
     return found
 
 
-def check_hosted(pools: Any, case: Case, hosts: Hosts) -> None:
+def check_hosted(pools: Any, case: Case, hosts: RandomReplicas) -> None:
     """Run the case on real ranks, and compare every step with the reference."""
     ranks = pools(case.world_size).run(hosted_steps, case, hosts)
     expected = plain_steps(reference_case(case), hosts.steps, hosts.fresh)

@@ -180,10 +180,12 @@ def test_the_first_host_of_a_list(nodelist: str, first: str) -> None:
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 99)), min_size=1, max_size=4)
-HOSTS = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z]", fullmatch=True)
+REPLICAS_OF_ALL = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z]", fullmatch=True)
 
 
-@given(prefix=HOSTS, spans=SPANS, width=st.integers(1, 4), others=st.lists(HOSTS, max_size=3))
+@given(
+    prefix=REPLICAS_OF_ALL, spans=SPANS, width=st.integers(1, 4), others=st.lists(REPLICAS_OF_ALL, max_size=3)
+)
 def test_the_first_host_of_any_list(
     prefix: str, spans: list[tuple[int, int]], width: int, others: list[str]
 ) -> None:

@@ -38,11 +38,11 @@ def test_rows_count_where_replicas_compute_them_and_loads_are_compared_with_thos
     replicas = [Replication.local(even, [[EMPTY], [3], [EMPTY], [EMPTY]])]
     mesh = Mesh(world_size=4, ep_size=4)
     hosted = RowsOfReplicas.of_group(loads, replicas, mesh, 2, 0)
-    found = LoadFigures.of(loads, [even], mesh, 2, hosted=hosted, before_PYE=before)
+    found = LoadFigures.of(loads, [even], mesh, 2, replica_rows=hosted, before_PYE=before)
     assert (found.rank_max_over_mean, found.rank_rows_max_over_mean) == ((3.0,), (2.0,))
     assert found.crossing_nodes == (0.0,) and found.in_common == (0.75,)
     nobody = RowsOfReplicas.of_group(loads, [Replication.none(even, 1)], mesh, 2, 0)
-    alone = LoadFigures.of(loads, [even], mesh, 2, hosted=nobody)
+    alone = LoadFigures.of(loads, [even], mesh, 2, replica_rows=nobody)
     assert alone.rank_rows_max_over_mean == alone.rank_max_over_mean == (3.0,)
     assert alone.crossing_nodes == (0.25,) and alone.in_common is None
 
@@ -58,7 +58,7 @@ def test_every_expert_group_has_replicas_of_its_own() -> None:
         for rank in range(4)
     ]
     assert [part.shape for share in shares for part in share] == [(1,)] * 8, "nobody tells others' rows"
-    found = LoadFigures.of(loads, [even], mesh, 1, hosted=RowsOfReplicas.joined(shares))
+    found = LoadFigures.of(loads, [even], mesh, 1, replica_rows=RowsOfReplicas.joined(shares))
     assert (found.rank_rows_max_over_mean, found.crossing_nodes) == ((2.0,), (0.25,))
     alone = LoadFigures.of(loads, [even], mesh, 1)
     assert (alone.rank_rows_max_over_mean, alone.crossing_nodes) == ((2.0,), (0.5,))
@@ -108,6 +108,6 @@ def test_every_row_counts_at_the_rank_and_the_node_that_hold_its_expert(
     hosted = RowsOfReplicas.joined(
         [RowsOfReplicas.of_group(loads, replicas, mesh, 4, rank).share(mesh, rank) for rank in range(8)]
     )
-    found = LoadFigures.of(loads, [placement], mesh, 4, hosted=hosted)
+    found = LoadFigures.of(loads, [placement], mesh, 4, replica_rows=hosted)
     assert found.crossing_nodes is not None and found.crossing_nodes[0] <= away / loads.sum()
     assert hosted.rows_PY.sum() == ranks.sum()

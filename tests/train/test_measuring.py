@@ -12,12 +12,12 @@ from tests.runtime.test_moving import small
 from tests.support.cases import ROUTINGS, hosting_case
 from tests.support.parity import Case, batch_of
 from tests.support.ranks import Pools
-from tests.support.replicas import Hosts, hosted_stack
+from tests.support.replicas import RandomReplicas, stack_with_replicas
 
 
 def measured(rank: int, case: Case) -> tuple[Any, ...]:
     """Of the second step: its loads, what this rank's group hosted, and two metrics."""
-    stack = hosted_stack(rank, case, Hosts(moving=small(2, "least_loaded")))
+    stack = stack_with_replicas(rank, case, RandomReplicas(moving=small(2, "least_loaded")))
     tokens, labels = batch_of(case)
     mine = case.mine(rank)
     for _ in range(2):

@@ -177,7 +177,7 @@ def _add_moving(schedule: argparse.ArgumentParser) -> None:
         type=_count,
         default=1,
         metavar="N",
-        help="experts of other ranks that a rank hosts per MoE layer, where experts move (default: 1)",
+        help="replicas of other ranks' experts on a rank per MoE layer, where experts move (default: 1)",
     )
     schedule.add_argument(
         "--recompute",

@@ -185,7 +185,7 @@ class PlacedMoves(RowMoves):
         return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
 
     def _replicas(self, task: Task, rank: int) -> Move:
-        """Return move of a piece of every replica's parameters to its host, or of gradients to its owner."""
+        """Return move of a piece of every replica's parameters to its rank, or of gradients to its owner."""
         assert task.piece is not None, task
         elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
         piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES

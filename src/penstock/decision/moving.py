@@ -142,7 +142,7 @@ class PlacementConfig:
     replica_slots: ReplicaSlots = 1
     """Experts of other ranks that each rank has room for, per MoE layer, where experts move."""
     split: Split = "auto"
-    """Where experts move, whether rows are shared among hosts by the loads of their own step ("exact") or
+    """Where experts move, whether rows are shared among replicas by the loads of their own step ("exact") or
     those of the step before ("last_step"); "auto" = exactly where that can be."""
     every: EverySteps = 1
     """Steps between two plans of experts."""

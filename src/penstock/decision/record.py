@@ -190,7 +190,7 @@ class Decision:
     replica_slots: Annotated[ReplicaSlots, REPLICA_SLOTS] = 1
     """Experts of other ranks that a rank has room for in every MoE layer, where experts move."""
     split: Annotated[Split, SPLIT] = "auto"
-    """By which loads rows are shared among hosts."""
+    """By which loads rows are shared among replicas."""
     partition: Partition | None = None
     """The gradients in each gap, for fsmoe; none = all of a layer's in the next gap below."""
     more: Annotated[Table, Items(100, "one per registered decision")] = NOTHING

@@ -1,7 +1,7 @@
 """Targets of a layer's rows, and the experts that compute the rows that come here.
 
-Without replicas an expert's rows go to where its placement says. While ranks host others' experts as
-replicas, a rank's rows of an expert are split among several positions, here or on the way, and a host
+Without replicas an expert's rows go to where its placement says. While ranks hold others' experts as
+replicas, a rank's rows of an expert are split among several positions, here or on the way, and a replica
 computes them with parameters that were brought to it.
 
 Shapes: T tokens, k choices, E experts (total), H positions among which an expert's rows are split, R rows, M

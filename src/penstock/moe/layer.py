@@ -123,7 +123,7 @@ class MoELayer(nn.Module):
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
-        self._hosted: SlotsWithReplicas | None = None
+        self._replica_slots: SlotsWithReplicas | None = None
 
     @property
     def num_experts(self) -> int:
@@ -139,14 +139,14 @@ class MoELayer(nn.Module):
     @property
     def expert_slots(self) -> OwnSlots | SlotsWithReplicas:
         """Where rows go, and which experts compute them here."""
-        return self._hosted or OwnSlots(self.order, self.experts, self.placement, self.ep_rank)
+        return self._replica_slots or OwnSlots(self.order, self.experts, self.placement, self.ep_rank)
 
-    def use_replicas(self, hosted: SlotsWithReplicas | None) -> None:
+    def use_replicas(self, slots: SlotsWithReplicas | None) -> None:
         """Route to the replicas of all ranks, and compute those of this rank; None: there are no replicas.
 
         For the steps of a stack, which bring the replicas.
         """
-        self._hosted = hosted
+        self._replica_slots = slots
 
     def send_by(self, dispatch: Dispatch, order: Order) -> None:
         """Let rows travel in another way from the next step of a stack on."""
@@ -264,7 +264,7 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without losses: they hold the graph of a pass."""
-        return {**self.__dict__, "_losses": None, "_recomputed": None, "_hosted": None}
+        return {**self.__dict__, "_losses": None, "_recomputed": None, "_replica_slots": None}
 
     def _route_checked(self, x_TM: Tensor, tokens: Tokens) -> RoutedTokens:
         try:

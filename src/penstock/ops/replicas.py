@@ -10,7 +10,7 @@ from penstock.ops.work import DIGEST_BYTES, Sizes, Work
 from penstock.placing.encoding import FIRST_NUMBERS, NUMBER_BYTES
 
 REPLICAS = "replica gradients of L{layer}"
-"""State: the gradients of the experts that a rank hosts for a step."""
+"""State: the gradients of the experts of which a rank holds replicas for a step."""
 
 
 def _replicas(task: Task, sizes: Sizes) -> Work:
@@ -36,7 +36,7 @@ def _replications(task: Task, sizes: Sizes) -> Work:
 register(
     OpSpec(
         name=Op.REPLICA_PARAMETERS,
-        title="parameters of experts, from owners to their hosts",
+        title="parameters of experts, from owners to replicas",
         kind=Kind.COLLECTIVE,
         work=_replicas,
         backward=Backward.NONE,
@@ -44,7 +44,7 @@ register(
     ),
     OpSpec(
         name=Op.REPLICA_GRADIENTS,
-        title="gradients of experts, from their hosts to owners",
+        title="gradients of experts, from replicas to owners",
         kind=Kind.COLLECTIVE,
         work=_replicas,
         backward=Backward.NONE,
@@ -52,7 +52,7 @@ register(
     ),
     OpSpec(
         name=Op.PLAN_REPLICAS,
-        title="which experts ranks host in the next step",
+        title="which replicas ranks hold in the next step",
         kind=Kind.HOST,
         work=_planning,
         backward=Backward.NONE,
@@ -60,7 +60,7 @@ register(
     ),
     OpSpec(
         name=Op.COMPARE_REPLICAS,
-        title="exchange of what ranks will host",
+        title="exchange of the next replicas",
         kind=Kind.COLLECTIVE,
         work=_replications,
         backward=Backward.NONE,

@@ -21,7 +21,7 @@ SAME: Final = -1
 UNLIMITED: Final = 0
 NUMBER_BYTES: Final = 4
 FIRST_NUMBERS: Final = 3
-"""Numbers before a replication's replicas: whether it is hosted, the number of splits, the limit."""
+"""Numbers before a replication's replicas: whether it is in use, the number of splits, the limit."""
 OF_SPLIT: Final = 4
 """Numbers per part of a split: rank, expert, position, parts."""
 
@@ -29,13 +29,13 @@ OF_SPLIT: Final = 4
 def numbers_of(share: Share, known: Sequence[Replication]) -> Numbers:
     """Return a share as numbers. known: the plans of these layers before, which need not be told again."""
     found: list[int] = []
-    for (new, hosted), old in zip(share, known, strict=True):
+    for (new, in_use), old in zip(share, known, strict=True):
         if new is old:
-            found += (hosted, SAME)
+            found += (in_use, SAME)
             continue
         splits = [(rank, expert, *part) for rank, expert, parts in new.own_splits for part in parts]
         limit = new.limit or UNLIMITED
-        found += (hosted, len(splits), limit, *chain(*new.replicas), *chain(*splits))
+        found += (in_use, len(splits), limit, *chain(*new.replicas), *chain(*splits))
     return np.array(found, np.int32)
 
 
@@ -46,16 +46,16 @@ def share_of(numbers: Numbers, known: Sequence[Replication]) -> Share:
 
 
 def _read(read: Iterator[int], old: Replication) -> tuple[Replication, bool]:
-    hosted, count = bool(next(read)), next(read)
+    in_use, count = bool(next(read)), next(read)
     if count == SAME:
-        return old, hosted
+        return old, in_use
     limit = next(read) or None
     replicas = [list(islice(read, old.replica_slots)) for _ in range(old.placement.ranks)]
     splits: dict[tuple[int, int], list[Part]] = {}
     for _ in range(count):
         rank, expert, *part = islice(read, OF_SPLIT)
         splits.setdefault((rank, expert), []).append(Part(*part))
-    return _replication(old.placement, replicas, splits, limit), hosted
+    return _replication(old.placement, replicas, splits, limit), in_use
 
 
 def told_bytes(replication: Replication) -> int:

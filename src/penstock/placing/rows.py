@@ -2,7 +2,7 @@
 
 A row is a token that one of its experts processes. Rows of the combine start where their experts are now;
 rows of the next dispatch go from the new home to wherever the next layer's replication sends that device's
-rows, so a row whose expert is hosted on the device costs nothing, and a row to a replica or replica in the
+rows, so a row whose expert is on the device costs nothing, and a row to a replica in the
 node no more than one inside the node.
 
 Shapes: I samples, P devices, N nodes, E experts; S some samples, D the devices of one node. A device is a

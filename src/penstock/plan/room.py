@@ -30,7 +30,7 @@ class Room:
         """Return whether a plan fits, by the estimate for whole microbatches.
 
         Replicas of a known routing are planned with the slack of an order. So where experts move, the pieces
-        of a microbatch change a little who hosts them, and a search compares an evaluated plan's own
+        of a microbatch change a little which rank has them, and a search compares an evaluated plan's own
         estimate.
         """
         if self.memory is None:

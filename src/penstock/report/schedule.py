@@ -44,7 +44,7 @@ def cluster_text(cluster: ClusterConfig, *, nodes: bool) -> str:
 def placement_text(shape: StepShape) -> str:
     """Say what moves; empty if nothing does."""
     samples = ["samples get new homes in every MoE layer"] if shape.moves_samples else []
-    slots = f"every rank hosts up to {counted(shape.replica_slots, 'expert')} of others per MoE layer"
+    slots = f"every rank holds up to {counted(shape.replica_slots, 'replica')} of others per MoE layer"
     return "; ".join([*samples, *([slots] if shape.replica_slots else [])])
 
 

@@ -73,8 +73,7 @@ def joined_legs(sent_NSC: Counts, received_PSC: Counts, place: Place) -> list[tu
 def arrivals(received_PSC: Counts, place: Place) -> Counts:
     """Return the sizes of the blocks in which rows are stored at the rank at `place` on arrival, [C, B].
 
-    They are sorted by the sender's place, its node and the set; blocks that are empty in all pieces are left
-    out.
+    They are sorted by the sender's place, its node and the set; see `filled_blocks`.
     """
     received_NGSC = received_PSC.reshape(place.nodes, place.node_size, *received_PSC.shape[1:])
     mine_S = sets_of(place.node_size)[:, place.local].astype(bool)
@@ -82,9 +81,13 @@ def arrivals(received_PSC: Counts, place: Place) -> Counts:
 
 
 def filled_blocks(sizes: Counts) -> Counts:
-    """Return the blocks that some piece fills, by piece, [C, B]. sizes: of all blocks, [..., C]."""
+    """Return the blocks that some piece fills, by piece, [C, B]; an empty one where there are no rows at all.
+
+    sizes: of all blocks, [..., C].
+    """
     sizes_BC = sizes.reshape(-1, sizes.shape[-1])
-    found: Counts = sizes_BC[sizes_BC.any(axis=1)].T
+    filled = np.flatnonzero(sizes_BC.sum(axis=1))
+    found: Counts = sizes_BC[filled if filled.size else [0]].T
     return found
 
 

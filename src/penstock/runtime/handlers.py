@@ -189,8 +189,8 @@ class StepContext:
     tensor: its place among these ranks. makers: makers of each layer's routes; None for a dense layer.
     residual_transport: how residual streams get to where outputs are. segment: makes a compute segment.
     degrees: the numbers of chunks in which rows of an MoE layer travel. weights: makes the object to which a
-    slice's weight gradients are left. host, step_replicas: what ranks hold as replicas from step to step, and
-    in this step.
+    slice's weight gradients are left. replica_manager, step_replicas: what ranks hold as replicas from step
+    to step, and in this step.
     marks: [11] float64, to sum with the statistics, see `fingerprints.marks`. fingerprint: makes that of the
     values that ranks hold alike, in steps that compare them. bounds: those of rows. relocation: how samples
     get their homes, where they move.
@@ -198,8 +198,8 @@ class StepContext:
     training: whether backward follows. slopes: known when the backward half begins. total,
     marks_total: known when the statistics task has run. loads_PYE: known when the loads task has run, if the
     step has one: choices by rank, MoE layer and expert; sample_loads: the choices of this rank's samples,
-    known then too. plans: what to host next, when ranks have compared it. updates: those of a step that
-    updates parameters itself.
+    known then too. plans: the replicas of the next step, when ranks have compared it. updates: those of a
+    step that updates parameters itself.
     """
 
     parts: ModelParts

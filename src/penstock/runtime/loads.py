@@ -37,7 +37,7 @@ class LoadHistory:
     P are the ranks of the world; of ranks that have the same tokens the first one counts them. All ranks have
     the same history. It has only steps that were trained on, and whose graph gathers loads. steps: how many
     there have been in all. of_samples: loads of the samples that this rank had in the last step, by MoE layer
-    and microbatch. replications: those of the last step, by MoE layer; () where nothing may be hosted.
+    and microbatch. replications: those of the last step, by MoE layer; () where no replicas may be held.
     """
 
     def __init__(self, kept: int = STEPS_KEPT) -> None:

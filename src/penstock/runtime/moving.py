@@ -1,4 +1,5 @@
-"""Which experts ranks host next: planned from the loads of one step, and dropped where plans do not last.
+"""Which experts ranks hold replicas of next: planned from the loads of one step, and dropped where plans do
+not last.
 
 A plan is made from the loads of one step, and runs with those of the next. So every plan is judged by the
 loads of the step after it, whether it ran or not: while it would have been slower than no replicas at all,
@@ -30,9 +31,10 @@ from penstock.runtime.loads import Loads
 class ExpertMoving:
     """How a stack decides which experts are replicas of which ranks.
 
-    planner: makes, from the loads of a layer, what its ranks host. costs: what rows and weights cost, the
-    same on all ranks. slack: by MoE layer, how much of the replicas' transfers the schedule hides; () = what
-    Eq 8 takes for it. every: the number of steps from one plan to the next; plans are judged after each step.
+    planner: makes, from the loads of a layer, the replicas of its ranks. costs: what rows and weights cost,
+    the same on all ranks. slack: by MoE layer, how much of the replicas' transfers the schedule hides; () =
+    what Eq 8 takes for it. every: the number of steps from one plan to the next; plans are judged after each
+    step.
     exact: whether rows are split by the loads of their own step.
     """
 
@@ -65,16 +67,16 @@ class Plans:
     """
 
     made: tuple[Replication, ...]
-    hosted: tuple[bool, ...]
+    in_use: tuple[bool, ...]
     age_steps: int = 0
 
     @staticmethod
     def none(replications: Sequence[Replication]) -> Plans:
-        """Return the plans before the first step, with what ranks host then."""
+        """Return the plans before the first step, with the replicas of that time."""
         return Plans(tuple(replications), (True,) * len(replications))
 
     def after(self, loads_YPE: Sequence[Ints], moving: ExpertMoving) -> Plans:
-        """Return what to host after a step with these loads, [P, E] of each layer."""
+        """Return the replicas after a step with these loads, [P, E] of each layer."""
         return self.joined([self.share(loads_YPE, moving)], moving)
 
     def share(
@@ -90,8 +92,8 @@ class Plans:
         """Return the plans joined from what all ranks have found, by place."""
         places = len(shares)
         found = [shares[y % places][y // places] for y in range(len(self.made))]
-        made, hosted = tuple(plan for plan, _ in found), tuple(used for _, used in found)
-        return Plans(made, hosted, (self.age_steps + 1) % moving.every)
+        made, in_use = tuple(plan for plan, _ in found), tuple(used for _, used in found)
+        return Plans(made, in_use, (self.age_steps + 1) % moving.every)
 
     def layers_of(self, place: int, places: int) -> range:
         """Return the MoE layers, counted from 0, that one of `places` ranks plans."""
@@ -100,11 +102,11 @@ class Plans:
     def _next(self, layer: int, loads_PE: Ints, moving: ExpertMoving) -> tuple[Replication, bool]:
         before = self.made[layer]
         problem = _problem(before, loads_PE, moving.costs_of(layer), exact=moving.exact)
-        hosted = _harmless(before, problem)
+        in_use = _harmless(before, problem)
         if self.age_steps:
-            return before, hosted
+            return before, in_use
         made = moving.planner(problem)
-        return made, hosted and _harmless(made, problem)
+        return made, in_use and _harmless(made, problem)
 
     @property
     def hash64(self) -> int:
@@ -117,9 +119,9 @@ class Plans:
     @property
     def replications(self) -> tuple[Replication, ...]:
         """The replications of the next step."""
-        pairs = zip(self.made, self.hosted, strict=True)
+        pairs = zip(self.made, self.in_use, strict=True)
         return tuple(
-            plan if hosted else Replication.none(plan.placement, plan.replica_slots) for plan, hosted in pairs
+            plan if in_use else Replication.none(plan.placement, plan.replica_slots) for plan, in_use in pairs
         )
 
 

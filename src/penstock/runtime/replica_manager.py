@@ -1,4 +1,4 @@
-"""The replicas that the ranks of a stack host from step to step, and the room for them."""
+"""The replicas that the ranks of a stack hold from step to step, and the room for them."""
 
 from __future__ import annotations
 
@@ -97,22 +97,25 @@ class StepReplicas:
 
 
 class ReplicaManager:
-    """Lends every step the replicas that its ranks host at that time, and plans what they host next.
+    """Lends every step the replicas that its ranks hold at that time, and plans those that they hold next.
 
     moving: how replicas are planned; None: the replication stays until `use` is called.
     """
 
     def __init__(self, layout: Layout, device: torch.device, moving: ExpertMoving | None = None) -> None:
         self._layout, self._device, self.moving = layout, device, moving
-        self._hosted: tuple[LayerReplication | None, ...] = ()
+        self._in_use: tuple[LayerReplication | None, ...] = ()
         self._splits: tuple[bool, ...] = ()
         self._free: list[tuple[Room | None, ...]] = []
         self._plans = Plans.none(())
 
     @property
     def replications(self) -> Replications:
-        """What is hosted from the next forward pass on; () where the plan has no replica slots."""
-        return tuple(None if hosted is None else hosted.replication for hosted in self._hosted)
+        """The replications from the next forward pass on; () where the plan has no replica slots."""
+        return tuple(
+            None if layer_replication is None else layer_replication.replication
+            for layer_replication in self._in_use
+        )
 
     @property
     def plans(self) -> Plans:
@@ -120,16 +123,16 @@ class ReplicaManager:
         return self._plans
 
     def copy(self) -> ReplicaManager:
-        """Return a host with the same replications, for a copy of the layers."""
+        """Return a manager with the same replications, for a copy of the layers."""
         found = ReplicaManager(self._layout, self._device, self.moving)
-        found._hosted, found._splits, found._plans = self._hosted, self._splits, self._plans
+        found._in_use, found._splits, found._plans = self._in_use, self._splits, self._plans
         return found
 
     def open(self, layers: Layers, shape: StepShape) -> None:
         """Make as many slots per layer as the shape says, empty unless as many are in use already."""
         before, self._splits = self._splits, tuple(splits_exactly(layer, shape) for layer in layers)
         if shape.replica_slots == next((h.replica_slots for h in self.replications if h is not None), 0):
-            if self._hosted and self._splits != before:
+            if self._in_use and self._splits != before:
                 self.use(self._that_can_be_split())
             return
         self._free.clear()
@@ -137,7 +140,7 @@ class ReplicaManager:
             slots = shape.replica_slots
             self.use(tuple(None if at is None else Replication.none(at.placement, slots) for at in layers))
         else:
-            self._hosted, self._plans = (), Plans.none(())
+            self._in_use, self._plans = (), Plans.none(())
 
     def _that_can_be_split(self) -> Replications:
         """Return the present replications, without the replicas of layers that no longer wait for the loads
@@ -157,7 +160,8 @@ class ReplicaManager:
         self._plans = Plans.none([replication for replication in replications if replication is not None])
 
     def plan(self, loads_PYE: Tensor) -> Numbers:
-        """Return what to host after a step with these loads of all ranks: this rank's share of the layers.
+        """Return the replications after a step with these loads of all ranks: this rank's share of the
+        layers.
 
         Costs a copy from a GPU.
         """
@@ -194,31 +198,39 @@ class ReplicaManager:
 
     def follow(self, plans: Plans) -> None:
         """ReplicaManager what was planned, the same on all ranks, from the next forward pass on."""
-        if plans is self._plans or not self._hosted:
+        if plans is self._plans or not self._in_use:
             return
         found = iter(plans.replications)
-        self.use(tuple(None if hosted is None else next(found) for hosted in self._hosted))
+        self.use(
+            tuple(None if layer_replication is None else next(found) for layer_replication in self._in_use)
+        )
         self._plans = plans
 
     def lend(self, layers: Layers) -> StepReplicas:
         """Return the replicas for one step. Raises ValueError for an expert with a gradient hook."""
-        if not self._hosted:
+        if not self._in_use:
             return StepReplicas((), (), ())
         free = self._free.pop() if self._free else (None,) * len(layers)
         rooms: list[Room | None] = []
         replicas: list[LayerReplicas | None] = []
-        for layer, hosted, room in zip(layers, self._hosted, free, strict=True):
-            if layer is None or hosted is None:
+        for layer, layer_replication, room in zip(layers, self._in_use, free, strict=True):
+            if layer is None or layer_replication is None:
                 rooms.append(None)
                 replicas.append(None)
                 continue
-            own, replication = layer.experts, hosted.replication
+            own, replication = layer.experts, layer_replication.replication
             check_no_hooks(own)
             if room is None or not room.fits(own, replication.replica_slots):
                 room = Room.like(own, replication.replica_slots)  # noqa: PLW2901
-            expert_slots = slots_with_replicas(own, room.replicas, layer.order, replication, hosted.spread)
+            expert_slots = slots_with_replicas(
+                own, room.replicas, layer.order, replication, layer_replication.spread
+            )
             rooms.append(room)
-            replicas.append(LayerReplicas(hosted.trip, own, room.replicas, expert_slots, hosted.split))
+            replicas.append(
+                LayerReplicas(
+                    layer_replication.trip, own, room.replicas, expert_slots, layer_replication.split
+                )
+            )
         return StepReplicas(layers, tuple(replicas), tuple(rooms), self.replications)
 
     def take_back(self, step_replicas: StepReplicas) -> None:
@@ -232,7 +244,7 @@ class ReplicaManager:
 
     def _host(self, replications: Replications) -> None:
         pairs = zip(replications, self._splits, strict=True)
-        self._hosted = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
+        self._in_use = tuple(None if at is None else self._known(at, exact=exact) for at, exact in pairs)
 
     def _known(self, replication: Replication, *, exact: bool) -> LayerReplication:
         layout, trip = self._layout, Trip.of(replication, self._layout.ep_rank)

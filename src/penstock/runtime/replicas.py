@@ -94,7 +94,7 @@ class LayerReplicas:
 
     @torch.no_grad()
     def bring(self, piece: Piece) -> None:
-        """Send the piece of own experts to their hosts, and receive that of every replica."""
+        """Send the piece of own experts to their replicas, and receive that of every replica."""
         own, replicas = self._parameters
         _exchange(piece, (own, self.trip.leaving), (replicas, self.trip.coming), Tensor.copy_)
 

@@ -92,8 +92,8 @@ class PipelinedStack(MarksExperts):
     all ranks alike. Layers cannot be added or change their kind. A copy (`copy.deepcopy`) has a model of its
     own and runs on the same machinery. Expert parameters carry `allreduce = False`, as Megatron and DeepSpeed
     mark them: they belong to this rank (and to the `edp` replicas), not to everybody. moving: how the
-    replicas of the next step are planned, where the plan has replica slots; `host.moving` may be exchanged on
-    all ranks.
+    replicas of the next step are planned, where the plan has replica slots; `replica_manager.moving` may be
+    exchanged on all ranks.
     updating: steps update parameters themselves, for a `ShardedAdamW`. timed: whether the next steps measure
     when their tasks run, which on a GPU costs two events for each.
     """

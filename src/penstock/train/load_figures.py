@@ -87,17 +87,17 @@ class LoadFigures:
         mesh: Mesh,
         node_size: int,
         *,
-        hosted: RowsOfReplicas | None = None,
+        replica_rows: RowsOfReplicas | None = None,
         before_PYE: npt.NDArray[np.int32] | None = None,
     ) -> LoadFigures:
         """Compute figures. placements: by MoE layer. node_size: consecutive ranks in one node; 0 = unknown.
 
-        hosted: of all expert groups; None = no replicas. before_PYE: the loads of the step before, if there
-        was one.
+        replica_rows: of all expert groups; None = no replicas. before_PYE: the loads of the step before, if
+        there was one.
         """
         loads, nodes = loads_PYE.astype(np.int64), _nodes(mesh, node_size)
         owned_PY = rank_loads(loads, placements, mesh)
-        rows_PY, away_Y = hosted or (owned_PY, _away(loads, placements, mesh, nodes))
+        rows_PY, away_Y = replica_rows or (owned_PY, _away(loads, placements, mesh, nodes))
         crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
         return LoadFigures(
             expert_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
@@ -140,8 +140,8 @@ def _away(loads_PYE: Whole, placements: Sequence[ExpertPlacement], mesh: Mesh, n
     """Return the rows whose expert is on another node than the rank that has them, [Y]."""
     node_P = np.array(nodes)
     owners_YE = np.array([placement.owners for placement in placements])
-    hosts_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
-    abroad_PYE = node_P[hosts_PH][:, owners_YE] != node_P[:, None, None]
+    ranks_PH = np.array([mesh.members(rank, Group.EXPERT) for rank in range(len(nodes))])
+    abroad_PYE = node_P[ranks_PH][:, owners_YE] != node_P[:, None, None]
     away_Y: Whole = (loads_PYE * abroad_PYE).sum(axis=(0, 2))
     return away_Y
 

@@ -99,19 +99,21 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
     loads_PYE, layout = stack.loads.last, stack.machinery.layout
     if loads_PYE is None:
         return {}
-    hosted, replicas = None, stack.loads.replications
+    replica_rows, replicas = None, stack.loads.replications
     if replicas:
-        hosted = RowsOfReplicas.of_group(loads_PYE, replicas, layout.mesh, layout.node_size, layout.rank)
+        replica_rows = RowsOfReplicas.of_group(
+            loads_PYE, replicas, layout.mesh, layout.node_size, layout.rank
+        )
         if len(layout.mesh.groups(Group.EXPERT_SHARDS)) > 1:
-            share = hosted.share(layout.mesh, layout.rank)
+            share = replica_rows.share(layout.mesh, layout.rank)
             everyone = stack.machinery.control.gather(share, "adding up what replicas compute")
-            hosted = RowsOfReplicas.joined(everyone)
+            replica_rows = RowsOfReplicas.joined(everyone)
     found = LoadFigures.of(
         loads_PYE,
         [part.moe.placement for part in stack.parts.parts if part.moe is not None],
         layout.mesh,
         layout.node_size,
-        hosted=hosted,
+        replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
     return {

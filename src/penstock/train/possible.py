@@ -210,7 +210,7 @@ def _why_it_stays(
     elif not samples and parallel.tp_size > 1 and FORM_TOKENS[choice.form] == "replicated":
         why = (
             f"with {form} all ranks that share attention (parallel.tp_size = {parallel.tp_size}) have the "
-            "same rows, and would each send them to another host of an expert"
+            "same rows, and would each send them to another replica of an expert"
         )
     else:
         return None

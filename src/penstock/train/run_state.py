@@ -205,33 +205,33 @@ def _whole(part: Part) -> Tensor:
 
 
 def steps_of(stack: PipelinedStack) -> dict[str, Any]:
-    """Return, as JSON values, which experts ranks host and how rows are bounded. All ranks call it.
+    """Return, as JSON values, which replicas ranks hold and how rows are bounded. All ranks call it.
 
     Without them nothing but one step is lost, and the last bits: how many rows are padding decides how
     products round.
     """
-    found = {"replicas": _hosted(stack), "bounds": _bounds(stack)}
+    found = {"replicas": _replicas(stack), "bounds": _bounds(stack)}
     texts = {key: json.dumps(each, default=int, allow_nan=False) for key, each in found.items()}
     return {key: json.loads(text) for key, text in texts.items() if len(text) < MOST_BYTES}
 
 
-def take_steps(stack: PipelinedStack, hosted: Plans | None, known: Known | None) -> tuple[bool, bool]:
+def take_steps(stack: PipelinedStack, plans: Plans | None, known: Known | None) -> tuple[bool, bool]:
     """Host and bound as `read_steps` says, each if all ranks have read the same; return which. All call it.
 
     A rank that has read something else would wait for others in another exchange.
     """
-    told = (hosted is not None, _digest(known))
+    told = (plans is not None, _digest(known))
     everyone = stack.machinery.control.gather(told, "agreeing what the next step knows")
-    hosts = all(each for each, _ in everyone)
+    same = all(each for each, _ in everyone)
     bounds = known is not None and len({each for _, each in everyone}) == 1
-    if hosts and hosted is not None:
-        stack.replica_manager.follow(hosted)
+    if same and plans is not None:
+        stack.replica_manager.follow(plans)
     if bounds and known is not None and isinstance(stack.bounds, RowBounds):
         stack.bounds.histories.clear()
         for kind, rows in known.items():
             for wanted_X in rows:
                 stack.bounds.history(kind).add(wanted_X)
-    return hosts, bounds
+    return same, bounds
 
 
 def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[Plans | None, Known | None]:
@@ -247,23 +247,23 @@ def read_steps(stack: PipelinedStack, steps: Mapping[str, Any] | None) -> tuple[
         raise DamagedError(f"what it says of replicas and of rows is nonsense: {error}") from error
 
 
-def _hosted(stack: PipelinedStack) -> list[Mapping[str, Any]]:
-    """Return what every expert group hosts next; [] if a fresh start does the same."""
+def _replicas(stack: PipelinedStack) -> list[Mapping[str, Any]]:
+    """Return what every expert group holds next; [] if a fresh start does the same."""
     plans, layout = stack.replica_manager.plans, stack.machinery.layout
     as_at_first = all(replication.is_empty for replication in plans.made) and not plans.age_steps
     layers = [
-        {"owners": replication.placement.digest, **plain_of(replication), "hosted": hosted}
-        for replication, hosted in zip(plans.made, plans.hosted, strict=True)
+        {"owners": replication.placement.digest, **plain_of(replication), "in_use": in_use}
+        for replication, in_use in zip(plans.made, plans.in_use, strict=True)
     ]
     mine = {"age_steps": plans.age_steps, "layers": layers}
-    everyone = stack.machinery.control.gather((as_at_first, mine), "gathering what ranks host")
+    everyone = stack.machinery.control.gather((as_at_first, mine), "gathering which replicas ranks hold")
     if all(at_first for at_first, _ in everyone):
         return []
     return [everyone[ranks[0]][1] for ranks in layout.mesh.groups(Group.EXPERT_SHARDS)]
 
 
 def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | None:
-    """Return what this rank's group hosted; None where groups, layers, owners or slots have changed."""
+    """Return what this rank's group held; None where groups, layers, owners or slots have changed."""
     now, layout = stack.replica_manager.plans.made, stack.machinery.layout
     if not now or not groups or len(groups) != len(layout.mesh.groups(Group.EXPERT_SHARDS)):
         return None
@@ -277,7 +277,7 @@ def _read_replicas(stack: PipelinedStack, groups: list[Any] | None) -> Plans | N
         if layer["owners"] != replication.placement.digest or slots != {replication.replica_slots}:
             return None
         made.append(replication_of(layer, replication.placement))
-    return Plans(tuple(made), tuple(bool(layer["hosted"]) for layer in layers), int(table["age_steps"]))
+    return Plans(tuple(made), tuple(bool(layer["in_use"]) for layer in layers), int(table["age_steps"]))
 
 
 def _bounds(stack: PipelinedStack) -> list[Mapping[str, Any]]:

@@ -16,11 +16,11 @@ from penstock.runtime.recorded.hazards import find_hazards
 from penstock.runtime.recorded.log import Actor, Block, Entry, Free, Keep, Launch, Record, Wait
 from penstock.runtime.recorded.order import Issued, calls_of, find_disorder
 from tests.runtime.recorded import oracle
-from tests.runtime.recorded.test_steps import case_of, hosts_of
+from tests.runtime.recorded.test_steps import case_of, replicas_of
 from tests.support.parity import Case
 from tests.support.ranks import Pools
 from tests.support.recorded import log_of_steps
-from tests.support.replicas import Hosts
+from tests.support.replicas import RandomReplicas
 
 PLAIN: Mapping[str, Any] = {
     "schedule": "penstock",
@@ -134,7 +134,7 @@ def _launches(log: Sequence[Entry], bits: int) -> Iterator[Launch]:
             yield entry
 
 
-def faults(rank: int, case: Case, hosts: Hosts) -> tuple[dict[str, Planted], list[Issued]]:
+def faults(rank: int, case: Case, hosts: RandomReplicas) -> tuple[dict[str, Planted], list[Issued]]:
     """Of the first rank; the others only take part."""
     log = log_of_steps(rank, case, hosts)
     assert find_hazards(log) == []
@@ -163,7 +163,7 @@ def is_harmless(one: Issued, other: Issued) -> bool:
 def test_every_fault_that_matters_is_reported(ranks: Pools, name: str) -> None:
     case = case_of(**CASES[name])
     case = replace(case, model=replace(case.model, num_layers=1))
-    hosts = replace(hosts_of(case, CASES[name]["moves"]), steps=1)
+    hosts = replace(replicas_of(case, CASES[name]["moves"]), steps=1)
     found = ranks(case.world_size).run(faults, case, hosts)
     for kind, planted in found[0][0].items():
         assert (planted.missed, planted.invented) == ([], []), kind

@@ -23,7 +23,7 @@ from tests.support.parity import Case
 from tests.support.placers import RandomHomes
 from tests.support.ranks import Pools
 from tests.support.recorded import carded_steps, plain_steps, recorded_steps
-from tests.support.replicas import Hosts
+from tests.support.replicas import RandomReplicas
 from tests.support.waits import PLANS, check_waits
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -116,17 +116,17 @@ def case_of(
     )
 
 
-def hosts_of(case: Case, moves: str) -> Hosts:
+def replicas_of(case: Case, moves: str) -> RandomReplicas:
     """Steps in which the experts of a case move or stay."""
     if moves in ("experts", "both"):
-        return Hosts(slots=2, moving=small(case.holders, "least_loaded"))
-    return Hosts(slots=0)
+        return RandomReplicas(slots=2, moving=small(case.holders, "least_loaded"))
+    return RandomReplicas(slots=0)
 
 
 def check(cards: Pools, values: Mapping[str, Any]) -> None:
     """Run steps on threads, on a recorded device, and on a stand-in for a GPU whose host may hardly wait."""
     case = case_of(**values)
-    hosts = hosts_of(case, values["moves"])
+    hosts = replicas_of(case, values["moves"])
     hosts = replace(hosts, steps=3 if hosts.moving else 2)  # replicas move from the second step on
     pool = cards(case.world_size)
     carded = pool.run(carded_steps, case, hosts)  # on a card first: autograd counts devices only once

@@ -100,8 +100,8 @@ class Movement:
     def _known(self) -> dict[int, Plans]:
         """Plans by step; those of the first step are always kept, since a run may begin again."""
         slots = self.shape.replica_slots
-        hosted = (Replication.none(self.workload.placement, slots),) * self._layers if slots else ()
-        return {0: Plans.none(hosted)}
+        replications = (Replication.none(self.workload.placement, slots),) * self._layers if slots else ()
+        return {0: Plans.none(replications)}
 
     @cached_property
     def _moving(self) -> ExpertMoving:

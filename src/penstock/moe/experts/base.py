@@ -55,7 +55,7 @@ class Experts(nn.Module, ABC):
         """Return experts of this kind for `slots` of other ranks' experts, whose parameters will be brought.
 
         The parameters are new, of the same types, and trained where this rank's are. Raises ValueError if
-        this kind of experts cannot host replicas.
+        this kind of experts cannot have replicas.
         """
         raise ValueError(
             f"{type(self).__name__} has no method `replicas`, which makes room for {slots} experts of other "

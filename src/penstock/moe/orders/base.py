@@ -97,7 +97,7 @@ class Order(ABC):
         del ranks, slots
         raise ValueError(
             f"{type(self).__name__} gives every expert a fixed number of rows from every rank, filled with "
-            "padding: a host would receive and compute as many. Moving experts needs dropless routing: leave "
+            "padding: a replica would compute as many. Moving experts needs dropless routing: leave "
             "out moe.capacity_factor, or set placement.experts=none"
         )
 

@@ -1,4 +1,5 @@
-"""Checks that ranks can host experts of others in a stack, and agree on which rank holds which replica."""
+"""Checks that ranks can hold replicas of others' experts in a stack, and agree on which rank holds which
+replica."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def check_replicas(layers: Layers, shape: StepShape, machinery: Machinery) -> No
 
 
 def check_takes_replicas(layers: Layers, shape: StepShape, layout: Layout) -> None:
-    """Raise ValueError, saying why, if a plan of this shape cannot host experts of these layers."""
+    """Raise ValueError, saying why, if a plan of this shape cannot have replicas of experts of these
+    layers."""
     if not shape.replica_slots:
         return
     _check_form(shape, layout)
@@ -75,8 +77,8 @@ def check_replications(
         for number, (theirs, own) in enumerate(zip(everyone[rank][1], mine, strict=True)):
             if theirs != own:
                 raise PlacementError(
-                    f"layer {number}: rank {rank} hosts other replicas than rank {layout.rank} knows of, and "
-                    "rows would meet the wrong experts. Host the same on all ranks"
+                    f"layer {number}: rank {rank} holds other replicas than rank {layout.rank} knows of, and "
+                    "rows would meet the wrong experts. Use the same replications on all ranks"
                 )
     return tuple(replications)
 
@@ -109,16 +111,16 @@ def _check_form(shape: StepShape, layout: Layout) -> None:
     if layout.tp_size > 1 and FORM_TOKENS[shape.expert_form] == "replicated":
         raise ValueError(
             f"expert_form = {shape.expert_form} has the same rows on all ranks that share attention, which "
-            "have different places in the expert group and would each send them to other hosts. "
+            "have different places in the expert group and would each send them to other ranks. "
             "Use expert_form=gather, or set placement.experts=none"
         )
 
 
 def _check_experts(experts: Experts) -> None:
-    """Raise ValueError for parts of experts that a host would lack, or have otherwise than the owner."""
+    """Raise ValueError for parts of experts that a replica would lack, or have otherwise than the owner."""
     if any(True for _ in experts.buffers()):
         raise ValueError(
-            f"{type(experts).__name__} has buffers, which are not brought to ranks that host an expert: rows "
+            f"{type(experts).__name__} has buffers, which are not brought to ranks that hold a replica: rows "
             "would meet others there. Remove them, or set placement.experts=none"
         )
     check_no_hooks(experts)

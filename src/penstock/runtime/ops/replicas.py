@@ -1,4 +1,5 @@
-"""Handlers that bring experts to hosts and gradients of replicas home, and plan the next replicas."""
+"""Handlers that bring experts to their replicas and gradients of replicas home, and plan the next
+replicas."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def gather_plans(context: StepContext, task: Task, inputs: Inputs) -> Outputs:
     if different := [place for place, theirs in enumerate(premises) if theirs != premise]:
         raise PlacementError(
             f"ranks would plan different replicas for the next step: of this group those at places "
-            f"{different} host others than it does, or plan in another way, so versions or settings differ "
+            f"{different} hold others than it does, or plan in another way, so versions or settings differ "
             "between ranks. Start all ranks with the same ones"
         )
     here = on_device(numbers, device, torch.from_numpy(numbers).dtype)

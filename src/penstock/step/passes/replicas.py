@@ -18,7 +18,7 @@ from penstock.step.stages import Stage
 
 @dataclass(frozen=True)
 class Replicas:
-    """Pro-Prophet's Trans: before experts compute, hosts get the parameters of experts that they do not own.
+    """Pro-Prophet's Trans: before experts compute, ranks get the parameters of experts that they do not own.
 
     No edge leads to GP, since parameters are those that the last step left: GP runs in any gap before X. All
     ranks of an expert group meet, including those without a replica.
@@ -35,13 +35,13 @@ class Replicas:
 
     def __call__(self, graph: Graph) -> Graph:
         require(graph, Op.EXPERTS)
-        hosted = {task.layer for task in graph.tasks if task.op == Op.EXPERTS}
-        return Graph.of(self._tasks(graph, hosted))
+        moe_layers = {task.layer for task in graph.tasks if task.op == Op.EXPERTS}
+        return Graph.of(self._tasks(graph, moe_layers))
 
-    def _tasks(self, graph: Graph, hosted: set[int]) -> Iterator[Task]:
+    def _tasks(self, graph: Graph, moe_layers: set[int]) -> Iterator[Task]:
         begun: set[int] = set()
         for task in graph.tasks:
-            if task.layer in hosted - begun:
+            if task.layer in moe_layers - begun:
                 begun.add(task.layer)
                 yield from _pieces(task.layer, Op.REPLICA_PARAMETERS, Phase.FORWARD, self.pieces)
             yield self._reading(task) if task.op == Op.EXPERTS else task
@@ -78,7 +78,8 @@ class ReplicaGradients:
 
 @dataclass(frozen=True)
 class PlannedReplicas:
-    """Which ranks host which experts next is planned from the loads of this step, while it still runs.
+    """Which ranks hold replicas of which experts next is planned from the loads of this step, while it still
+    runs.
 
     Only the comparison of what all ranks have found, at the end of the step, waits for the plan.
 

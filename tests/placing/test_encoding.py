@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.placement import SPLIT, ExpertPlacement, Replication
 from penstock.placing.encoding import numbers_of, plain_of, replication_of, share_of, told_bytes
-from tests.support.replicas import random_hosting
+from tests.support.replicas import random_replication
 
 EVEN = ExpertPlacement.even(6, 3)
 
@@ -20,16 +20,16 @@ def replications() -> st.SearchStrategy[Replication]:
     """Some with a limit."""
 
     def drawn(seed: int, limit: int | None) -> Replication:
-        return replace(random_hosting(EVEN, 1 + seed % 2, Random(seed)), limit=limit)
+        return replace(random_replication(EVEN, 1 + seed % 2, Random(seed)), limit=limit)
 
     return st.builds(drawn, st.integers(0, 2**32 - 1), st.none() | st.just(SPLIT + 1))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2), st.booleans())
-def test_what_is_told_is_read(seed: int, slots: int, hosted: bool) -> None:
+def test_what_is_told_is_read(seed: int, slots: int, in_use: bool) -> None:
     random = Random(seed)
-    known = [Replication.none(EVEN, slots), random_hosting(EVEN, slots, random)]
-    share = ((random_hosting(EVEN, slots, random), hosted), (known[1], not hosted))
+    known = [Replication.none(EVEN, slots), random_replication(EVEN, slots, random)]
+    share = ((random_replication(EVEN, slots, random), in_use), (known[1], not in_use))
     found = share_of(numbers_of(share, known), known)
     assert found == share and found[1][0] is known[1]
 
