@@ -134,7 +134,7 @@ ALL_REDUCE = Field(
 RECOMPUTE = Field(
     values=lambda asked, choice: asked.recompute,
     words=lambda d: "" if d.recompute == "none" else f"{d.recompute} recomputed",
-    head="again",
+    head="recompute",
     cell=lambda d: "-" if d.recompute == "none" else d.recompute,
     may_be_left_out=True,
 )

@@ -185,7 +185,7 @@ def stages_dict(plan: PipelinePlan) -> dict[str, Any]:
     }
 
 
-_HEAD = ("", "order", "parts", "schedule", "again", "update", "", "bubble", "memory")
+_HEAD = ("", "order", "parts", "schedule", "recompute", "update", "", "bubble", "memory")
 
 
 def _row(plan: PipelinePlan, best: PipelinePlan) -> tuple[str, ...]:
