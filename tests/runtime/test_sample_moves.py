@@ -149,7 +149,7 @@ def test_rows_bring_the_residual_for_two_numbers_each(ranks: Pools, shared: int)
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
-class SeparateResidual(RandomHomes):
+class Differing(RandomHomes):
     """Another choice on every rank, as a solver with ties of its own would make."""
 
     def homes(self, *table: Any) -> Any:
@@ -170,7 +170,7 @@ def refused(rank: int, step: Case, lengths: tuple[int, ...] = ()) -> str:
 
 def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> None:
     pool = ranks(2)
-    texts = pool.run(refused, case(2, "sequential", placer=SeparateResidual(), node_size=None))
+    texts = pool.run(refused, case(2, "sequential", placer=Differing(), node_size=None))
     pool.close()  # its connections are cut
     assert any("found other homes for samples of layer 0 than member 0" in text for text in texts)
     assert all("task L0.SH.m0.F" in text for text in texts)
