@@ -172,8 +172,8 @@ def test_ranks_that_find_different_homes_stop_before_rows_move(ranks: Pools) -> 
     pool = ranks(2)
     texts = pool.run(refused, case(2, "sequential", placer=Differing(), node_size=None))
     pool.close()  # its connections are cut
-    assert any("found other homes for samples of layer 0 than member 0" in text for text in texts)
-    assert all("task L0.SH.m0.F" in text for text in texts)
+    assert any("found other homes for samples of layer 0 than member 0" in text for text in texts), texts
+    assert all("task L0.SH.m0.F" in text for text in texts), texts
 
 
 def drops(block: Any) -> None:

@@ -90,4 +90,9 @@ def test_a_plan_is_tried_told_and_changed(tmp_path: Path) -> None:
     )
     fixed = train(tmp_path, 2, *MODEL, *given, name="fixed")
     assert {line["plan"] for line in fixed.metrics} == {found.metrics[-1]["plan"]}
-    check_losses(found.losses, fixed.losses, 1e-5)
+    first = range(1, AFTER_TRIALS + 1)
+    check_losses(
+        {step: found.losses[step] for step in first}, {step: fixed.losses[step] for step in first}, 1e-5
+    )
+    # How many steps there are until another plan is taken is up to the machine, and rounding grows with them.
+    check_losses(found.losses, fixed.losses, 1e-3)
