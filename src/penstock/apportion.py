@@ -16,11 +16,15 @@ def apportion(weights: Counts, total: Counts | int) -> Counts:
     first is rounded up. Exact in integers as long as weight * total stays under 2**63.
     """
     target = np.broadcast_to(np.asarray(total, dtype=np.int64), weights.shape[:-1])[..., None]
-    whole = np.maximum(weights.sum(axis=-1, keepdims=True), 1)
-    shares, remainders = np.divmod(weights * target, whole)
+    sums = weights.sum(axis=-1, keepdims=True)
+    if (sums == target).all():
+        return weights.astype(np.int64)
+    shares, remainders = np.divmod(weights * target, np.maximum(sums, 1))
     missing = target - shares.sum(axis=-1, keepdims=True)
-    largest_first = np.argsort(-remainders, axis=-1, kind="stable")
-    rounded_up = np.broadcast_to(np.arange(weights.shape[-1]) < missing, weights.shape)
-    extra = np.zeros_like(shares)
+    short = missing[..., 0] > 0  # only these are sorted
+    largest_first = np.argsort(-remainders[short], axis=-1, kind="stable")
+    rounded_up = np.arange(weights.shape[-1]) < missing[short]
+    extra = np.zeros_like(largest_first)
     np.put_along_axis(extra, largest_first, rounded_up.astype(np.int64), axis=-1)
-    return shares + extra
+    shares[short] += extra
+    return shares

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import prod
+from math import lcm, prod
 from typing import Final, TypeVar
 
 import numpy as np
@@ -134,6 +134,15 @@ def ranks_per_node(ranks: int, node_size: int) -> int:
 def holders(ranks: int, shards: int) -> int:
     """Return how many ranks, or groups of `shards` ranks that share the same, can hold different things."""
     return ranks // shards
+
+
+def standing_ranks(mesh: Mesh, node_size: int) -> int:
+    """Return how many of the first ranks stand for all: of whole expert groups and whole nodes.
+
+    All of them where such ranks share samples with others. node_size: 0 = one node, or not known.
+    """
+    alike = lcm(mesh.ep_size * mesh.etp_size, node_size or 1)
+    return mesh.world_size if mesh.world_size % alike or alike % mesh.tp_size else alike
 
 
 def neighbour(rank: int, steps: int, ranks: int) -> int:

@@ -61,6 +61,10 @@ class SplitPairs(NamedTuple):
     before: Counts
     upto: Counts
 
+    def of(self, rank: int) -> slice:
+        """Return where the pairs of a rank are."""
+        return slice(*np.searchsorted(self.rank, (rank, rank + 1)).tolist())
+
     @property
     def parts(self) -> Counts:
         """Parts, of SPLIT, that go to each position."""
@@ -261,14 +265,15 @@ class Replication:
     @cached_property
     def pairs(self) -> SplitPairs:
         """The splits as arrays: by rank, then expert, then position."""
+        by_splits: dict[int, Counts] = {}  # most ranks of many have the very same
         found = []
         for rank, splits in enumerate(self.splits):
-            for expert, parts in enumerate(splits):
-                upto = 0
-                for part in sorted(parts):
-                    found.append((rank, expert, part.position, upto, upto + part.parts))
-                    upto += part.parts
-        return SplitPairs(*np.array(found, np.int64).reshape(-1, 5).T)
+            if id(splits) not in by_splits:
+                by_splits[id(splits)] = _pairs_of(splits)
+            pairs = by_splits[id(splits)].copy()
+            pairs[:, 0] = rank
+            found.append(pairs)
+        return SplitPairs(*np.concatenate(found).T.copy())
 
     @cached_property
     def own_splits(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
@@ -321,6 +326,17 @@ class SamplePlacement:
         return _digest((self.ranks, self.homes))
 
 
+def _pairs_of(splits: tuple[tuple[Part, ...], ...]) -> Counts:
+    """Return the splits of a rank as rows of `SplitPairs`, whose first number is left open, [., 5]."""
+    found = []
+    for expert, parts in enumerate(splits):
+        upto = 0
+        for part in sorted(parts):
+            found.append((0, expert, part.position, upto, upto + part.parts))
+            upto += part.parts
+    return np.array(found, np.int64).reshape(-1, 5)
+
+
 def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) -> Splits:
     """Return the splits of replicas that compute rows of their own ranks only; other rows pass them by."""
     slots = placement.slots + len(replicas[0])
@@ -338,13 +354,16 @@ def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
     """Return the splits of rows that follow `placement` alone. Cached: most splits of a replication are
     these."""
     slots = placement.slots + replica_slots
-    return tuple(
-        tuple(
+
+    def of(rank: int) -> tuple[tuple[Part, ...], ...]:
+        return tuple(
             (Part(position // placement.slots * slots + position % placement.slots, SPLIT),)
             for position in placement.positions(rank)
         )
-        for rank in range(placement.ranks)
-    )
+
+    if all(len(homes) == 1 for homes in placement.homes):  # then all ranks send alike
+        return (of(0),) * placement.ranks
+    return tuple(map(of, range(placement.ranks)))
 
 
 def _check_owners(placement: ExpertPlacement) -> None:

@@ -9,11 +9,11 @@ import pytest
 from penstock.autotune.choose import moves
 from penstock.autotune.choose.moves import _weighed
 from penstock.autotune.planned import Planned
+from penstock.cost.placed import LATE
 from penstock.decision import Decision, Movable
 from penstock.plan import estimate_memory, evaluate
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import time_limit
-from penstock.plan.moving import LATE
 from tests.plan.problems import FILE
 from tests.plan.test_moving import routed
 

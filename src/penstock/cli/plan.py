@@ -289,8 +289,9 @@ def _planned(options: argparse.Namespace, cluster: ClusterFile, width: int) -> i
         known = (found.best.choice,)
         explanation = explain(subject.problem, found, memory, lambda then: search.quick(then, known))
         if options.routing is not None:
-            routed = replace(subject.problem, evidence=subject.problem.observed, movable=subject.movable)
             over = time_limit(time.process_time, budget, PLACING_S)
+            observed, movable = subject.problem.observed, subject.movable
+            routed = replace(subject.problem, evidence=observed, movable=movable, ends=over)
             weighed = _weighed(routed, found.best.choice, memory, f"routing {options.routing}", over)
     instead = stages_instead(options, cluster, whole_s(subject.problem, found.best))
     moves = weighed is not None and weighed.moves

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.cli.out import user_path
 from penstock.config import UNSET, ConfigError, asked, check_name
-from penstock.cost import ClusterFile, StateTypes, routing_sizes
+from penstock.cost import ClusterFile, StateTypes
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.clusters.line import EXAMPLE, in_line
 from penstock.mesh import holders
@@ -23,6 +23,7 @@ from penstock.plan.models import MODELS, open_models
 from penstock.plan.moving import with_routing
 from penstock.plan.optimizers import sharing_updates
 from penstock.plan.plan_config import AUTO
+from penstock.plan.sampling import sample_sizes
 from penstock.plan.subject import ELEMENT_BYTES, Overrides
 from penstock.words import counted
 from penstock.workloads import RoutingConfig
@@ -236,8 +237,8 @@ def _observing(subject: Subject, options: argparse.Namespace) -> Subject:
     except ConfigError as error:
         raise ConfigError("--routing", options.routing, error.why, error.hint) from error
 
-    sizes = routing_sizes(subject.problem.workload, sum(subject.problem.shape.moe_layers))
-    numbers = max(math.prod(sizes.shape), subject.problem.workload.world_size**2)
+    sizes = sample_sizes(subject.problem)
+    numbers = max(math.prod(sizes.shape), (sizes.groups * subject.problem.workload.tp_size) ** 2)
     if numbers > MOST_NUMBERS:
         why = f"asks for tables of {numbers:.1e} numbers: what every sample sends to every expert of a layer"
         hint = "Plan fewer nodes, as many as one expert group covers: the others do the same."

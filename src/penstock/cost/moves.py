@@ -6,7 +6,7 @@ Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -100,12 +100,14 @@ class TokenMoves:
 class RowMoves:
     """Moves of rows on their way to experts and back, in whatever way they meet all shards of the experts.
 
-    rows_PRCYE: rows that every rank brings for every expert. placement: where experts are.
+    rows_PRCYE: rows that every rank brings for every expert. placement: where experts are. columns: the layer
+    of the rows that stands for every MoE layer; () = each has its own.
     """
 
     even: StepCost
     rows_PRCYE: Counts
     placement: ExpertPlacement
+    columns: tuple[int, ...] = field(default=(), kw_only=True)
 
     # ---- of one rank ---------------------------------------------------------------------------------------
 
@@ -145,7 +147,7 @@ class RowMoves:
         what the others send to each other, everything that they send, [W, T, C, N].
         """
         assert task.microbatch is not None, task
-        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
+        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self.column(task)]
         cut = [self._by_target(rows_PCE[:, c], task) for c in range(rows_PCE.shape[1])]
         group, place, shard = self._place(rank)
         sent = self._with_rows(np.stack([table[group, place, shard] for table in cut], axis=1))
@@ -275,7 +277,7 @@ class RowMoves:
         """
         work = self.even.workload
         across = self._legs.joins_rows and self._number(task) == 0
-        key = task.microbatch, task.cut.held, task.layer, task.op in HOME, across
+        key = task.microbatch, task.cut.held, self.column(task), task.op in HOME, across
         if key not in self._known_joined:
             table_GSTN = self._table(task)[:, :, 0]
             groups, ranks = table_GSTN.shape[:2]
@@ -327,7 +329,7 @@ class RowMoves:
 
         The last table is kept: a leg's price asks for it rank by rank.
         """
-        key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
+        key = task.microbatch, task.cut.held, self.column(task), outward(task.op) == task.op
         if key not in self._last_table:
             self._last_table.clear()
             rows_PE = self._held(self._travelling(task), task).sum(axis=1)
@@ -360,7 +362,7 @@ class RowMoves:
         """Return the rows of the slices that a task has, [P, C, E]."""
         assert task.microbatch is not None and task.chunk is not None, task
         held = task.cut.held
-        rows: Counts = rows_PRCYE[:, task.microbatch, held.start : held.stop, self._moe_layer(task)]
+        rows: Counts = rows_PRCYE[:, task.microbatch, held.start : held.stop, self.column(task)]
         return rows
 
     # ---- places --------------------------------------------------------------------------------------------
@@ -375,6 +377,11 @@ class RowMoves:
         mesh = self.even.workload.mesh
         group = mesh.group(rank, Group.EXPERT_SHARDS)
         return group, mesh.place(rank, Group.EXPERT), mesh.place(rank, Group.SHARDS)
+
+    def column(self, task: Task) -> int:
+        """Return the layer of the rows that stands for the task's layer."""
+        layer = self._moe_layer(task)
+        return self.columns[layer] if self.columns else layer
 
     def _moe_layer(self, task: Task) -> int:
         """Return the number of the task's layer among MoE layers."""

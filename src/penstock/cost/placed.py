@@ -7,9 +7,10 @@ microbatches, C slices, H positions of an expert group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
 from penstock.decision import Decision, PlacementConfig
 from penstock.decision.moving import why_not_exact
-from penstock.graph import Phase
+from penstock.graph import Phase, RefusalError
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import SPLIT, ExpertPlacement, Replication
@@ -41,6 +42,9 @@ from penstock.routing.sizes import split_sizes
 from penstock.step import StepShape
 
 FLOAT32_BYTES = 4
+
+LATE: Final = "not in the time there is; --budget 10 gives more"
+"""Why moves are not weighed on a busy machine, or with very many ranks."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +97,41 @@ def _seen(counts_DBYE: Counts, held_YDB: Counts) -> Counts:
 class Evidence:
     """Routing of two consecutive steps: token copies [D, B, Y, E] of samples for experts.
 
-    before: of the step from whose loads replicas are planned. now: of the step that is priced.
+    A sample of a large step has fewer layers, and fewer groups of ranks: whole expert groups and nodes that
+    stand for all others.
+
+    Attributes:
+        before_DBYE: Of the step from whose loads replicas are planned.
+        now_DBYE: Of the step that is priced.
+        columns: By MoE layer of the step, the layer of the arrays that stands for it; () = each has its own.
     """
 
     before_DBYE: Counts
     now_DBYE: Counts
+    columns: tuple[int, ...] = ()
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks with the same samples that are known."""
+        return len(self.now_DBYE)
+
+    @property
+    def known_layers(self) -> int:
+        """MoE layers that are known."""
+        return int(self.now_DBYE.shape[2])
+
+    def by_layer(self, by_column: Counts) -> Counts:
+        """Return what is known of some layers for every MoE layer of the step, along the first axis."""
+        return by_column[list(self.columns)] if self.columns else by_column
 
     def of_layers(self, moe_layers: Sequence[int]) -> Evidence:
         """Return the evidence of some of the MoE layers."""
-        kept = list(moe_layers)
+        kept = [self.columns[layer] for layer in moe_layers] if self.columns else list(moe_layers)
         return Evidence(self.before_DBYE[:, :, kept], self.now_DBYE[:, :, kept])
+
+    def part_of(self, work: Workload) -> Workload:
+        """Return the workload with the ranks alone that are known."""
+        return work.part(self.groups)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------
@@ -197,10 +226,11 @@ def device_groups(work: Workload) -> list[Plane]:
 def _by_position(counts_IE: Counts, places_I: Counts, replication: Replication) -> Counts:
     """Return rows of every sample by the position that computes them, [I, H]. places: in the expert group."""
     found, pairs = np.zeros((len(counts_IE), replication.positions), np.int64), replication.pairs
+    by_expert, parts = (pairs.expert, pairs.position), pairs.parts
     for place in np.unique(places_I):
-        here, own = np.flatnonzero(places_I == place), replication.pairs.rank == place
-        expert, position, parts = (each[own] for each in (pairs.expert, pairs.position, pairs.parts))
-        np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts)
+        here, own = np.flatnonzero(places_I == place), pairs.of(place)
+        expert, position = (each[own] for each in by_expert)
+        np.add.at(found, (here[:, None], position), counts_IE[here][:, expert] * parts[own])
     return found // SPLIT
 
 
@@ -252,14 +282,18 @@ def planned_replications(
     placement: ExpertPlacement,
     costs: Sequence[ExpertCosts],
     exact: bool = True,
+    ends: Callable[[], bool] = lambda: False,
 ) -> tuple[Replication, ...]:
     """Return the replication of every layer by a planner's name, from the loads of the step before.
 
-    A layer homes nothing where replication would not have paid. costs: by layer.
+    A layer homes nothing where replication would not have paid. costs: by layer. ends: tells, before every
+    layer, whether the time is over. Raises RefusalError if it is.
     """
     plan, replications = find_planner(planner), list[Replication]()
     common = partial(ExpertProblem, placement=placement, replica_slots=replica_slots, exact=exact)
     for loads_PE, cost in zip(loads_YPE, costs, strict=True):
+        if ends():
+            raise RefusalError(LATE)
         problem = common(loads=loads_PE, costs=cost)
         replication = plan(problem)
         replications.append(
@@ -280,7 +314,7 @@ def replica_planning_s(work: Workload, planner: str, layers: int) -> float:
 
 def rank_loads(counts_DBYE: Counts, shape: StepShape, work: Workload) -> Counts:
     """Return rows by place in an expert group, over all such groups, [Y, ranks of an expert group, E]."""
-    rows_PYE = work.cut(shape).rows(counts_DBYE).sum(axis=(1, 2))
+    rows_PYE = work.cut(shape).rows_in_all(counts_DBYE)
     places = [work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size)]
     found = np.zeros((work.ep_size, *rows_PYE.shape[1:]), np.int64)
     np.add.at(found, places, rows_PYE)
@@ -294,6 +328,9 @@ def received_rows(counts_DBYE: Counts, placed: Placed | None, shape: StepShape, 
     """
     leaving = counts_DBYE if placed is None else placed.leaving(counts_DBYE)
     replications = () if placed is None else placed.replications
+    if not replications:  # pieces need not be told apart
+        rows_PYE = work.cut(shape).rows_in_all(leaving)
+        return np.stack([_received(rows_PYE[:, None, None, y], (), y, work) for y in range(leaving.shape[2])])
     rows_PRCYE = work.cut(shape).rows(leaving)
     return np.stack(
         [_received(rows_PRCYE[..., y, :], replications, y, work) for y in range(leaving.shape[2])]

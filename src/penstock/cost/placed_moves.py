@@ -74,7 +74,7 @@ class PlacedMoves(RowMoves):
     def _replica_load(self, task: Task) -> Rows:
         mesh, sent = self.even.workload.mesh, np.zeros((self.even.workload.world_size,) * 2)
         if self.placed.replications:
-            here = copies_of(self.placed.replications[self._moe_layer(task)])
+            here = copies_of(self.placed.replications[self.column(task)])
             for ranks in mesh.groups(Group.EXPERT):
                 sent[np.ix_(ranks, ranks)] = here if task.forward else here.T
         return self._links.argument(sent) / self.even.shape.replica_slots  # the task's work fills every slot
@@ -88,7 +88,7 @@ class PlacedMoves(RowMoves):
     def _moved(self, task: Task) -> Rows:
         """Return samples from rank to rank, [P, P]; ranks that share them each move a part of the tokens."""
         mesh, places = self.even.workload.mesh, self._samples(task)
-        moved_DD = self.placed.moved(self._moe_layer(task), places.start, places.stop)
+        moved_DD = self.placed.moved(self.column(task), places.start, places.stop)
         found = np.zeros((mesh.world_size, mesh.world_size))
         for ranks in zip(*mesh.groups(Group.TENSOR), strict=True):
             found[np.ix_(ranks, ranks)] = moved_DD if task.forward else moved_DD.T
@@ -112,18 +112,18 @@ class PlacedMoves(RowMoves):
         """
         if not self.splits(task):
             return super().exchanged_counts(task, rank)
-        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self._moe_layer(task)]
+        rows_PCE = self.rows_PRCYE[:, task.microbatch, :, self.column(task)]
         return rows_PCE[rank], rows_PCE[list(self._members(task, rank))]
 
     def splits(self, task: Task) -> bool:
         """Return whether rows of the task's layer are split by the loads of the step."""
         replications = self.placed.replications
-        return bool(replications) and replications[self._moe_layer(task)].limit is not None
+        return bool(replications) and replications[self.column(task)].limit is not None
 
     def _table(self, task: Task) -> Counts:
         if not self.placed.replications:
             return super()._table(task)
-        key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op
+        key = task.microbatch, task.cut.held, self.column(task), outward(task.op) == task.op
         if key not in self._known_tables:  # every slice is split by itself, as ranks tell each other
             stay = self.splits(task)  # then no samples move
             rows_PCE = self._held(self.rows_PRCYE if stay else self._travelling(task), task)
@@ -138,7 +138,7 @@ class PlacedMoves(RowMoves):
     def _by_target(self, rows_PE: Counts, task: Task) -> Counts:
         if not self.placed.replications:
             return super()._by_target(rows_PE, task)
-        replication, work = self.placed.replications[self._moe_layer(task)], self.even.workload
+        replication, work = self.placed.replications[self.column(task)], self.even.workload
         rows_PH = rows_by_position(rows_PE, replication, work.mesh)
         ranks = replication.placement.ranks
         return rows_PH.reshape(-1, ranks, work.etp_size, ranks, replication.slots)
@@ -160,7 +160,7 @@ class PlacedMoves(RowMoves):
     def _sample_counts(self, task: Task, rank: int) -> Move:
         """Return the move of every sample's rows by position, and of those expected in the next layer."""
         experts, layer = self.even.workload.num_experts, self._moe_layer(task)
-        here = self.placed.replications[layer].positions if self.placed.replications else experts
+        here = self.placed.replications[self.column(task)].positions if self.placed.replications else experts
         last = layer + 1 == sum(self.even.shape.moe_layers)
         row_bytes = COUNT_BYTES * (here + (0 if last else experts))
         return self._gathered(task, rank, len(self._samples(task)), row_bytes)
@@ -176,12 +176,13 @@ class PlacedMoves(RowMoves):
     def _told_bytes(self, task: Task) -> int:
         """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
         members = self.even.workload.mesh.size(task.axes)
-        return 2 * DIGEST_BYTES * members + sum(map(told_bytes, self.placed.replications))
+        known = [told_bytes(each) for each in self.placed.replications]
+        return 2 * DIGEST_BYTES * members + sum(known[column] for column in self.columns or range(len(known)))
 
     def _with_samples(self, task: Task, rank: int) -> Move:
         """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
         samples = self._samples(task)
-        moved_DD = self.placed.moved(self._moe_layer(task), samples.start, samples.stop)
+        moved_DD = self.placed.moved(self.column(task), samples.start, samples.stop)
         return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
 
     def _replicas(self, task: Task, rank: int) -> Move:
@@ -189,7 +190,7 @@ class PlacedMoves(RowMoves):
         assert task.piece is not None, task
         elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
         piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
-        sent = copies_of(self.placed.replications[self._moe_layer(task)])
+        sent = copies_of(self.placed.replications[self.column(task)])
         return self._exchanged(task, rank, sent, Group.EXPERT, piece_bytes)
 
     def _gathered(self, task: Task, rank: int, rows: int, row_bytes: int) -> Move:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from penstock.cost.placed import Placed
 from penstock.cost.placed_moves import PLACED_MOVES, PlacedMoves
 from penstock.cost.step import StepCost
 from penstock.cost.workload import Workload
-from penstock.graph import Task
+from penstock.graph import Name, Task
 from penstock.mesh import Group
 from penstock.ops import Op
 from penstock.placement import ExpertPlacement
@@ -28,6 +29,9 @@ from penstock.step import StepShape
 from penstock.workloads import RoutingSizes
 
 Seconds = npt.NDArray[np.float64]
+
+FOLLOWING: Final = frozenset((*ROW_MOVES, *PLACED_MOVES, Op.EXPERTS))
+"""Ops whose time depends on how a layer is routed, and beside that on nothing in which MoE layers differ."""
 
 
 def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
@@ -47,8 +51,14 @@ def routing_sizes(work: Workload, moe_layers: int) -> RoutingSizes:
 class RoutedCost:
     """`cost(task)` in seconds, an array [ranks]: `StepCost`, but experts and transfers follow the routing.
 
-    counts_DBYE: token copies of every sample for every expert, as `Routing.counts` gives them. placement:
-    where experts are; None = the workload's. placed: where samples and replicas are; None = nothing moves.
+    Of a sample of the step (see `Evidence`) the known ranks alone are priced, and once all layers that one
+    stands for: O(layers known x ranks known x (ranks of an expert group + experts)) numbers.
+
+    Attributes:
+        counts_DBYE: Token copies of every sample for every expert, as `Routing.counts` gives them.
+        placement: Where experts are; None = the workload's.
+        placed: Where samples and replicas are; None = nothing moves.
+        columns: The layer of the counts for every MoE layer, see `Evidence.columns`.
     """
 
     shape: StepShape
@@ -57,10 +67,25 @@ class RoutedCost:
     counts_DBYE: Counts
     placement: ExpertPlacement | None = None
     placed: Placed | None = None
+    columns: tuple[int, ...] = ()
 
     def __call__(self, task: Task) -> Seconds:
         """Return seconds on every rank, [P]; of a transfer without the time to wait for partners."""
-        return self.seconds(task) if task.lane.computes else self.transfer_s(task)
+        if not self.columns or task.op not in FOLLOWING:
+            return self.seconds(task) if task.lane.computes else self.transfer_s(task)
+        alike = self._alike(task)
+        if alike not in self._known:
+            self._known[alike] = self.seconds(task) if task.lane.computes else self.transfer_s(task)
+        return self._known[alike]
+
+    def _alike(self, task: Task) -> Name:
+        """Return what a task that follows rows has in common with those of layers that are routed alike."""
+        return task.name._replace(layer=self._moves.column(task))
+
+    @cached_property
+    def _known(self) -> dict[Name, Seconds]:
+        """Seconds of tasks that follow rows, by name, with the layer of the counts."""
+        return {}
 
     def seconds(self, task: Task) -> Seconds:
         """Return seconds of a compute task on every rank, [P]."""
@@ -116,7 +141,11 @@ class RoutedCost:
         """Return rows that leave their node in the forward pass, or their rank where there is one node."""
         crossing = (Op.DISPATCH, Op.COMBINE, Op.SAMPLE_MOVE)
         there = [task for task in tasks if task.forward and task.op in crossing]
-        return sum(self._moves.crossing(task) for task in there)
+        known: dict[Name, float] = {}
+        for task in there:
+            if (alike := self._alike(task)) not in known:
+                known[alike] = self._moves.crossing(task)
+        return sum(known[self._alike(task)] for task in there)
 
     def imbalance(self, tasks: Iterable[Task]) -> float:
         """Return the rows of the busiest rank's experts over the mean, in the layer where that is largest."""
@@ -131,24 +160,33 @@ class RoutedCost:
     def _expert_rows(self, tasks: Iterable[Task]) -> list[Seconds]:
         """Return rows that every rank's experts get in a step, by layer, [P] each."""
         rows: dict[int, Seconds] = defaultdict(lambda: self._everywhere(0.0))
+        known: dict[Name, Counts] = {}
         for task in tasks:
             if task.forward and task.op == Op.EXPERTS:
-                rows[task.layer] += self._moves.received(task)
+                if (alike := self._alike(task)) not in known:
+                    known[alike] = self._moves.received(task)
+                rows[task.layer] += known[alike]
         return list(rows.values())
 
     @cached_property
     def rows(self) -> Counts:
         """Rows that every rank brings for every expert, see `BatchCut.rows`."""
         counts_DBYE = self.counts_DBYE if self.placed is None else self.placed.leaving(self.counts_DBYE)
-        return self.workload.cut(self.shape).rows(counts_DBYE)
+        return self.part.cut(self.shape).rows(counts_DBYE)
+
+    @cached_property
+    def part(self) -> Workload:
+        """The workload with the ranks alone that are priced."""
+        return self.workload.part(len(self.counts_DBYE))
 
     @cached_property
     def _moves(self) -> RowMoves:
         placement = self.placement or self.workload.placement
+        even = StepCost(self.shape, self.part, self.cluster)
         if self.placed is None:
-            return RowMoves(self._even, self.rows, placement)
-        arriving = self.workload.cut(self.shape).rows(self.placed.arriving(self.counts_DBYE))
-        return PlacedMoves(self._even, self.rows, placement, arriving, self.placed)
+            return RowMoves(even, self.rows, placement, columns=self.columns)
+        arriving = self.part.cut(self.shape).rows(self.placed.arriving(self.counts_DBYE))
+        return PlacedMoves(even, self.rows, placement, arriving, self.placed, columns=self.columns)
 
     @cached_property
     def _tokens(self) -> TokenMoves:
@@ -159,7 +197,7 @@ class RoutedCost:
         return StepCost(self.shape, self.workload, self.cluster)
 
     def _everywhere(self, seconds: float) -> Seconds:
-        return np.full(self.workload.world_size, seconds)
+        return np.full(self.part.world_size, seconds)
 
 
 @dataclass(frozen=True)

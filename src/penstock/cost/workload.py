@@ -154,6 +154,11 @@ class Workload:
             etp_size=self.etp_size,
         )
 
+    def part(self, groups: int) -> Workload:
+        """Return the workload of the first ranks alone: of so many groups with the same samples."""
+        ranks = groups * self.tp_size
+        return self if ranks == self.world_size else replace(self, world_size=ranks)
+
     @property
     def placement(self) -> ExpertPlacement:
         """Placement of experts: even and contiguous."""

@@ -104,8 +104,11 @@ class ReplicationBuilder:
         """Return the builder's load on ranks and links."""
         problem = self.problem
         alone = [expert for expert, homes in enumerate(self.homes) if len(homes) == 1]
-        home_EP = np.eye(problem.ranks)[[self.homes[expert][0] for expert in alone]]
-        traffic = problem.loads[:, alone] @ home_EP
+        alone.sort(key=lambda expert: self.homes[expert][0])
+        ranks, firsts = np.unique([self.homes[expert][0] for expert in alone], return_index=True)
+        traffic = np.zeros((problem.ranks, problem.ranks))
+        if alone:
+            traffic[:, ranks] = np.add.reduceat(problem.loads[:, alone], firsts, axis=1)
         for flows_PP in self.flows(self.shared):
             traffic += flows_PP
         return LayerLoad(traffic=traffic, copies=copies_to(self.replicas, problem.placement))

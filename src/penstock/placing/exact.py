@@ -259,18 +259,41 @@ def tiers(nodes: tuple[int, ...], sources: int = 0) -> tuple[Tier, ...]:
 
 
 def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
-    """Return rows from every source to every rank, [C, J, S, P], matched inside ever larger groups."""
-    found_CJSP = np.zeros((*left_CJS.shape, room_CJP.shape[2]), np.int64)
+    """Return rows from every source to every rank, [C, J, S, P], matched inside ever larger groups.
+
+    Few ranks have room for an expert: O(C J S H) numbers are worked out, with H the ranks that do, up to
+    twice as many.
+    """
+    found_CJPS = np.zeros((*room_CJP.shape, left_CJS.shape[2]), np.int64)  # memory of few ranks is touched
+    has_room_JP = room_CJP.max(axis=0) > 0
+    sizes_J = has_room_JP.sum(axis=1)
+    bits_J = np.array([size.bit_length() for size in sizes_J.tolist()])
+    for bits in np.unique(bits_J):
+        of_size = np.flatnonzero(bits_J == bits)
+        most = int(sizes_J[of_size].max())
+        # As many more as fill a row have no room.
+        rank_JH = np.argsort(~has_room_JP[of_size], axis=1, kind="stable")[:, :most]
+        flows_CJSH = _matched_to(left_CJS[:, of_size], room_CJP[:, of_size], rank_JH, near)
+        for expert, flows_CSH, rank_H in zip(of_size, flows_CJSH.swapaxes(0, 1), rank_JH, strict=True):
+            found_CJPS[:, expert][:, rank_H] = flows_CSH.swapaxes(1, 2)
+    return found_CJPS.swapaxes(2, 3)
+
+
+def _matched_to(left_CJS: Ints, room_CJP: Ints, rank_JH: Ints, near: Sequence[Tier]) -> Ints:
+    """Return rows from every source to these ranks, which alone have room, [C, J, S, H]."""
+    flows_CJSH = np.zeros((*left_CJS.shape, rank_JH.shape[1]), np.int64)
+    experts_J1 = np.arange(len(rank_JH))[:, None]
     for first_S, first_P, together_SP in near:
         starts_CJS, ends_CJS = _runs(left_CJS, first_S)
-        starts_CJP, ends_CJP = _runs(room_CJP, first_P)
-        overlap = np.minimum(ends_CJS[..., None], ends_CJP[:, :, None])
-        overlap -= np.maximum(starts_CJS[..., None], starts_CJP[:, :, None])
+        starts_CJH, ends_CJH = (each[:, experts_J1, rank_JH] for each in _runs(room_CJP, first_P))
+        overlap = np.minimum(ends_CJS[..., None], ends_CJH[:, :, None])
+        overlap -= np.maximum(starts_CJS[..., None], starts_CJH[:, :, None])
         np.maximum(overlap, 0, out=overlap)
-        overlap *= together_SP
-        found_CJSP += overlap
-        left_CJS, room_CJP = left_CJS - overlap.sum(axis=3), room_CJP - overlap.sum(axis=2)
-    return found_CJSP
+        overlap *= together_SP[:, rank_JH].transpose(1, 0, 2)
+        flows_CJSH += overlap
+        left_CJS = left_CJS - overlap.sum(axis=3)
+        room_CJP[:, experts_J1, rank_JH] -= overlap.sum(axis=2)
+    return flows_CJSH
 
 
 def _runs(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:

@@ -37,11 +37,14 @@ class Links:
 
     def rank_seconds(self, sent_PP: Ints | Floats) -> Floats:
         """Return the time of the busiest link that each rank's bytes pass, [P]."""
-        across_PP = self.across * sent_PP
         if self.card_per_rank:
-            card_P = _busier(across_PP)
+            card_P = _busier(self.across * sent_PP)
+        elif self.firsts is not None:
+            sent_NN = np.add.reduceat(np.add.reduceat(sent_PP, self.firsts, axis=0), self.firsts, axis=1)
+            np.fill_diagonal(sent_NN, 0)
+            card_P = _busier(sent_NN)[np.array(self.nodes)]
         else:
-            card_P = self.members.T @ _busier(self.members @ across_PP @ self.members.T)
+            card_P = self.members.T @ _busier(self.members @ (self.across * sent_PP) @ self.members.T)
         inside_P = _busier(self.inside * sent_PP)
         found: Floats = np.maximum(self.inside_s_per_byte * inside_P, self.across_s_per_byte * card_P)
         return found
@@ -56,6 +59,15 @@ class Links:
         """1 / the papers' average bandwidth: seconds per byte that a rank receives when all send evenly."""
         ranks = len(self.nodes)
         return self.seconds(np.ones((ranks, ranks))) / max(1, ranks - 1)
+
+    @cached_property
+    def firsts(self) -> Ints | None:
+        """The first rank of every node where the ranks of nodes are consecutive, [N]; else None."""
+        nodes = np.array(self.nodes)
+        if (np.diff(nodes) < 0).any() or len(np.unique(nodes)) <= nodes.max():
+            return None
+        firsts: Ints = np.searchsorted(nodes, np.arange(nodes.max() + 1))
+        return firsts
 
     @cached_property
     def members(self) -> Floats:

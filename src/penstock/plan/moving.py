@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from penstock.cost import RoutedCost, routing_sizes
-from penstock.cost.placed import Evidence
+from penstock.cost import RoutedCost
+from penstock.cost.placed import LATE
 from penstock.decision import Decision, Movable
 from penstock.decision.moving import why_experts_stay, why_samples_stay
 from penstock.decision.record import FIELDS
@@ -23,8 +23,9 @@ from penstock.plan.lost import LostTrial, corrected, miss
 from penstock.plan.memory import MemoryBudget
 from penstock.plan.plan_file import PLACED
 from penstock.plan.problem import Problem
+from penstock.plan.sampling import known_routing, sample_words
 from penstock.words import change, counted, gib
-from penstock.workloads import RoutingConfig, routing_of
+from penstock.workloads import RoutingConfig
 
 WORTH = 0.97
 """Moves must shorten a step to less than this part of its time; predictions err by about as much."""
@@ -40,10 +41,6 @@ class _Priced:
 
     found: list[Candidate] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
-
-
-LATE: Final = "not in the time there is; --budget 10 gives more"
-"""Why moves are not weighed on a busy machine, or with very many ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +69,7 @@ class Weighed:
 
 def with_routing(problem: Problem, routing: RoutingConfig, movable: Movable) -> Problem:
     """Return the problem with evidence: a step routed like a workload's second step, known from its first."""
-    sizes = routing_sizes(problem.workload, sum(problem.shape.moe_layers))
-    found = routing_of(routing, sizes)
-    return replace(problem, evidence=Evidence(found.counts(0), found.counts(1)), movable=movable)
+    return replace(problem, evidence=known_routing(problem, routing), movable=movable)
 
 
 def weigh(
@@ -124,7 +119,9 @@ def weigh(
     lines = [line for what, priced in told for line in _lines(problem, what, still, priced, most, lost)]
     if any(priced.found for _, priced in told):
         short = "" if fits else f", which needs {gib(still.memory_bytes)} per rank and does not fit"
-        lines.insert(0, _base(still, choices, routing) + short)
+        sample = sample_words(problem)
+        of = [f"Sample   moves weighed on {sample}, which stand for all"] if sample else []
+        lines[:0] = [_base(still, choices, routing) + short, *of]
     return Weighed(still=still, best=best if worth else still, lines=tuple(lines), fits=fits)
 
 
@@ -281,4 +278,5 @@ def _routed(problem: Problem, candidate: Candidate) -> RoutedCost:
     assert problem.evidence is not None
     work, shape = problem.workload_of(candidate.choice), candidate.plan.shape
     placed = problem.placed(candidate.choice, shape)
-    return RoutedCost(shape, work, problem.cluster, problem.evidence.now_DBYE, placed=placed)
+    now_DBYE, columns = problem.evidence.now_DBYE, problem.evidence.columns
+    return RoutedCost(shape, work, problem.cluster, now_DBYE, placed=placed, columns=columns)

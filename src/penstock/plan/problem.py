@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -91,6 +92,7 @@ class Problem:
     search prices even routing, with which moves gain nothing, but its plans must hold the rows that come.
     forced: decisions that are set, by name; every choice has them (see `space.forced`).
     passes: forward and backward passes whose gradients add up to those of one update.
+    ends: tells whether the time is over; then no replicas are planned that need not be (see `_place`).
     """
 
     shape: StepShape
@@ -107,6 +109,7 @@ class Problem:
     observed: Evidence | None = None
     forced: Table = OPEN
     passes: int = 1
+    ends: Callable[[], bool] = field(default=lambda: False, compare=False)
 
     @property
     def has_nodes(self) -> bool:
@@ -115,7 +118,8 @@ class Problem:
 
     @cached_property
     def mesh(self) -> Mesh:
-        return self.workload.mesh
+        """The ranks that are priced: of a sample, those that stand for all (see `Evidence`)."""
+        return self.workload.mesh if self.evidence is None else self.evidence.part_of(self.workload).mesh
 
     @property
     def batch(self) -> int:
@@ -151,8 +155,9 @@ class Problem:
     def _known_load(self) -> tuple[float, ...]:
         """By rank, the rows of its experts over the mean, summed over all layers, where nothing moves."""
         assert self.evidence is not None, "else nothing is known"
-        work = self.workload
-        received_E = rank_loads(self.evidence.now_DBYE, self.shape, work).sum(axis=(0, 1))
+        work = self.evidence.part_of(self.workload)
+        loads_YPE = rank_loads(self.evidence.now_DBYE, self.shape, work)
+        received_E = self.evidence.by_layer(loads_YPE).sum(axis=(0, 1))
         rows = [received_E[list(work.placement.held(place))].sum() for place in range(work.ep_size)]
         mean = max(1.0, sum(rows) / len(rows))
         places = (work.mesh.place(rank, Group.EXPERT) for rank in range(work.world_size))
@@ -171,7 +176,8 @@ class Problem:
         pieces = (cut.microbatches, cut.slices, cut.expert_form) if placed is None else cut
         key = self._priced_by(choice), pieces
         if key not in self._known_loads:
-            received_YP = received_rows(known.now_DBYE, placed, cut, work)
+            known_YP = received_rows(known.now_DBYE, placed, cut, known.part_of(work))
+            received_YP = known.by_layer(known_YP)
             mean_Y1 = np.maximum(1.0, received_YP.mean(axis=1, keepdims=True))
             self._known_loads[key] = received_YP / mean_Y1
         return self._known_loads[key]
@@ -220,7 +226,14 @@ class Problem:
         even = StepCost(cut, self.workload_of(choice), self.cluster, shared)
         if self.evidence is not None:
             placed = self.placed(choice, cut)
-            routed = RoutedCost(cut, even.workload, self.cluster, self.evidence.now_DBYE, placed=placed)
+            routed = RoutedCost(
+                cut,
+                even.workload,
+                self.cluster,
+                self.evidence.now_DBYE,
+                placed=placed,
+                columns=self.evidence.columns,
+            )
             return SlowRanks(routed, self.slowness) if self.slowness else routed
         return UnevenRanks(even, self.slowness, self.load) if self.slowness or self.load else even
 
@@ -255,18 +268,23 @@ class Problem:
         return {}
 
     def _place(self, evidence: Evidence, choice: Decision, cut: StepShape) -> Placed:
-        work = self.workload_of(choice)
+        whole = self.workload_of(choice)
+        work = evidence.part_of(whole)
         replications: tuple[Replication, ...] = ()
         planning_s = 0.0
         if choice.num_replica_slots:
-            loads_YPE = rank_loads(evidence.before_DBYE, cut, work)
+            groups, known = (each.mesh.size(Group.EXPERT_DATA) for each in (whole, work))
+            loads_YPE = rank_loads(evidence.before_DBYE, cut, work) * (groups // known)
             # The same replicas whatever contention a bound assumes, or it would be one of another step.
-            costs = self._replica_costs(choice, StepCost(cut, work, self.cluster.contended(1.0)))
+            costs = self._replica_costs(choice, StepCost(cut, whole, self.cluster.contended(1.0)))
+            if evidence.columns:  # by the first layer that each stands for
+                costs = [costs[evidence.columns.index(column)] for column in range(evidence.known_layers)]
             exact = splits_exactly(choice, work)
+            ends = self.ends if "none" in self.movable.experts else lambda: False
             replications = planned_replications(
-                loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact
+                loads_YPE, choice.experts, choice.num_replica_slots, work.placement, costs, exact, ends
             )
-            planning_s = replica_planning_s(work, choice.experts, len(replications))
+            planning_s = replica_planning_s(whole, choice.experts, sum(cut.moe_layers))
         found = (
             Placed.still(evidence.now_DBYE, replications)
             if choice.samples == "none"

@@ -23,7 +23,7 @@ def rows_by_position(rows_PE: Counts, replication: Replication, mesh: Mesh) -> C
     pairs, found = replication.pairs, np.zeros((len(rows_PE), replication.positions), np.int64)
     place_P = np.array([mesh.place(rank, Group.EXPERT) for rank in range(mesh.world_size)])
     for place in range(mesh.ep_size):
-        here, own = np.flatnonzero(place_P == place), pairs.rank == place
+        here, own = np.flatnonzero(place_P == place), pairs.of(place)
         expert, position, before, upto = (each[own] for each in pairs[1:])
         rows_PK = rows_PE[here][:, expert]
         np.add.at(found, (here[:, None], position), rows_PK * upto // SPLIT - rows_PK * before // SPLIT)

@@ -66,6 +66,24 @@ class BatchCut:
             first += samples
         return rows
 
+    def rows_in_all(self, counts_DBYE: Counts) -> Counts:
+        """Return the rows that each rank brings for each expert in all pieces together: [P, Y, E].
+
+        Without slots no row is lost where pieces end, so that the pieces need not be made.
+        """
+        if self.slots or self.fixed:
+            summed: Counts = self.rows(counts_DBYE).sum(axis=(1, 2))
+            return summed
+        group_P, part_P = _owners(self.mesh, self.token_shards)
+        rows = np.zeros((self.mesh.world_size, *counts_DBYE.shape[2:]), dtype=np.int64)
+        left = counts_DBYE
+        for part, length in enumerate(split_sizes(self.seq_len, self.token_shards)):
+            mine = apportion(left, length * self.top_k)
+            ranks = np.flatnonzero(part_P == part)
+            rows[ranks] = mine.sum(axis=1)[group_P[ranks]]
+            left = left - mine
+        return rows
+
     def _cut_microbatch(self, counts_DBYE: Counts, rows_PCYE: Counts) -> None:
         """Add the samples' counts to the slices of the ranks that have their tokens."""
         group_P, part_P = _owners(self.mesh, self.token_shards)

@@ -1,6 +1,6 @@
 """The destinations of tokens where there is no router: named workloads and recorded runs. No torch."""
 
-from penstock.workloads.catalogue import routing_of
+from penstock.workloads.catalogue import routing_of, routing_of_layers
 from penstock.workloads.config import RoutingConfig
 from penstock.workloads.recorded import RecordedModel, Recording, RoutingRecorder, read_recording
 from penstock.workloads.routing import Routing, RoutingSizes
@@ -14,4 +14,5 @@ __all__ = [
     "RoutingSizes",
     "read_recording",
     "routing_of",
+    "routing_of_layers",
 ]

@@ -31,6 +31,19 @@ class Preferences(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OfLayers:
+    """The preferences of some layers."""
+
+    whole: Preferences
+    layers: tuple[int, ...]
+
+    def at(self, step: int) -> Logits:
+        """Return the logits of a step, counted from 0."""
+        logits: Logits = self.whole.at(step)[:, :, list(self.layers)]
+        return logits
+
+
 class Draw(Protocol):
     """Draws preferences from a generator alone."""
 

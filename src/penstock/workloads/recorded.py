@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
@@ -166,6 +166,19 @@ class RecordedRouting:
 
     sizes: RoutingSizes
     recording: Recording
+
+    def loads(self, step: int) -> Counts:
+        """Return the recorded loads of a step's experts, [MoE layers, experts]."""
+        loads_YE: Counts = self.recording.loads_SYE[step % len(self.recording.steps)]
+        return loads_YE
+
+    def of_layers(self, layers: Sequence[int]) -> RecordedRouting:
+        """Return the routing of some layers alone."""
+        kept, known = list(layers), self.recording
+        samples = tuple(None if each is None else each[:, kept] for each in known.samples)
+        model = replace(known.model, moe_layers=len(kept))
+        recording = Recording(model, known.steps, known.loads_SYE[:, kept], samples)
+        return RecordedRouting(replace(self.sizes, moe_layers=len(kept)), recording)
 
     def counts(self, step: int) -> Counts:
         """Return token copies; see `Routing.counts`."""
