@@ -309,7 +309,7 @@ FAULTS = (
     ),
     Fault(
         "cost/moves.py",
-        "key = task.microbatch, task.cut.held, task.layer, outward(task.op) == task.op",
+        "key = task.microbatch, task.cut.held, self.column(task), outward(task.op) == task.op",
         "key = task.microbatch, task.cut.held, outward(task.op) == task.op",
         "all layers have the joined rows of the first: a stale key",
         "cost runtime/test_node_once.py",

@@ -37,7 +37,7 @@ def test_what_moves_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "flowmoe", "--microbatches", "1", *moves]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "SP new homes of all samples" in text and "GP parameters of experts" in text
-    assert "samples get new homes in every MoE layer; every rank hosts up to 2 experts of others" in text
+    assert "samples get new homes in every MoE layer; every rank holds up to 2 replicas of others" in text
     with pytest.raises(SystemExit):
         main(["schedule", "flowmoe", "--samples", "somehow"])
 

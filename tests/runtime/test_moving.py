@@ -183,5 +183,5 @@ def disagreeing(rank: int, case: Case) -> str:
 
 def test_ranks_that_plan_different_replicas_are_told(ranks: Pools) -> None:
     for text in ranks(2).run(disagreeing, skewed(2, "sequential")):
-        assert "L0.PH.B" in text and "host others than it does, or plan in another way" in text
+        assert "L0.PH.B" in text and "hold others than it does, or plan in another way" in text
     ranks(2).close()
