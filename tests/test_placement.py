@@ -59,7 +59,7 @@ def test_rows_go_to_the_own_replica_or_else_to_the_owner() -> None:
     [
         ([[0, 1], [3, 4]], None, "expert 2 has no home"),
         ([[0, 1], [2]], None, "rank 1 has 1 slots and rank 0 has 2"),
-        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not home it (homes: 0)"),
+        ([[0, 1], [2, 3]], [0, 1, 1, 1], "expert 1 is owned by rank 1, which does not hold it (homes: 0)"),
         ([[0, 1], [2, 3]], [0, 0, 1], "3 owners for 4 experts"),
         ([[0, 0], [1, 2]], None, "expert 0 has two slots of one rank"),
     ],

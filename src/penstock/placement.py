@@ -169,7 +169,7 @@ class ExpertPlacement:
         return f"experts {', '.join(named)} of {self.num_experts}"
 
     def positions(self, rank: int) -> tuple[int, ...]:
-        """Return by expert the position to which `rank` sends rows: its own if it homes one, or the
+        """Return by expert the position to which `rank` sends rows: its own if it holds one, or the
         owner's."""
         return tuple(
             self.position(next((home for home in homes if home.rank == rank), self._owning(expert)))
@@ -187,7 +187,7 @@ class ExpertPlacement:
 
 @dataclass(frozen=True)
 class Replication:
-    """Which experts ranks home as replicas for a while, and who computes whose rows. Equal on all ranks.
+    """Which experts ranks hold as replicas for a while, and who computes whose rows. Equal on all ranks.
 
     Owners stay where `placement` says. Every rank has `replica_slots` slots beside its own
     `placement.slots`; a position is `rank * (placement.slots + replica_slots) + slot`, replicas after own
@@ -223,8 +223,7 @@ class Replication:
     def local(
         placement: ExpertPlacement, replicas: Sequence[Sequence[int]], limit: int | None = None
     ) -> Replication:
-        """Return a replication whose replicas compute rows of their own ranks only; other rows pass them
-        by."""
+        """Return a replication whose replicas compute rows of their own ranks only."""
         splits = local_splits(placement, replicas)
         return Replication(
             placement, len(replicas[0]), tuple(tuple(held) for held in replicas), splits, limit
@@ -351,8 +350,7 @@ def local_splits(placement: ExpertPlacement, replicas: Sequence[Sequence[int]]) 
 
 @cache
 def _splits_without(placement: ExpertPlacement, replica_slots: int) -> Splits:
-    """Return the splits of rows that follow `placement` alone. Cached: most splits of a replication are
-    these."""
+    """Return the splits of rows that follow `placement` alone. Cached: most splits are these."""
     slots = placement.slots + replica_slots
 
     def of(rank: int) -> tuple[tuple[Part, ...], ...]:
@@ -377,7 +375,7 @@ def _check_owners(placement: ExpertPlacement) -> None:
         if owner not in {home.rank for home in homes}:
             ranks = ", ".join(str(home.rank) for home in homes)
             raise PlacementError(
-                f"expert {expert} is owned by rank {owner}, which does not home it (homes: {ranks}): the "
+                f"expert {expert} is owned by rank {owner}, which does not hold it (homes: {ranks}): the "
                 "owner updates the expert and needs it in one of its slots"
             )
 
@@ -396,7 +394,7 @@ def _check_slots(placement: ExpertPlacement) -> None:
                     f"experts {other} and {expert} are both in slot {home.slot} of rank {home.rank}"
                 )
         if len({home.rank for home in homes}) < len(homes):
-            raise PlacementError(f"expert {expert} has two slots of one rank: a rank homes it once")
+            raise PlacementError(f"expert {expert} has two slots of one rank: a rank holds it once")
     for rank, slots in enumerate(_filled(placement, used)):
         if slots < placement.slots:
             raise PlacementError(
@@ -435,7 +433,7 @@ def _check_replicas(replication: Replication) -> None:
             if expert in held:
                 raise PlacementError(
                     f"replica slot {slot} of rank {rank} has expert {expert}, which the rank holds already: "
-                    "a rank homes an expert once"
+                    "a rank holds an expert once"
                 )
             held.add(expert)
 

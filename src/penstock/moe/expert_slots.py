@@ -92,8 +92,7 @@ class Spread:
 
 
 class OwnAndReplicas(Experts):
-    """A rank's own experts, and after them its replicas, as experts of one rank. Not a module of the
-    model."""
+    """A rank's own experts, then its replicas, as experts of one rank. Not a module of the model."""
 
     def __init__(self, own: Experts, replicas: Experts) -> None:
         super().__init__()

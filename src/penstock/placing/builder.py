@@ -210,5 +210,5 @@ def apportioned(rows: Sequence[int]) -> list[int]:
 
 
 def _position(replication: Replication, rank: int, expert: int) -> int:
-    """Return the position at which a rank holds an expert that it homes."""
+    """Return the position at which a rank holds an expert."""
     return replication.by_position.index(expert, rank * replication.slots)

@@ -115,7 +115,7 @@ def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilde
 
 def _most_urgent(builder: ReplicationBuilder, rank: int) -> int | None:
     """Return the expert whose homes one more home would relieve most, if the expert got a mean expert's rows
-    more; None if the rank homes all."""
+    more; None if the rank holds all."""
     rows_E, held = (
         builder.problem.expert_rows,
         [*builder.problem.placement.held(rank), *builder.replicas[rank]],

@@ -175,7 +175,7 @@ class ExactSplit:
 
     @cached_property
     def _shared_by_rank(self) -> list[list[int]]:
-        """The shared experts that each rank homes."""
+        """The shared experts that each rank holds."""
         ranks = range(len(self.nodes))
         return [[j for j, each in enumerate(self._shared) if rank in each.homes] for rank in ranks]
 

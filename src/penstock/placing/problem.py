@@ -132,7 +132,7 @@ class ExpertCosts:
 @dataclass(frozen=True, kw_only=True)
 class ExpertProblem:
     """One layer in one step. loads: [P, E], rows that start on rank p and go to expert e, by expert number.
-    placement: which ranks own and home the experts permanently. replica_slots: free slots of every rank.
+    placement: which ranks own and hold the experts permanently. replica_slots: free slots of every rank.
     exact: whether rows of shared experts are split by the loads of the step that runs; else by those from
     which the plan is made. Raises ValueError where sizes contradict each other."""
 

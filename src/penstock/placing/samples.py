@@ -21,7 +21,7 @@ from penstock.placing.transport import Solver, find_solver
 INTER_WEIGHT = 16
 """Rows inside a node that cost about as much as one across nodes, where stage 2 must weigh them.
 
-Stage 2 must do so only where experts have replicas or replicas: otherwise all devices of a node have the same
+Stage 2 must do so only where experts have replicas: otherwise all devices of a node have the same
 rows across nodes.
 """
 
