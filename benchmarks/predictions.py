@@ -87,8 +87,8 @@ def predictions_of(result: Mapping[str, Any]) -> list[Prediction]:
 
 def _bench(rate: str, virtual: bool, overrides: Sequence[str]) -> Mapping[str, Any]:
     """Raises RuntimeError with what it said if it fails."""
-    shape = ("--virtual", "--emulate", "4x2") if virtual else ("--emulate", "2x1")
-    sizes = ("moe.num_experts=8",) if virtual else ()
+    shape = ("--virtual", "--emulate", "4x4") if virtual else ("--emulate", "2x1")
+    sizes = ("moe.num_experts=16", "compare.rounds=3") if virtual else ()
     given = (*shape, "--inter-rate", rate, "--schedules", SCHEDULES, *SETTINGS, *sizes, *overrides)
     command = [sys.executable, "-m", "penstock", "bench", "--json", *given]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "Compares predicted with measured iterations at several link rates. Linux, root."
     parser = parser_of("predictions", about, "--rates 300mbit,2gbit")
     parser.add_argument("--rates", default=",".join(RATES), metavar="RATE,...", help="links between nodes")
-    parser.add_argument("--virtual", action="store_true", help="devices that sleep: 4 nodes of 2")
+    parser.add_argument("--virtual", action="store_true", help="devices that sleep: 4 nodes of 4")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="settings")
     return parser
 

@@ -103,7 +103,7 @@ def check_complete(file: ClusterFile) -> None:
     assert {f"{task.op}.{task.phase}" for task in file.tasks} >= COMPUTED
     assert all(task.fit is not None and len(task.fit.points) >= 2 for task in file.tasks)
     kernels = {kernel.name: kernel for kernel in file.kernels}
-    assert kernels.keys() == {"matmul", "copy", "attention", "order", "un-order", "optimizer"}
+    assert kernels.keys() == {"matmul", "copy", "attention", "order", "un-order"}
     assert file.rates.flops_per_s == pytest.approx(1 / kernels["matmul"].beta_s_per_unit)
     assert (file.steps is not None) or file.doubts or file.ranks == 1
 

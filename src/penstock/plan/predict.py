@@ -117,15 +117,15 @@ def simulated_s(problem: Problem, choice: Decision, plan: StepPlan, cluster: Pro
 
 
 def closing_s(problem: Problem) -> float:
-    """Return the seconds from gradients to new parameters: norm, clipping and AdamW at memory's rate.
+    """Return the seconds from gradients to new parameters: norm, clipping and AdamW on the slowest rank.
 
     They follow an iteration that leaves whole gradients; a step that updates has them among its tasks.
     """
     if problem.shape.updating is not None:
         return 0.0
     work = Work(copied_bytes=UPDATE_COPIES * sum(trained_bytes(problem).values()))
-    seconds: float = problem.cluster.task_s(Op.UPDATE, Phase.BACKWARD, work)
-    return seconds
+    seconds: float = alone(problem).cluster.task_s(Op.UPDATE, Phase.BACKWARD, work)
+    return seconds * max(problem.slowness, default=1.0)
 
 
 def timelines(problem: Problem) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.autotune.profile.sample import Action, Budget, Limits, measure_sizes
@@ -18,7 +18,6 @@ from penstock.cost.fit import fit_line
 from penstock.placement import ExpertPlacement
 from penstock.runtime import Machinery
 from penstock.train.config import RunConfig
-from penstock.train.optimizer import build_adamw, initialise_state
 
 FLOAT_BYTES = 4
 PIECES = (1, 4, 2, 8)
@@ -82,7 +81,6 @@ def _kernels(config: RunConfig, machinery: Machinery) -> Iterator[Kernel]:
     yield Kernel("attention", "flop", config.data.batch_per_device, attention_flop, shapes.attention)
     yield Kernel("order", "byte", shapes.tokens, choices_bytes, shapes.order)
     yield Kernel("un-order", "byte", shapes.tokens, choices_bytes, shapes.unorder)
-    yield Kernel("optimizer", "byte", shapes.matrix_rows, row_bytes, shapes.optimizer)
 
 
 class _Shapes:
@@ -94,7 +92,6 @@ class _Shapes:
         self.tokens = config.data.batch_per_device * config.model.seq_len
         local_experts = ExpertPlacement.even(config.moe.num_experts, machinery.layout.ep_size).slots
         self.rows_per_expert = max(1, self.tokens * self.k // local_experts)
-        self.matrix_rows = config.moe.moe_ffn_hidden_size * config.moe.expert_matrices * local_experts
 
     def _new(self, *sizes: int) -> Tensor:
         return torch.ones(sizes, device=self.machinery.device)
@@ -128,13 +125,6 @@ class _Shapes:
         return self._quiet(
             lambda: (out.index_select(0, rows).view(tokens, self.k, self.hidden) * weights).sum(1)
         )
-
-    def optimizer(self, rows: int) -> Action:
-        parameter = nn.Parameter(self._new(rows, self.hidden))
-        parameter.grad = torch.zeros_like(parameter)
-        adamw = build_adamw([("matrix", parameter)], self.config.optimizer)
-        initialise_state(adamw)
-        return adamw.step
 
     def _shuffled(self, tokens: int) -> Tensor:
         generator = torch.Generator().manual_seed(0)

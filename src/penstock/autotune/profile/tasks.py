@@ -1,7 +1,8 @@
 """Measures compute tasks of the model as the engine runs them, on all ranks at once, and in real steps.
 
 Two layers run without a network (see `penstock.runtime.silent`), cut in several ways, so that every
-kind of task is seen at several sizes. All layers of a kind are assumed to cost the same.
+kind of task is seen at several sizes. All layers of a kind are assumed to cost the same. Updates are measured
+before, on the same layers' parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from penstock.autotune.problem import run_problem
 from penstock.autotune.profile.sample import PURPOSE, Budget, Limits, here
 from penstock.autotune.profile.steps import RealSteps, with_steps, worth_running
+from penstock.autotune.profile.updates import measure_updates
 from penstock.cost import ClusterConfig, ClusterFile, StepCost
 from penstock.cost.cluster_file import Fit, TaskModel
 from penstock.cost.doubts import OVERRAN
@@ -70,11 +72,16 @@ def measure_tasks(
     sample = sample_of(config)
     stack = build_stack(sample, silent(machinery))
     try:
+        updates = measure_updates(
+            list(stack.model.parameters()), config.optimizer, file.rates, budget, machinery.device
+        )
         runs = _Runs(sample, machinery, stack, list(schedules) or cuts(sample))
         slowness, alone = _apart(runs.measure(_rounds(runs, budget), budget))
     finally:
         stack.close()
-    tasks = tuple(_models(runs, alone, file.rates))
+    slowest = max(slowness, default=1.0)  # for which updates were timed
+    updates = tuple(replace(x, alpha_s=x.alpha_s / slowest, scale=x.scale / slowest) for x in updates)
+    tasks = (*_models(runs, alone, file.rates), *updates)
     overheads = [task.alpha_s for task in tasks if task.alpha_s > 0]
     rates = file.rates.measured(task_overhead_s=min(overheads)) if overheads else file.rates
     scatter = [seconds.std(axis=(0, 1)) / seconds.mean(axis=(0, 1)) for seconds in alone]
