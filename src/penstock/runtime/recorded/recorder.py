@@ -228,7 +228,13 @@ class Recording(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs)
+            name = func._schema.name.removeprefix("c10d::")
+            found = None if name == "barrier" else collective_of(name, args)
+            if found is None or found.group.group_name == self._recorder.control_group:
+                return func(*args, **kwargs)
+            out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
+            self._recorder.launch(found.op, found.reads, found.writes, found.call)
+            return out
         recorder, operator = self._recorder, _operator(func)
         reads, writes = operator.operands(args, kwargs)
         recorder.know(reads)
@@ -242,17 +248,6 @@ class Recording(TorchDispatchMode):
             recorder.launch(operator.name, reads, [*writes, *fresh])
         if operator.waits or (operator.copies and _is_blocking_copy(recorder, args)):
             recorder.wait(recorder.thread, recorder.record(recorder.stream))
-        return out
-
-    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        name = func._schema.name.removeprefix("c10d::")
-        if name == "barrier":
-            return func(*args, **kwargs)
-        found = collective_of(name, args)
-        if found.group.group_name == self._recorder.control_group:
-            return func(*args, **kwargs)
-        out = gather_unevenly(args) if runs_unevenly(name, args) else func(*args, **kwargs)
-        self._recorder.launch(found.op, found.reads, found.writes, found.call)
         return out
 
 

@@ -187,7 +187,13 @@ class ReleasingShare(Share):
         return self._sums.narrow(0, self.places[piece], self.pieces[piece].sizes[self.place])
 
     def rows(self, piece: int) -> Tensor:
-        parts = [_added(run) for run in self.spread[piece]]
+        parts = []
+        for run in self.spread[piece]:
+            gradient = run.parameter.grad
+            if gradient is None:
+                parts.append(run.parameter.new_zeros(run.length))
+            else:
+                parts.append(gradient.reshape(-1).narrow(0, run.first, run.length))
         return torch.cat(parts) if len(parts) != 1 else parts[0]
 
     def take(self, piece: int, total: Tensor) -> None:
@@ -198,18 +204,7 @@ class ReleasingShare(Share):
         for run in self.spread[piece]:
             self._left[run.parameter] -= 1
             if not self._left[run.parameter]:
-                _give_up(run.parameter)
-
-
-def _added(run: Run) -> Tensor:
-    gradient = run.parameter.grad
-    if gradient is None:
-        return run.parameter.new_zeros(run.length)
-    return gradient.reshape(-1).narrow(0, run.first, run.length)
-
-
-def _give_up(parameter: nn.Parameter) -> None:
-    here = device_of(parameter)
-    if parameter.grad is not None and isinstance(here, Gpu):  # this stream may still read it
-        here.record_stream(parameter.grad, here.current_stream(parameter.device))
-    parameter.grad = None
+                parameter, here = run.parameter, device_of(run.parameter)
+                if parameter.grad is not None and isinstance(here, Gpu):  # this stream may still read it
+                    here.record_stream(parameter.grad, here.current_stream(parameter.device))
+                parameter.grad = None

@@ -151,16 +151,6 @@ def _destroy(groups: dict[Axes, dist.ProcessGroup]) -> None:
             dist.destroy_process_group(groups.popitem()[1])
 
 
-def _destroy_left() -> None:
-    """Destroy the groups of models that are gone.
-
-    Not where a model is collected, which can be at any moment, also inside of an exchange.
-    """
-    gc.collect()  # a scheduled model and its engine refer to each other
-    while _LEFT:
-        _destroy(_LEFT.pop())
-
-
 class GlooTransport(GroupTransport):
     """CPU tensors over Gloo.
 
@@ -327,7 +317,9 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
-    _destroy_left()
+    gc.collect()  # a scheduled model and its engine refer to each other
+    while _LEFT:
+        _destroy(_LEFT.pop())
     make = partial(build_transport, layout, device, parallel)
     if layout.ep_nodes == 1:
         return Transports(make(INTER_GROUPS), make=make)
