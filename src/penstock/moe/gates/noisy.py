@@ -41,10 +41,9 @@ class NoisyGate(SoftmaxGate):
         if not self.training or tokens.clean:
             return clean_TE
         spread_TE = F.softplus(x_TM @ self.noise_weight.to(x_TM.dtype).t())
-        return clean_TE + self._noise(clean_TE, tokens) * spread_TE
-
-    def _noise(self, like_TE: Tensor, tokens: Tokens) -> Tensor:
         if tokens.keys is None:
-            return torch.randn_like(like_TE)
-        noise_BLE = normal(tokens.by_sample(like_TE).shape, self.place, tokens.keys)
-        return noise_BLE.to(like_TE).view_as(like_TE)
+            noise_TE = torch.randn_like(clean_TE)
+        else:
+            noise_BLE = normal(tokens.by_sample(clean_TE).shape, self.place, tokens.keys)
+            noise_TE = noise_BLE.to(clean_TE).view_as(clean_TE)
+        return clean_TE + noise_TE * spread_TE
