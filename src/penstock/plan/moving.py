@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from penstock.cost import RoutedCost
 from penstock.cost.placed import LATE
@@ -106,7 +106,11 @@ def weigh(
     if not plain.found:
         raise RefusalError(f"there is no plan to compare moves with: {'; '.join(plain.refused)}")
     still = _least(plain.found)
-    samples = price(_moving_samples(problem, still.choice))
+    samples = price(
+        replace(still.choice, samples=each)
+        for each in FIELDS["samples"].values(problem, still.choice)
+        if each not in ("none", still.choice.samples)
+    )
     experts = price(_moving_experts(problem, still.choice))
     _note_what_stays(problem, still.choice, samples, experts)
     most = math.inf if memory is None else memory.bytes
@@ -153,19 +157,10 @@ def _settled(problem: Problem, choice: Decision) -> Decision:
 
 def staying(problem: Problem, choice: Decision) -> Decision:
     """Return the choice without the moves that the problem leaves open."""
-    samples, experts = (_least_of(FIELDS[name].values(problem, choice)) for name in ("samples", "experts"))
+    moves = (FIELDS[name].values(problem, choice) for name in ("samples", "experts"))
+    samples, experts = (min(each, key=lambda move: move != "none") for each in moves)  # none, or the first
     settled = replace(choice, samples=samples, experts=experts)
     return replace(settled, replica_slots=FIELDS["replica_slots"].values(problem, settled)[0])
-
-
-def _least_of(moves: Sequence[Any]) -> Any:
-    return "none" if "none" in moves else moves[0]
-
-
-def _moving_samples(problem: Problem, choice: Decision) -> Iterator[Decision]:
-    for samples in FIELDS["samples"].values(problem, choice):
-        if samples not in ("none", choice.samples):
-            yield replace(choice, samples=samples)
 
 
 def _moving_experts(problem: Problem, choice: Decision) -> Iterator[Decision]:
