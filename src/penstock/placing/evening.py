@@ -51,12 +51,9 @@ def _surplus(builder: ReplicationBuilder) -> tuple[int, int] | None:
     for rank in ranks:
         free = [expert for expert in held if rank not in builder.homes[expert]]
         if builder.computed[rank] < mean and builder.has_room(rank) and free:
-            return max(free, key=lambda expert: (_rows_at(builder, expert, heaviest), -expert)), rank
+            there = {expert: builder.homes[expert].index(heaviest) for expert in free}
+            return max(free, key=lambda expert: (builder.rows[expert][there[expert]], -expert)), rank
     return None
-
-
-def _rows_at(builder: ReplicationBuilder, expert: int, rank: int) -> int:
-    return builder.rows[expert][builder.homes[expert].index(rank)]
 
 
 def planned(problem: ExpertProblem) -> Replication:
@@ -103,27 +100,19 @@ def _reserved(best: ReplicationBuilder, time: LayerSeconds) -> ReplicationBuilde
     ways, experts_s = Ways(costs.links, copies_to(builder.replicas, placement)), time.experts_s / 3
     for _ in range(problem.replica_slots):
         for rank in sorted(filter(builder.has_room, range(problem.ranks)), key=builder.computed.__getitem__):
-            expert = _most_urgent(builder, rank)
-            if expert is None:
+            # The expert whose homes one more home would relieve most, if it got a mean expert's rows more.
+            rows_E, held = problem.expert_rows, [*placement.held(rank), *builder.replicas[rank]]
+            homes_E = np.array([len(homes) for homes in builder.homes])
+            urgency_E = (rows_E + rows_E.mean()) / homes_E**2
+            urgency_E[held] = -np.inf
+            if len(held) == len(homes_E):
                 continue
+            expert = int(urgency_E.argmax())
             way = placement.owners[expert], rank
             if exposed_s(costs, ways.with_one_more(*way), experts_s) <= time.weights_s:
                 builder.add(expert, rank)
                 ways.add(*way)
     return builder
-
-
-def _most_urgent(builder: ReplicationBuilder, rank: int) -> int | None:
-    """Return the expert whose homes one more home would relieve most, if the expert got a mean expert's rows
-    more; None if the rank holds all."""
-    rows_E, held = (
-        builder.problem.expert_rows,
-        [*builder.problem.placement.held(rank), *builder.replicas[rank]],
-    )
-    homes_E = np.array([len(homes) for homes in builder.homes])
-    urgency_E = (rows_E + rows_E.mean()) / homes_E**2
-    urgency_E[held] = -np.inf
-    return None if len(held) == len(homes_E) else int(urgency_E.argmax())
 
 
 def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
@@ -137,14 +126,7 @@ def _between(builder: ReplicationBuilder) -> ReplicationBuilder:
 
 
 def _promising(builder: ReplicationBuilder, exposed: bool) -> tuple[int, int] | None:
-    """Return the expert and rank that promise most; None if no replica promises a gain."""
-    scores = _scores(builder, exposed)
-    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
-    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
-
-
-def _scores(builder: ReplicationBuilder, exposed: bool) -> Floats:
-    """Return the seconds that a replica promises, for every expert and rank, [E, P]; -inf where impossible.
+    """Return the expert and rank whose replica promises to save most seconds; None if none promises any.
 
     exposed: whether Trans or Agg take longer than the schedule hides, so that weights have a price.
     """
@@ -157,10 +139,11 @@ def _scores(builder: ReplicationBuilder, exposed: bool) -> Floats:
     kept_s = 4 * costs.row_bytes * np.minimum(_kept(builder), room) * to_rank_s
     weights_s = (costs.parameter_bytes + costs.gradient_bytes) * to_rank_s * exposed
     scores: Floats = 3 * costs.row_s * evened + kept_s - weights_s
-    for expert, homes in enumerate(builder.homes):
-        scores[expert, homes] = -np.inf
+    for each, homes in enumerate(builder.homes):
+        scores[each, homes] = -np.inf
     scores[:, [not builder.has_room(rank) for rank in range(problem.ranks)]] = -np.inf
-    return scores
+    expert, rank = np.unravel_index(int(scores.argmax()), scores.shape)
+    return (int(expert), int(rank)) if scores[expert, rank] > 0 else None
 
 
 def _evened(builder: ReplicationBuilder) -> Floats:

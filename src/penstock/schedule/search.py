@@ -145,16 +145,14 @@ class _Changes:
         if self.rng.random() >= IN_EVERY_LAYER:
             return move(self._row, self._place[first], self._place[second]), self._place[first]
         row, changed = self._row, len(self._row)
-        for one, other in self._in_every_layer(first, second):
-            here, there = row.index(one), row.index(other)
-            moved = move(row, here, there) if here < there else None
-            row, changed = (row, changed) if moved is None else (moved, min(changed, here))
-        return (None if row is self._row else row), changed
-
-    def _in_every_layer(self, first: int, second: int) -> list[tuple[int, int]]:
-        """Return the pairs of tasks, by layer, that correspond to this pair."""
+        # The pairs of tasks, by layer, that correspond to this pair.
         firsts, seconds = (self._alike[self.graph.tasks[x].name._replace(layer=0)] for x in (first, second))
         apart = self.graph.tasks[second].layer - self.graph.tasks[first].layer
         far = NEAR * len(self._row) / self._layers
         pairs = [(one, seconds[layer + apart]) for layer, one in firsts.items() if layer + apart in seconds]
-        return [(one, two) for one, two in pairs if 0 < self._place[two] - self._place[one] < far]
+        near = [(one, two) for one, two in pairs if 0 < self._place[two] - self._place[one] < far]
+        for one, other in near:
+            here, there = row.index(one), row.index(other)
+            moved = move(row, here, there) if here < there else None
+            row, changed = (row, changed) if moved is None else (moved, min(changed, here))
+        return (None if row is self._row else row), changed

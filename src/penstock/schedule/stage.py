@@ -6,7 +6,7 @@ are cut. The names of a forward and a backward task differ, so one graph can hol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
@@ -35,7 +35,16 @@ class Half:
 
     def of(self, graph: Graph) -> list[Task]:
         """Return the tasks of this half, which read each other alone."""
-        return list(_alone(task for task in graph.tasks if self._has(task)))
+        kept = [task for task in graph.tasks if self._has(task)]
+        known, found = {task.name for task in kept}, []
+        for task in kept:
+            inputs = {
+                role: inside
+                for role, names in task.inputs.items()
+                if (inside := tuple(name for name in names if name in known))
+            }
+            found.append(task.reading(inputs))
+        return found
 
     def _has(self, task: Task) -> bool:
         if task.forward is not self.forward or not self._is_here(task):
@@ -53,19 +62,6 @@ class Half:
         if place == "output" or (task.forward and task.op in ONCE):
             return self.ends
         return self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
-
-
-def _alone(tasks: Iterable[Task]) -> Iterator[Task]:
-    """Yield the tasks without edges to others."""
-    kept = list(tasks)
-    known = {task.name for task in kept}
-    for task in kept:
-        inputs = {
-            role: found
-            for role, names in task.inputs.items()
-            if (found := tuple(name for name in names if name in known))
-        }
-        yield task.reading(inputs)
 
 
 def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:

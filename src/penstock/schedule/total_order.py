@@ -60,7 +60,15 @@ class TotalOrder:
         self.lane = [lanes[task.lane] for task in graph.tasks]
         self.links, self.readers, self.seconds = graph.links, graph.readers_at, seconds
         self.lanes = len(set(self.lane))
-        self.program = _after_what_it_reads(graph)
+        # All tasks, each after those that it reads.
+        missing = [len(set(needs)) for needs in graph.links]
+        row = [task for task, count in enumerate(missing) if not count]
+        for task in row:  # the row grows during the iteration
+            for reader in dict.fromkeys(graph.readers_at[task]):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    row.append(reader)
+        self.program = row
         self.after_s = [0.0] * len(seconds)
         for task in reversed(range(len(seconds))):
             self.after_s[task] = max([seconds[r] + self.after_s[r] for r in self.readers[task]], default=0.0)
@@ -168,15 +176,3 @@ def _timed(row: Row, starts_s: list[float], ends_s: list[float]) -> Timed:
     """Return tasks by start, those without work first; ties keep their order in `row`."""
     keys = list(zip(starts_s, ends_s, strict=True))
     return Timed(sorted(row, key=keys.__getitem__), starts_s, ends_s)
-
-
-def _after_what_it_reads(graph: Graph) -> Row:
-    """Return all tasks, each after those that it reads."""
-    missing = [len(set(needs)) for needs in graph.links]
-    row = [task for task, count in enumerate(missing) if not count]
-    for task in row:  # the row grows during the iteration
-        for reader in dict.fromkeys(graph.readers_at[task]):
-            missing[reader] -= 1
-            if not missing[reader]:
-                row.append(reader)
-    return row
