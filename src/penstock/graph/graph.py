@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.graph.errors import ScheduleError
 from penstock.graph.state import check_state
-from penstock.graph.task import Name, Task
+from penstock.graph.task import Name, ScheduleError, Task
 
 MOST_WITH_BITS = 1 << 14
 """The most tasks of a graph that keeps, for each, what leads to it: as many bits as tasks, 16 MiB in all."""

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Lane, Task
+from penstock.graph.task import Lane, ScheduleError, Task
 
 T = TypeVar("T")
 

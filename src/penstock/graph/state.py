@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Protocol
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Task
+from penstock.graph.task import ScheduleError, Task
 
 LASTING = (
     "parameters",

@@ -9,17 +9,14 @@ from torch import nn
 from penstock.dispatch import DISPATCHES
 from penstock.moe.config import MoEConfig
 from penstock.moe.experts.base import ONE_SHARD, Experts, ExpertShard
-from penstock.moe.experts.feed_forward import GeluExperts, SwiGLUExperts
-from penstock.moe.experts.shared import SharedExpert
+from penstock.moe.experts.feed_forward import GeluExperts, SharedExpert, SwiGLUExperts
 from penstock.moe.gates.base import Gate
 from penstock.moe.gates.cosine import CosineGate
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.expert_choice import ExpertChoiceGate
 from penstock.moe.gates.groups import ExpertGroups
-from penstock.moe.gates.noisy import NoisyGate
-from penstock.moe.gates.sigmoid import SigmoidGate
+from penstock.moe.gates.linear import NoisyGate, SigmoidGate, SoftmaxGate
 from penstock.moe.gates.soft import SoftGate
-from penstock.moe.gates.softmax import SoftmaxGate
 from penstock.moe.hooks.base import Hook
 from penstock.moe.hooks.compression import Bfloat16Rows, Int8Rows
 from penstock.moe.layer import MoELayer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.moe.combinations import REFUSED
+from penstock.moe.config import REFUSED
 from penstock.placement import ExpertPlacement, PlacementError
 from penstock.routing.legs import Dispatch, Place
 from penstock.routing.routes import RouteMaker

@@ -7,7 +7,35 @@ from typing import Annotated, Literal
 
 from penstock.config import ConfigError, Within, check_bounds, check_name
 from penstock.dispatch import DISPATCHES
-from penstock.moe.combinations import ChoiceKind, OrderName, default_order, refusal
+
+ChoiceKind = Literal["token", "expert", "soft"]
+OrderName = Literal["sort", "index", "einsum"]
+
+REFUSED: dict[tuple[ChoiceKind, OrderName], str] = {
+    (
+        "expert",
+        "sort",
+    ): "where experts choose, every slot is filled and none is left to sort; use index or einsum",
+    (
+        "soft",
+        "sort",
+    ): "a slot of SoftMoE mixes all tokens of a sample, so no token has a row of its own; use einsum",
+    ("soft", "index"): "a slot of SoftMoE mixes all tokens of a sample, so it has no index; use einsum",
+}
+
+
+def refusal(kind: ChoiceKind, order: OrderName, *, dropless: bool) -> str | None:
+    """Return why an order cannot serve a gate of a kind; None if it can. dropless: no capacity was given."""
+    if (kind, order) in REFUSED:
+        return REFUSED[kind, order]
+    if kind == "soft":
+        return None
+    if order == "sort" and not dropless:
+        return "the sort order gives every choice a row, so a capacity_factor would have no effect; use index"
+    if order != "sort" and dropless:
+        return f"the {order} order has a fixed number of slots per expert; set a capacity_factor"
+    return None
+
 
 ExpertKind = Literal["gelu", "swiglu"]
 BalanceGroup = Literal["microbatch", "sequence", "global"]
@@ -161,10 +189,12 @@ class MoEConfig:
 
     @property
     def order_name(self) -> OrderName:
-        """Name of the order, with `auto` resolved."""
-        if self.order == "auto":
-            return default_order(self.kind, dropless=self.capacity_factor is None)
-        return self.order
+        """Name of the order, with `auto` resolved: the fastest that a gate of this kind can have."""
+        if self.order != "auto":
+            return self.order
+        if self.kind == "soft":
+            return "einsum"
+        return "sort" if self.capacity_factor is None and self.kind == "token" else "index"
 
     @property
     def expert_groups(self) -> tuple[int, int] | None:

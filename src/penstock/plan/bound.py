@@ -16,7 +16,7 @@ import numpy as np
 from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Task
 from penstock.ops import Op
-from penstock.ops.places import INPUT, ONCE, OUTPUT
+from penstock.ops.names import INPUT, ONCE, OUTPUT
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.predict import alone, step_ratio
 from penstock.plan.problem import Problem, beside_cut

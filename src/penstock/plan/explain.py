@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.cost import StepCost
+from penstock.decision import Decision
 from penstock.graph import Lane
 from penstock.plan.candidate import Candidate
 from penstock.plan.memory import MemoryBudget, MemoryEstimate, estimate_memory
@@ -13,9 +15,9 @@ from penstock.plan.predict import alone, predict_s, step_ratio
 from penstock.plan.problem import Problem
 from penstock.plan.room import recompute_words
 from penstock.plan.search import FoundPlan, find_plan
-from penstock.plan.wire import row_words
+from penstock.schedule import StepPlan
 from penstock.simulate import lane_work
-from penstock.words import change, gib, lane_words, milliseconds
+from penstock.words import change, gib, lane_words, mib, milliseconds
 
 FASTER = 2
 
@@ -199,3 +201,16 @@ def _start_up_share(apart: Problem, best: Candidate, work: Mapping[Lane, float])
     cost = endless.cost(best.choice, best.plan.shape)
     start_ups = lane_work({task: cost(task) for task in best.plan.graph.tasks if task.lane in lanes})
     return sum(start_ups.values()) / sum(work[lane] for lane in lanes)
+
+
+def row_words(problem: Problem, choice: Decision, plan: StepPlan) -> str:
+    """Return text on the bytes that rows take, and would take unrounded; "" where they are not rounded."""
+    if choice.comm_dtype == "none":
+        return ""
+    sizes_bytes = []  # that a rank hands to the transfers of rows, with even routing
+    for each in (choice, replace(choice, comm_dtype="none")):
+        cost = StepCost(plan.shape, problem.workload_of(each), problem.cluster)
+        works = (cost.work(task) for task in plan.graph.tasks)
+        sizes_bytes.append(round(sum(work.sent_bytes for work in works if work.collective == "leg")))
+    taken, plain = sizes_bytes
+    return f" ({mib(taken)} of rows per rank and step instead of {mib(plain)}, rounded: plan.comm_dtype)"

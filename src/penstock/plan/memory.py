@@ -165,11 +165,13 @@ def estimate_memory(problem: Problem, choice: Decision) -> MemoryEstimate:
     sizes = state.parameter_bytes, state.gradient_bytes, MOMENTS * state.moment_bytes
     weights, gradients, moments = (size / FLOAT32_BYTES for size in sizes)
     moments += weights < 1
-    if state.fully_sharded:  # a share, and two layers where they are gathered
-        kept_weights = _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
-    else:
-        kept_weights = _weights_bytes(problem)
-    added = _gradients_bytes(problem, choice) + _added_bytes(problem) + replicas
+    kept_weights, kept_gradients = _weights_bytes(problem), sum(trained_bytes(problem).values())
+    releases = problem.shape.updating is not None and problem.shape.updating.releases
+    if state.fully_sharded or releases:  # of what is gathered, or released, there are a share and two layers
+        shared = _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
+        kept_weights = shared if state.fully_sharded else kept_weights
+        kept_gradients = shared if releases else kept_gradients
+    added = kept_gradients + _added_bytes(problem) + replicas
     return MemoryEstimate(
         weights_bytes=int(weights * (kept_weights + replicas)),
         gradients_bytes=int(gradients * added),
@@ -203,14 +205,6 @@ def _copies_bytes(problem: Problem, replicas: int) -> int:
         return 0
     embedding = work.vocab_size * work.hidden_size * FLOAT32_BYTES // work.tp_size
     return (_weights_bytes(problem) + replicas - embedding) * work.element_bytes // FLOAT32_BYTES
-
-
-def _gradients_bytes(problem: Problem, choice: Decision) -> int:
-    """Return the bytes of gradients: all, or a share and two layers where they are released."""
-    trained, updating = trained_bytes(problem), problem.shape.updating
-    if updating is None or not updating.releases:
-        return sum(trained.values())
-    return _updated_bytes(problem) + _largest_layers_bytes(problem, choice)
 
 
 def _largest_layers_bytes(problem: Problem, choice: Decision) -> int:

@@ -547,15 +547,11 @@ class _Links:
             own_s += self.stages.network_s(
                 self.parts[cell.part], forward=cell.forward, edge=edge, across=across
             )
-            sent_s += max(self._beside_s(cell, there, across) for there in (-1, 1))
+            neighbours = (part for part in (cell.part - 1, cell.part + 1) if 0 <= part < self.pipeline.parts)
+            pairs = ((self.pipeline.stage_of(cell.part), self.pipeline.stage_of(part)) for part in neighbours)
+            ways_s = (self.solo_s(*pair) for pair in pairs if self._across(*pair) is across)
+            sent_s += max(ways_s, default=0.0)
         return own_s + sent_s if sent_s else 0.0
-
-    def _beside_s(self, cell: Cell, there: int, across: bool) -> float:
-        """Return the seconds of a cell's transfer from or to a neighbouring part, if it takes this way."""
-        if not 0 <= cell.part + there < self.pipeline.parts:
-            return 0.0
-        pair = self.pipeline.stage_of(cell.part), self.pipeline.stage_of(cell.part + there)
-        return self.solo_s(*pair) if self._across(*pair) is across else 0.0
 
     def _across(self, sender: int, receiver: int) -> bool:
         """Return whether transfers from one stage to another leave their node."""

@@ -66,7 +66,14 @@ class FSMoE(System):
 
     def order(self, graph: Graph, cost: Cost, choice: Decision) -> Schedule:
         del cost  # costs have decided the partition; the order follows from it
-        partition = choice.partition or _as_cut(graph)
+        partition = choice.partition
+        if partition is None:  # that by which the graph's gradients were cut
+            layers = 1 + max(task.layer for task in graph.tasks)
+            cut = [task for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE]
+            size = {task.layer: sum(task.cut.parts) for task in cut}
+            chunked = {task.layer for task in graph.tasks if task.chunk is not None}
+            moe_layers = tuple(layer in chunked for layer in range(layers))
+            partition = next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))
         gaps: dict[Slot, list[Task]] = {}
         replicated = {(t.layer, t.piece): t for t in graph.tasks if reduced(t.op) == Op.ALL_REDUCE}
         for layer in reversed(range(len(partition.portions))):
@@ -89,12 +96,3 @@ def next_gap(moe_layers: tuple[bool, ...], all_reduce_bytes: tuple[int, ...]) ->
         if moe_layers[layer]:
             slot = Slot(layer=layer, part="moe")
     return Partition(tuple(portions))
-
-
-def _as_cut(graph: Graph) -> Partition:
-    """Return the partition by which a graph's gradients were cut, where no other was given."""
-    layers = 1 + max(task.layer for task in graph.tasks)
-    size = {task.layer: sum(task.cut.parts) for task in graph.tasks if reduced(task.op) == Op.ALL_REDUCE}
-    chunked = {task.layer for task in graph.tasks if task.chunk is not None}
-    moe_layers = tuple(layer in chunked for layer in range(layers))
-    return next_gap(moe_layers, tuple(size.get(layer, 0) for layer in range(layers)))

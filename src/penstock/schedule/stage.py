@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.graph import Graph, Task
+from penstock.ops.names import ONCE, place_of
 from penstock.ops.optimizer import of_optimizer
-from penstock.ops.places import ONCE, place_of
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.system import is_all_reduce, lateness
 
@@ -47,21 +47,20 @@ class Half:
         return found
 
     def _has(self, task: Task) -> bool:
-        if task.forward is not self.forward or not self._is_here(task):
+        place = place_of(task.op)
+        if place == "input":
+            is_here = self.begins
+        elif place == "output" or (task.forward and task.op in ONCE):
+            is_here = self.ends
+        else:
+            is_here = self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
+        if task.forward is not self.forward or not is_here:
             return False
         if self.forward:
             return self.first or not of_optimizer(task)
         if is_all_reduce(task):
             return self.sums
         return self.updates or not lateness(task)
-
-    def _is_here(self, task: Task) -> bool:
-        place = place_of(task.op)
-        if place == "input":
-            return self.begins
-        if place == "output" or (task.forward and task.op in ONCE):
-            return self.ends
-        return self.blocks or lateness(task) > 0 or of_optimizer(task) != ""
 
 
 def in_order(schedule: Schedule, tasks: Iterable[Task]) -> Schedule:

@@ -7,8 +7,7 @@ from functools import cached_property
 from math import lcm
 from typing import Literal
 
-from penstock.graph.errors import ScheduleError
-from penstock.graph.task import Phase
+from penstock.graph.task import Phase, ScheduleError
 from penstock.ops.names import Op
 from penstock.ops.transfers import FLAT, HOME, Hop
 from penstock.step.stages import Pass, check_passes

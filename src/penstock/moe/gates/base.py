@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.moe.choices import Choice, GateSums, TokenChoice, count_choices, sum_by_sample, sum_z
-from penstock.moe.combinations import ChoiceKind
+from penstock.moe.config import ChoiceKind
 from penstock.moe.gates.expert_bias import ExpertBias
 from penstock.moe.gates.groups import ExpertGroups
 from penstock.moe.tokens import Tokens

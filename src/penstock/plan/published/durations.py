@@ -10,7 +10,7 @@ from penstock.decision import Decision
 from penstock.graph import Graph, Lane, Name, Phase
 from penstock.mesh import Axes
 from penstock.ops import Op
-from penstock.ops.places import place_of
+from penstock.ops.names import place_of
 from penstock.ops.sums import REDUCTIONS
 from penstock.plan.problem import Problem
 from penstock.plan.published.backward import Backward, GapLayer, Made

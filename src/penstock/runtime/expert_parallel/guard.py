@@ -211,22 +211,15 @@ class ExpertGuard:
         for name, parameter in experts.named_parameters():
             if is_dtensor(parameter):
                 raise ValueError(f"experts.{name}: {TENSOR_PARALLEL}")
-        for name in self._taken_by_fsdp(experts):
-            raise ValueError(f"experts.{name}: {FSDP}")
-
-    def _taken_by_fsdp(self, experts: nn.Module) -> Iterator[str]:
-        """Yield names of parameters that FSDP manages: inside a forward it shows whole ones, not those
-        adopted.
-
-        FSDP says for the compiler which modules it manages; `replicate` does not, but has a list.
-        """
-        found = dict(experts.named_parameters())
+        # Inside a forward FSDP shows whole parameters, not those adopted. It says for the compiler which
+        # modules it manages; `replicate` does not, but has a list.
+        unmarked = {id(p): name for name, p in experts.named_parameters() if not is_marked(p)}
+        taken = [unmarked[i] for i in gathered_by_composables() if i in unmarked] if unmarked else []
         if any(getattr(module, "_is_fsdp_managed_module", False) for module in experts.modules()):
-            yield from sorted(self._names - found.keys())
-            yield from (name for name, parameter in found.items() if not is_marked(parameter))
-        unknown = {id(parameter): name for name, parameter in found.items() if not is_marked(parameter)}
-        if unknown:
-            yield from (unknown[i] for i in gathered_by_composables() if i in unknown)
+            gone = self._names - {name for name, _ in experts.named_parameters()}
+            taken = [*sorted(gone), *unmarked.values(), *taken]
+        if taken:
+            raise ValueError(f"experts.{taken[0]}: {FSDP}")
 
     def _look(self, experts: nn.Module, x: Tensor, parts: str) -> _Layer:
         """Return the layer's facts: its kind, alike on all ranks; and what is trained, which replicas sum."""

@@ -246,7 +246,9 @@ class Recording(TorchDispatchMode):
             return out
         if writes or fresh or not results:  # else a view, which touches no memory
             recorder.launch(operator.name, reads, [*writes, *fresh])
-        if operator.waits or (operator.copies and _is_blocking_copy(recorder, args)):
+        # The host waits for a copy between its memory and the device's, unless told otherwise.
+        in_host = {recorder.is_in_host(tensor) for tensor in args[:2]} if operator.copies else ()
+        if operator.waits or (len(in_host) == 2 and not (len(args) > 2 and args[2])):
             recorder.wait(recorder.thread, recorder.record(recorder.stream))
         return out
 
@@ -308,9 +310,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, list | tuple):
         for value in values:
             yield from _tensors(value)
-
-
-def _is_blocking_copy(recorder: Recorder, args: Sequence[Any]) -> bool:
-    """Return whether the host waits for a copy between its memory and the device's."""
-    in_host = [recorder.is_in_host(tensor) for tensor in args[:2]]
-    return in_host[0] != in_host[1] and not (len(args) > 2 and args[2])

@@ -40,12 +40,6 @@ class Piece:
         return range(begin, begin + self.sizes[place])
 
 
-def cut_into(length: int, parts: Sequence[int], owners: int) -> tuple[Piece, ...]:
-    """Cut a buffer into pieces of these relative sizes, each shared by `owners` ranks."""
-    ends = accumulate(part_sizes(length, parts), initial=0)
-    return tuple(Piece(start, split_sizes(stop - start, owners)) for start, stop in pairwise(ends))
-
-
 @dataclass(frozen=True)
 class Run:
     """Consecutive numbers of a parameter in a buffer. first: place in the parameter; place: in the buffer."""
@@ -71,7 +65,9 @@ class Share:
 
     def __init__(self, flat: FlatGradients, parts: Sequence[int], owners: int, place: int) -> None:
         self.flat, self.place, self.owners = flat, place, owners
-        self.pieces = cut_into(sum(flat.sizes), parts, owners)
+        # Pieces of these relative sizes, each shared by `owners` ranks.
+        ends = accumulate(part_sizes(sum(flat.sizes), parts), initial=0)
+        self.pieces = tuple(Piece(start, split_sizes(stop - start, owners)) for start, stop in pairwise(ends))
         self.runs = tuple(tuple(self.within(piece.share(place))) for piece in self.pieces)
         self.spread = tuple(tuple(self.within(piece.run)) for piece in self.pieces)
         self.places = tuple(accumulate((piece.sizes[place] for piece in self.pieces), initial=0))

@@ -14,13 +14,48 @@ from penstock.mesh import Axes, Group
 from penstock.ops.optimizer import KINDS, of_optimizer
 from penstock.ops.sums import REDUCTIONS
 from penstock.runtime.gradients.buckets import Buckets, FlatGradients, ReleasedGradients
-from penstock.runtime.sharded.failed import Failed
 from penstock.runtime.sharded.share import MASTER, MOMENTS, ReleasingShare, Share
 from penstock.runtime.sharded.usage import Groups, group_numbers
 from penstock.runtime.transport import Transport, Transports
 from penstock.sharding import sharding_of
 from penstock.step import StepShape
 from penstock.topology import Layout
+
+LOST_SUMS = (
+    "a backward pass failed after it had begun to sum gradients: call optimizer.zero_grad() and "
+    "compute again what was accumulated since the last update"
+)
+LOST_PARAMETERS = (
+    "a backward pass failed that was to update parameters (optimizer.in_backward()), so some are updated and "
+    "others are not: load the last checkpoint into a new stack and optimizer"
+)
+
+
+class Failed:
+    """The damage that a failed backward pass has done to sums and parameters, until it is cleared."""
+
+    def __init__(self) -> None:
+        self._words = ""
+
+    def note(self, *, updates: bool) -> str:
+        """Note that a pass failed, and return what to do. updates: whether it was to update parameters."""
+        self._words = LOST_PARAMETERS if updates else LOST_SUMS
+        return self._words
+
+    def forget_sums(self) -> None:
+        """Clear damage to sums, which are no longer used; damage to parameters stays."""
+        self._words = "" if self._words == LOST_SUMS else self._words
+
+    def refuse(self) -> None:
+        """Raise RuntimeError if sums or parameters are damaged."""
+        if self._words:
+            raise RuntimeError(self._words)
+
+    def refuse_parameters(self) -> None:
+        """Raise RuntimeError if parameters are damaged, before they or their state are handed on."""
+        if self._words == LOST_PARAMETERS:
+            raise RuntimeError(self._words)
+
 
 TINY = 1e-6
 Shares = dict[tuple[str, int], list[Share]]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from penstock.graph import Graph, Name, Phase, Task
 from penstock.ops import spec_of
-from penstock.ops.names import Op
-from penstock.ops.places import OUTPUT
+from penstock.ops.names import OUTPUT, Op
 from penstock.step.stages import Stage
 
 Names = tuple[Name, ...]
