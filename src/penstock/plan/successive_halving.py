@@ -10,7 +10,7 @@ Identification, 2016).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.decision import Decision
@@ -63,9 +63,5 @@ class SuccessiveHalving:
                     self.meter.note_round(problem, len(plan.graph.tasks), part)
                     self.seconds[choice] = predict_s(problem, choice, replace(plan, schedule=order))
                     self.parts[choice] = part
-            kept = self._best(kept)
+            kept = sorted((each for each in kept if each in self.seconds), key=self.seconds.__getitem__)
         return kept
-
-    def _best(self, choices: Sequence[Decision]) -> list[Decision]:
-        """Return the choices that have been searched, best first; ties keep their order."""
-        return sorted((each for each in choices if each in self.seconds), key=self.seconds.__getitem__)

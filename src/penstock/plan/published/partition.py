@@ -119,11 +119,7 @@ def spread_rest(backward: Backward, solve: Callable[[Rest], Sequence[float]]) ->
     extra = [0.0] * len(left)
     if any(left):
         extra = list(solve(Rest.of(backward, reduce_s, left)))
-    return _placed(backward, reduce_s, extra)
-
-
-def _placed(backward: Backward, reduce_s: Sequence[float], extra: Sequence[float]) -> Partition:
-    """Fill every gap as step 1 did, and put `extra` more bytes into MoE parts."""
+    # Every gap is filled as step 1 did, and `extra` more bytes are put into MoE parts.
     filling = Filling(backward)
     for gap, spare_s, more in zip(backward.gaps, reduce_s, extra, strict=True):
         filling.fill(_slot(gap, "moe"), spare_s)

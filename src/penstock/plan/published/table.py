@@ -125,15 +125,11 @@ def apart(forward: Loaded, backward: Loaded, degrees: tuple[int, ...]) -> tuple[
     Two degrees with few common factors cut shared tensors into crumbs, which ScheduleConfig refuses, so such
     pairs do not count.
     """
-    pairs = [pair for pair in product(degrees, degrees) if _whole(pair)]
+    pairs = [pair for pair in product(degrees, degrees) if lcm(*pair) <= max(MOST_SLICES, *pair)]
     forward_s = {degree: total_s(forward, degree) for degree in degrees}
     backward_s = {degree: total_s(backward, degree) for degree in degrees}
     at_most_s = min(forward_s[f] + backward_s[b] for f, b in pairs) * (1 + ROUNDING)
     return next((f, b) for f, b in pairs if forward_s[f] + backward_s[b] <= at_most_s)
-
-
-def _whole(pair: tuple[int, int]) -> bool:
-    return lcm(*pair) <= max(MOST_SLICES, *pair)
 
 
 def _slowest_s(problem: Problem, choice: Decision) -> float:
