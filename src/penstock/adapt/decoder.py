@@ -137,16 +137,10 @@ class Calls:
     def of(self, keys: SampleKeys) -> Called:
         """Return the arguments of the layers for the microbatch with these samples."""
         known = self._by_samples.get(keys.sample_ids_B)
-        found = None if known is None else known()
-        return self._again(keys) if found is None else found
-
-    def _keep(self, keys: SampleKeys, called: Called) -> None:
-        self._step.append(called)
-        self._by_samples[keys.sample_ids_B] = weakref.ref(called)
-
-    def _again(self, keys: SampleKeys) -> Called:
-        """Return the arguments for samples that another tensor names, or that have moved."""
-        ids = keys.sample_ids_B.tolist()
+        found: Called | None = None if known is None else known()
+        if found is not None:
+            return found
+        ids = keys.sample_ids_B.tolist()  # another tensor may name the same samples, or samples have moved
         for samples_B, known in list(self._by_samples.items()):
             called: Called | None = known()
             if called is not None and samples_B.tolist() == ids:
@@ -156,6 +150,10 @@ class Calls:
         made = Called(self.make(keys), None, self.routers)
         self._keep(keys, made)
         return made
+
+    def _keep(self, keys: SampleKeys, called: Called) -> None:
+        self._step.append(called)
+        self._by_samples[keys.sample_ids_B] = weakref.ref(called)
 
 
 class _Apart:
@@ -311,8 +309,13 @@ class Decoder:
         """Return how the decoder calls each layer, and what the first one gets."""
         calls: list[LayerCall] = []
         entered: list[Tensor] = []
+        given = self._inputs.of(keys)
+        if (documents_BL := keys.documents_BL) is not None:
+            # By positions that begin anew transformers separates documents.
+            places_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
+            given["position_ids"] = places_L - documents_BL
         with self._recording(calls, entered) as base, self.inside.step():
-            base(input_ids=tokens_BL, use_cache=False, **self._inputs.of(keys), **_positions(keys))
+            base(input_ids=tokens_BL, use_cache=False, **given)
         return calls, entered[0]
 
     def _calls_for(self, keys: SampleKeys) -> list[LayerCall]:
@@ -461,13 +464,6 @@ class Decoder:
         finally:
             parent._modules[name] = layers
             setattr(base, HOOKED, hooked)
-
-
-def _positions(keys: SampleKeys) -> dict[str, Tensor]:
-    """Return positions that begin anew with every document, by which transformers separates them."""
-    if (documents_BL := keys.documents_BL) is None:
-        return {}
-    return {"position_ids": torch.arange(documents_BL.shape[1], device=documents_BL.device) - documents_BL}
 
 
 @contextmanager

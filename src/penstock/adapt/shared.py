@@ -49,7 +49,7 @@ class _Heads:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that compute before shards of weights, and are whole."""
         attention, norm = self._shared.attention.module, self._shared.norm
-        cut = _declared(attention)
+        cut: dict[str, object] = getattr(attention, "shardings", {})
         found = [p for name, p in attention.named_parameters() if name not in cut]
         return found if norm is None else [*found, *norm.parameters()]
 
@@ -58,11 +58,6 @@ class _Heads:
         norm = [] if self._shared.norm is None else [self._shared.norm]
         known = {id(p) for each in (self._shared.attention.module, *norm, *apart) for p in each.parameters()}
         return [p for p in self._layer.parameters() if id(p) not in known]
-
-
-def _declared(module: nn.Module) -> dict[str, object]:
-    found: dict[str, object] = getattr(module, "shardings", {})
-    return found
 
 
 class SharedCutLayer(CutLayer):

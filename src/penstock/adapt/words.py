@@ -140,8 +140,11 @@ def words_of(path: Path, config: Any, data: Mapping[str, Any] | None, tokenizer:
         return FolderWords(path, vocabulary)
     if digest == Bytes.digest or (digest is None and named is None and vocabulary == BYTES):
         return _bytes(vocabulary)
-    found = _named(named, digest, vocabulary)
-    if found is None:
+    try:  # the file that the run was given, if it is there and unchanged
+        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
+    except (ValueError, OSError):
+        found = None
+    if found is None or digest not in (None, found.digest):
         raise ValueError(_missing(path, vocabulary, digest, named))
     return found
 
@@ -183,15 +186,6 @@ def _bytes(vocabulary: int) -> ByteWords:
 def _short(digest: str | None) -> str:
     """Return the digits by which people know a tokenizer, as `penstock prepare` shows them."""
     return (digest or "")[:SHOWN_DIGEST]
-
-
-def _named(named: str | None, digest: str | None, vocabulary: int) -> FileWords | None:
-    """Return the words of the file that a run was given, if it is there and unchanged; otherwise None."""
-    try:
-        found = None if named is None else FileWords(Path(named).expanduser(), vocabulary)
-    except (ValueError, OSError):
-        return None
-    return found if found is not None and digest in (None, found.digest) else None
 
 
 def _missing(path: Path, vocabulary: int, digest: str | None, named: str | None) -> str:
