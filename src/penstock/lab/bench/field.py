@@ -16,11 +16,10 @@ from penstock.cost import ProfiledCluster
 from penstock.cost.doubts import listed
 from penstock.decision import ScheduleConfig
 from penstock.lab.bench import checkout
-from penstock.lab.bench.config import BenchConfig
+from penstock.lab.bench.config import BenchConfig, variants
 from penstock.lab.bench.contender import Entry, first_of_every_work
 from penstock.lab.bench.naming import AUTO, Named
 from penstock.lab.bench.scheduled import Stacks, timed
-from penstock.lab.bench.tune import variants
 from penstock.plan import Candidate, FoundPlan, Problem, evaluate, find_plan, reasons
 from penstock.plan.candidate import whole_s
 from penstock.plan.effort import time_limit
