@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -81,7 +82,12 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
         try:
             subject, found, updates = _searched(subject, options, file, memory, search)
         except NothingFitsError as error:
-            raise ConfigError(error.key, error.value, error.why, _what_fits(options, file, error)) from None
+            hint = error.hint
+            with suppress(ConfigError):
+                laid = _laid_out(options, file)
+                fits = f"{_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)"
+                hint = f"It would fit with {fits}."
+            raise ConfigError(error.key, error.value, error.why, hint) from None
     report = PipelineReport(
         subject=subject,
         found=found,
@@ -101,15 +107,6 @@ def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
     tried = _layouts(options, stage_cluster(file, stages))
     over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
     return _fastest(((stages, each) for each in tried), file, over)
-
-
-def _what_fits(options: argparse.Namespace, file: ClusterFile, error: NothingFitsError) -> str:
-    """Return which layout of the given stages would fit."""
-    try:
-        laid = _laid_out(options, file)
-    except ConfigError:
-        return error.hint
-    return f"It would fit with {_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,15 +30,12 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.Nam
         text = f"unrecognized arguments: {' '.join(rest)}"
         if hasattr(options, "overrides") and rest[0].startswith("--"):
             setting = rest[0].lstrip("-")
-            text += f"; settings are written without dashes: {setting if _is_setting(setting) else EXAMPLE}"
+            example = setting if re.fullmatch(r"\w+(\.\w+)+=.+", setting) else EXAMPLE
+            text += f"; settings are written without dashes: {example}"
         commands(parser).get(given[0], parser).error(text)  # the usage of the subcommand helps more
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
-
-
-def _is_setting(word: str) -> bool:
-    return re.fullmatch(r"\w+(\.\w+)+=.+", word) is not None
 
 
 def commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -55,8 +55,10 @@ class PipelineReport:
     def to_text(self, width: int) -> str:
         """Return the text for a terminal of `width` columns."""
         plans = (self.found.best, *self.found.others)
+        stages, ranks = self.found.best.pipeline.pipeline_parallel_size, self.subject.problem.mesh.world_size
+        of = f"{stages} stages, each of {self.subject.ranks}"
         parts = [
-            heading(self.subject, width, self._ranks()),
+            heading(self.subject, width, f"{stages * ranks} ranks, {self.node_size} per node; {of}"),
             "\n".join(folded(line, width) for line in self._lines()),
             table([_HEAD, *(_row(plan, plans[0]) for plan in plans)], left=5),
             f"Search   {self.seconds:.1f} s: {counted(len(plans), 'order')} of microbatches compared",
@@ -78,11 +80,6 @@ class PipelineReport:
             "search_s": self.seconds,
             "executable": False,
         }
-
-    def _ranks(self) -> str:
-        stages, ranks = self.found.best.pipeline.pipeline_parallel_size, self.subject.problem.mesh.world_size
-        of = f"{stages} stages, each of {self.subject.ranks}"
-        return f"{stages * ranks} ranks, {self.node_size} per node; {of}"
 
     def _lines(self) -> Iterator[str]:
         best, tokens = self.found.best, self._samples * self.subject.problem.workload.seq_len
@@ -116,17 +113,12 @@ def stages_words(plan: PipelinePlan) -> str:
     """Return a plan in stages as text."""
     stages, parts, _ = plan.pipeline.sizes
     of = f" in {parts} parts each, the parts" if parts > 1 else ""
-    layers = _runs(plan.layers)
+    layers = ", ".join(map(str, plan.layers))  # 12, 13, 13; where there are many: 12, 31 x 13
+    if len(plan.layers) > MOST_LISTED:
+        runs = ((number, len(list(run))) for number, run in groupby(plan.layers))
+        layers = ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
     words = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
     return f"{words}; each runs {plan.choice.words}"
-
-
-def _runs(layers: tuple[int, ...]) -> str:
-    """Return numbers of layers as text: 12, 13, 13; where there are many: 12, 31 x 13."""
-    if len(layers) <= MOST_LISTED:
-        return ", ".join(map(str, layers))
-    runs = ((number, len(list(run))) for number, run in groupby(layers))
-    return ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
 
 
 def _microbatch_words(plan: PipelinePlan) -> str:

@@ -134,7 +134,13 @@ def _picture(window: _Window, lanes: Mapping[Lane, Sequence[TaskRecord]]) -> str
     rows = [_row("layer", f"{layers:<{window.columns}}", "  busy")]
     for lane, tasks in shown.items():
         share = sum(window.overlap_s(record) for record in lanes[lane]) / (window.end_s - window.start_s)
-        rows.append(_row(lane, _lane_row(tasks), f"{100 * share:4.0f} %"))
+        rows.append(
+            _row(
+                lane,
+                "".join(_run(task, sum(1 for _ in columns)) for task, columns in groupby(tasks)),
+                f"{100 * share:4.0f} %",
+            )
+        )
     return "\n".join([title, *rows, _row(window.unit[0], _axis(window), "")])
 
 
@@ -169,10 +175,6 @@ def _majority(share: Mapping[Task, float], column_s: float) -> Task | None:
     return max((task for task in share if task.symbol == symbol), key=lambda task: share[task])
 
 
-def _lane_row(tasks: Sequence[Task | None]) -> str:
-    return "".join(_run(task, sum(1 for _ in columns)) for task, columns in groupby(tasks))
-
-
 def _run(task: Task | None, columns: int) -> str:
     """Return a task as its longest fitting name, then a line; an op's first letter is unique on its lane."""
     if task is None:
@@ -196,7 +198,9 @@ def _layer_row(compute: Sequence[Task | None]) -> str:
 def _axis(window: _Window) -> str:
     """Return ticks at round times. A label may reach under the percentages but not beyond them."""
     unit_s = window.unit[1]
-    step = _round_up(window.column_s / unit_s * COLUMNS_PER_TICK)
+    value = window.column_s / unit_s * COLUMNS_PER_TICK
+    power = 10.0 ** math.floor(math.log10(value))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * (1 - 1e-9))
     row, tick = "", math.ceil(window.start_s / unit_s / step - 1e-9)
     while (position := (tick * step * unit_s - window.start_s) / window.column_s) < window.columns:
         text = f"{TICK}{tick * step:.12g}"
@@ -204,12 +208,6 @@ def _axis(window: _Window) -> str:
             row = f"{row:<{int(position)}}{text}"
         tick += 1
     return row
-
-
-def _round_up(value: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20, 50, ... and of their decimal fractions."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * (1 - 1e-9))
 
 
 # ---- legend ------------------------------------------------------------------------------------------------

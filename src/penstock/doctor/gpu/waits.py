@@ -81,7 +81,7 @@ def _count(here: Here) -> list[dict[str, Any]]:
         with device_of(here.device).counting_waits() as waits:
             ran.step(WARM_UP)
         lines = waits and [
-            {"file": _inside(file), "line": line, "what": what, "times": times}
+            {"file": "/".join(Path(file).parts[-3:]), "line": line, "what": what, "times": times}
             for (file, line, what), times in waits.most_common()
         ]
         found.append(
@@ -94,11 +94,6 @@ def _count(here: Here) -> list[dict[str, Any]]:
         )
     machinery.close()
     return found
-
-
-def _inside(file: str) -> str:
-    """Return a file's last two folders and name, which say where it is in its package."""
-    return "/".join(Path(file).parts[-3:])
 
 
 def _counted_words(waits: list[dict[str, Any]]) -> str:
