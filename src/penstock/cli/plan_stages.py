@@ -26,6 +26,7 @@ from penstock.cli.plan_subject import (
 from penstock.config import UNSET, ConfigError
 from penstock.cost import ClusterFile
 from penstock.decision import Decision
+from penstock.mesh import holders
 from penstock.plan import MODELS, MemoryBudget, Problem, Subject, published_problem
 from penstock.plan.effort import Effort, time_limit
 from penstock.plan.optimizers import NEAR, SHARDED
@@ -39,6 +40,9 @@ from penstock.words import change, gib, milliseconds
 
 WEIGHING_S: Final = 5.0
 """Seconds of processor time to look for layouts in stages."""
+
+GLANCE_S: Final = 2.0
+"""The same where nobody has asked for updates of a certain size."""
 
 FINALISTS: Final = 2
 """The number of layouts that are compared by all orders of microbatches."""
@@ -137,27 +141,36 @@ class StagesInstead:
 
 
 def stages_instead(options: argparse.Namespace, file: ClusterFile, than_s: float) -> StagesInstead | None:
-    """Return what stages would bring; None where they are no faster, or no size of an update is given.
+    """Return what stages would bring; None where they are no faster.
 
     Without `--layout auto`, only a stage for each node is looked at, with experts spread inside it, and with
-    shared attention if that does not fit.
+    shared attention if that does not fit. Where the size of an update is open, it has the samples of the
+    step; studies and training configurations say how they are run, and are then left as they are.
     """
-    if options.global_batch is None:
-        return None
+    limit_s, given = WEIGHING_S, options.global_batch is not None
+    if not given:
+        if options.model is None or of_study(options.model) or file.nodes == 1:
+            return None
+        limit_s = GLANCE_S
+        alone = argparse.Namespace(**{**vars(options), "layout": "given", "zero_stage": None})
+        work = subject_of(alone, file).problem.workload
+        samples = work.batch * holders(work.world_size, work.tp_size)
+        options = argparse.Namespace(**{**vars(options), "global_batch": samples})
     file, options = _resized(file, options)
-    over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
+    over = time_limit(time.process_time, options.budget or 1.0, limit_s)
     try:
         try:
             laid = _fastest(_open(options, file), file, over)
         except NothingFitsError:
-            laid = _laid_out(
-                argparse.Namespace(**{**vars(options), "pipeline_parallel_size": file.nodes}), file
-            )
+            tried = ((file.nodes, each) for each in _layouts(options, stage_cluster(file, file.nodes)))
+            laid = _fastest(tried, file, over)
     except ConfigError:
         return None  # no layout in stages is possible
     if laid.plan.update_s * NEAR > than_s:
         return None
-    return StagesInstead(plan=laid.plan, options=_told(laid.plan, options), than_s=than_s)
+    size = () if given else (option("global_batch"), str(options.global_batch))
+    told = " ".join((*size, _told(laid.plan, options)))
+    return StagesInstead(plan=laid.plan, options=told, than_s=than_s)
 
 
 def _resized(file: ClusterFile, options: argparse.Namespace) -> tuple[ClusterFile, argparse.Namespace]:
