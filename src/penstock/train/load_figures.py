@@ -64,21 +64,21 @@ class RowsOfReplicas(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFigures:
-    """Figures of one step, each by MoE layer.
+    """Figures of one step, each by MoE layer, named as in `StepMetrics`.
 
-    expert_max_over_mean, rank_max_over_mean: the busiest expert's or rank's rows over the mean; 1 = balance.
-    entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert has all.
-    rank_rows_max_over_mean: of what ranks compute, rows of their replicas included. crossing_nodes: the share
-    of rows that another node computes; None with one node. in_common: with the step before, as `overlap`
-    defines it; None where there is none.
+    expert_load_max_over_mean, rank_load_max_over_mean: the busiest expert's or rank's rows over the mean; 1 =
+    balance. expert_load_entropy: of the experts' shares, over that of equal ones: 1 = balance, 0 = one expert
+    has all. rank_rows_max_over_mean: of what ranks compute, rows of their replicas included.
+    rows_crossing_nodes: the share of rows that another node computes; None with one node. loads_in_common:
+    with the step before, as `overlap` defines it; None where there is none.
     """
 
-    expert_max_over_mean: tuple[float, ...]
-    rank_max_over_mean: tuple[float, ...]
-    entropy: tuple[float, ...]
+    expert_load_max_over_mean: tuple[float, ...]
+    rank_load_max_over_mean: tuple[float, ...]
+    expert_load_entropy: tuple[float, ...]
     rank_rows_max_over_mean: tuple[float, ...]
-    crossing_nodes: tuple[float, ...] | None
-    in_common: tuple[float, ...] | None = None
+    rows_crossing_nodes: tuple[float, ...] | None
+    loads_in_common: tuple[float, ...] | None = None
 
     @staticmethod
     def of(
@@ -104,12 +104,12 @@ class LoadFigures:
             in_common = tuple(overlap(before_PE, now_PE) for before_PE, now_PE in pairs)
         crossing = _floats(away_Y / np.maximum(loads.sum(axis=(0, 2)), 1)) if len(set(nodes)) > 1 else None
         return LoadFigures(
-            expert_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
-            rank_max_over_mean=_floats(max_over_mean(owned_PY.T)),
-            entropy=_floats(relative_entropy(loads.sum(axis=0))),
+            expert_load_max_over_mean=_floats(max_over_mean(loads.sum(axis=0))),
+            rank_load_max_over_mean=_floats(max_over_mean(owned_PY.T)),
+            expert_load_entropy=_floats(relative_entropy(loads.sum(axis=0))),
             rank_rows_max_over_mean=_floats(max_over_mean(rows_PY.T)),
-            crossing_nodes=crossing,
-            in_common=in_common,
+            rows_crossing_nodes=crossing,
+            loads_in_common=in_common,
         )
 
 

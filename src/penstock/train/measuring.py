@@ -109,14 +109,7 @@ def load_figures(stack: PipelinedStack) -> dict[str, Any]:
         replica_rows=replica_rows,
         before_PYE=stack.loads[-2] if len(stack.loads) > 1 else None,
     )
-    return {
-        "expert_load_max_over_mean": found.expert_max_over_mean,
-        "rank_load_max_over_mean": found.rank_max_over_mean,
-        "rank_rows_max_over_mean": found.rank_rows_max_over_mean,
-        "expert_load_entropy": found.entropy,
-        "loads_in_common": found.in_common,
-        "rows_crossing_nodes": found.crossing_nodes,
-    }
+    return vars(found)
 
 
 CONFIDENCE = 0.95
