@@ -168,9 +168,8 @@ class Engine:
         """
         self.stack.turns.forward()
         self._prepare(given, float(given.routers == "balanced"), None, TokenLoss)
-        self._begin(given)
-        found = self.stack.hidden_states(given.tokens_BL, self._ids(given), averaged=self.averages_own)
-        self.decoder.end_with(found.balance)
+        found = self.stack.hidden_states(given.tokens_BL, self._begin(given), averaged=self.averages_own)
+        self.decoder.calls.end_with(found.balance)
         self._first += len(given.tokens_BL)
         return found
 
@@ -184,17 +183,16 @@ class Engine:
             self.balance_request = None
 
     def _run(self, given: StepInputs) -> Tensor:
-        self._begin(given)
-        loss: Tensor = self.stack(given.tokens_BL, given.targets, self._ids(given), given.valid_tokens)
-        self.decoder.end_with(loss)
+        ids_B = self._begin(given)
+        loss: Tensor = self.stack(given.tokens_BL, given.targets, ids_B, given.valid_tokens)
+        self.decoder.calls.end_with(loss)
         return loss
 
-    def _begin(self, given: StepInputs) -> None:
+    def _begin(self, given: StepInputs) -> Tensor:
+        """Begin the forward pass of a step on these samples; return their numbers."""
         self.decoder.begin(
             Inputs(self._first, given.mask_BL, given.positions_BL, given.routers, given.packed)
         )
-
-    def _ids(self, given: StepInputs) -> Tensor:
         return torch.arange(self._first, self._first + len(given.tokens_BL))
 
     def warn_if_different(self) -> None:

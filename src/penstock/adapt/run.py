@@ -124,7 +124,7 @@ class ModelStack(PipelinedStack):
             largest_batch=largest_batch,
             documents_BL=documents_BL,
         )
-        self.parts.end_with(loss)
+        self.parts.calls.end_with(loss)
         return loss
 
 

@@ -208,7 +208,7 @@ def _decode(plain: Any) -> Callable[..., Any]:
     @wraps(plain.forward)
     def forward(self: Any, *arguments: Any, **named: Any) -> Any:
         engine = None if (whole := self.__dict__["_penstock_model"]) is None else whole.engine
-        if engine is None or engine.decoder.inside.depth:
+        if engine is None or engine.decoder.calls.inside.depth:
             return plain.forward(self, *arguments, **named)
         if torch.is_grad_enabled() and (self.training or engine.balance_request is not None):
             named.update(zip(DECODED, arguments, strict=False))
