@@ -95,9 +95,8 @@ class _Rank:
             waits = config.parallel
             join(info, waits.timeout_s, device, waits.transport, start_s=waits.start_s)
             make_model, log = decoder_of, self._log
-            if (
-                config.model.config is not None
-            ):  # only models of transformers need what loads for half a second
+            # Only models of transformers need what loads for half a second.
+            if config.model.config is not None:
                 from penstock.adapt.run import model_of_run
 
                 make_model = model_of_run

@@ -87,7 +87,20 @@ class PipelineReport:
         of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
         yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {_microbatch_words(best)}"
         yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
-        yield from _link_lines(best)
+        if best.link_s:
+            beside = ""
+            if best.link_s > best.link_alone_s or best.shared_s:
+                longer = f", and makes a microbatch {milliseconds(best.shared_s)} longer there"
+                beside = (
+                    f"; {milliseconds(best.link_alone_s)} alone: it shares the network with the stages' own "
+                    f"transfers{longer if best.shared_s else ''}"
+                )
+            yield f"Links    {milliseconds(best.link_s)} for a microbatch from stage to stage{beside}"
+        if best.tied_bytes:
+            yield (
+                f"Tied     embedding and head are one weight, of which the last stage has a copy: "
+                f"{mib(best.tied_bytes)} of gradients meet, {milliseconds(best.tied_s)} an update"
+            )
         yield from self.throughput.lines()
         yield f"Memory   {self._memory()}"
         for other in self.found.others[:1]:
@@ -125,24 +138,6 @@ def _microbatch_words(plan: PipelinePlan) -> str:
     apart = f"{milliseconds(plan.forward_s)} forward and {milliseconds(plan.backward_s)} backward"
     words = f"{counted(plan.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
     return words if plan.together_s is None else f"{words}, {milliseconds(plan.together_s)} at once"
-
-
-def _link_lines(plan: PipelinePlan) -> Iterator[str]:
-    """Yield what travels between stages, as text."""
-    if plan.link_s:
-        beside = ""
-        if plan.link_s > plan.link_alone_s or plan.shared_s:
-            longer = f", and makes a microbatch {milliseconds(plan.shared_s)} longer there"
-            beside = (
-                f"; {milliseconds(plan.link_alone_s)} alone: it shares the network with the stages' own "
-                f"transfers{longer if plan.shared_s else ''}"
-            )
-        yield f"Links    {milliseconds(plan.link_s)} for a microbatch from stage to stage{beside}"
-    if plan.tied_bytes:
-        yield (
-            f"Tied     embedding and head are one weight, of which the last stage has a copy: "
-            f"{mib(plan.tied_bytes)} of gradients meet, {milliseconds(plan.tied_s)} an update"
-        )
 
 
 def stages_dict(plan: PipelinePlan) -> dict[str, Any]:

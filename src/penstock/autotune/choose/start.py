@@ -93,9 +93,8 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     with the shortest predicted step is taken.
     """
     asked: list[tuple[float, Problem, Decision]] = []
-    for run in open_runs(
-        config
-    ):  # with either optimiser, if it is open: that of the shorter iteration counts
+    # With either optimiser, if it is open: that of the shorter iteration counts.
+    for run in open_runs(config):
         problem = assumed_problem(run, machinery.layout)
         choice = given_choice(run, problem)
         asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
