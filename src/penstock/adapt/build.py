@@ -149,7 +149,19 @@ def scheduled(
         if layout.ep_size * layout.etp_size > 1:
             width = found.family.form.entering(core_of(cut.experts))
             spread = Spread if layout.etp_size == 1 else NarrowSpread
-            cut.spread = spread(machinery, _plain(moe), passes, width)
+            cut.spread = spread(
+                machinery,
+                MoELayer(
+                    gate=moe.gate,
+                    order=SortOrder(moe.num_experts),
+                    expert=moe.experts,
+                    ep_size=moe.ep_size,
+                    ep_rank=moe.ep_rank,
+                    placement=moe.placement,
+                ),
+                passes,
+                width,
+            )
         if layout.ep_size > 1:
             cut.block.register_state_dict_post_hook(JoinAdapters(cut, machinery))
             cut.block.register_load_state_dict_pre_hook(TakeAdapters(cut, machinery))
@@ -337,18 +349,6 @@ def _layers(
             else SharedCutLayer(layer, number, moe, cut, calls, found.family, shared)
         )
     return layers
-
-
-def _plain(moe: MoELayer) -> MoELayer:
-    """Return a layer with the same experts, whose rows travel as they are, and directly."""
-    return MoELayer(
-        gate=moe.gate,
-        order=SortOrder(moe.num_experts),
-        expert=moe.experts,
-        ep_size=moe.ep_size,
-        ep_rank=moe.ep_rank,
-        placement=moe.placement,
-    )
 
 
 class SharedPart(nn.Module):

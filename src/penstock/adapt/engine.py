@@ -253,29 +253,21 @@ class Engine:
         trains = torch.is_grad_enabled()  # a plan must be measured with backward
         plan = self._planned_for
         if trains and (plan is None or plan.recompute != self._recompute or not self._reduces_all()):
-            self._ask(given)
+            if plan is not None and self.layout.world_size > 1:
+                # The first plan all ranks need. A rank that alone was changed must not wait for the others:
+                # ranks tell each other whether all need another one.
+                new = sorted(self._trained() - plan.trained)
+                why = "parameters were replaced or moved to other layers"
+                if new:
+                    why = f"{new[0]} is trained now and was not when its plan was made"
+                if plan.recompute != self._recompute:
+                    why = f"gradient checkpointing was switched to {self._recompute!r}"
+                with stack.requesting_replan(why), device_of(device).fork_random(device):
+                    self._run(given)
             sizes = stack.machinery.control.largest(given.tokens_BL.shape, "comparing the sizes of batches")
             batch, length = map(int, sizes)
             stack.adopt(self._planner.of(stack, batch, length, self._recompute))
             self._planned_for = _Planned(self._recompute, self._trained())
-
-    def _ask(self, given: StepInputs) -> None:
-        """Return if all ranks need another plan.
-
-        A rank that alone was changed must not wait for the others.
-        """
-        before = self._planned_for
-        if before is None or self.layout.world_size == 1:
-            return  # for the first plan all ranks do
-        new = sorted(self._trained() - before.trained)
-        why = "parameters were replaced or moved to other layers"
-        if new:
-            why = f"{new[0]} is trained now and was not when its plan was made"
-        if before.recompute != self._recompute:
-            why = f"gradient checkpointing was switched to {self._recompute!r}"
-        device = self.stack.machinery.device
-        with self.stack.requesting_replan(why), device_of(device).fork_random(device):
-            self._run(given)
 
     def _trained(self) -> frozenset[str]:
         return frozenset(name for name, p in self.stack.model.named_parameters() if p.requires_grad)

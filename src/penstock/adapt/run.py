@@ -147,7 +147,14 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
     def build() -> None:
         check_can_narrow(described_in(path), layout.etp_size)
         try:
-            found = _read(path, machinery) if stored else _drawn(path, config.train.seed, layout)
+            if not stored:
+                found = _drawn(path, config.train.seed, layout)
+            else:
+                opened = ModelFolder.open(path)
+                if (name := quantized_in(opened.tensors)) is not None:
+                    why = f"{name} has numbers of a type in which no model computes"
+                    raise ConfigError("model.config", str(path), why, COPY)
+                found = read_share(skeleton(opened), opened, layout, torch.float32, machinery.device)
         except ConfigError:
             raise
         except ValueError as error:
@@ -166,15 +173,6 @@ def _built(config: RunConfig, machinery: Machinery) -> Found:
             setattr(found.config, name, coefficient)
     choice = Decision(dispatch=dispatch_of(config.moe), comm_dtype=config.moe.comm_dtype or "none")
     return replace(found, choice=choice, bound_factor=config.moe.bound_factor)
-
-
-def _read(path: Path, machinery: Machinery) -> Found:
-    """Return the model in a folder with this rank's share of experts. Raises ValueError."""
-    opened = ModelFolder.open(path)
-    if (name := quantized_in(opened.tensors)) is not None:
-        why = f"{name} has numbers of a type in which no model computes"
-        raise ConfigError("model.config", str(path), why, COPY)
-    return read_share(skeleton(opened), opened, machinery.layout, torch.float32, machinery.device)
 
 
 def _drawn(path: Path, seed: int, layout: Layout) -> Found:
