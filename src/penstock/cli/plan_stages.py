@@ -288,8 +288,12 @@ def _fastest(
         if seen and over():
             break
         seen.add(sizes)
+        asked = options
+        if options.model is not None and options.zero_stage in (None, AUTO) and not of_study(options.model):
+            # The optimiser is open: sharded, it saves memory in stages, and no time.
+            asked = argparse.Namespace(**{**vars(options), "zero_stage": "1"})
         try:
-            subject = subject_of(_of_one_optimizer(options), stage_cluster(file, stages))
+            subject = subject_of(asked, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
             plan = _find(problem, options, file, memory, orders=1).best
@@ -302,13 +306,6 @@ def _fastest(
     best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
     again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
     return min(again, key=lambda each: each.plan.update_s)
-
-
-def _of_one_optimizer(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with a sharded optimiser where it is open: in stages it saves memory and no time."""
-    if options.model is None or of_study(options.model) or options.zero_stage not in (None, AUTO):
-        return options
-    return argparse.Namespace(**{**vars(options), "zero_stage": "1"})
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:

@@ -85,7 +85,10 @@ class PipelineReport:
         best, tokens = self.found.best, self._samples * self.subject.problem.workload.seq_len
         yield f"Plan     {stages_words(best)}"
         of = f"an update of {self._samples:,} samples ({tokens:,} tokens)"
-        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {_microbatch_words(best)}"
+        apart = f"{milliseconds(best.forward_s)} forward and {milliseconds(best.backward_s)} backward"
+        each = f"{counted(best.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
+        each += "" if best.together_s is None else f", {milliseconds(best.together_s)} at once"
+        yield f"Time     {milliseconds(best.update_s)} predicted for {of}: {each}"
         yield f"Bubble   {100 * best.run.bubble:.1f} % of an update, in which a stage waits for others"
         if best.link_s:
             beside = ""
@@ -132,12 +135,6 @@ def stages_words(plan: PipelinePlan) -> str:
         layers = ", ".join(f"{times} x {number}" if times > 1 else str(number) for number, times in runs)
     words = f"{counted(stages, 'stage')}{of} of {layers} layers, {plan.pipeline.words}"
     return f"{words}; each runs {plan.choice.words}"
-
-
-def _microbatch_words(plan: PipelinePlan) -> str:
-    apart = f"{milliseconds(plan.forward_s)} forward and {milliseconds(plan.backward_s)} backward"
-    words = f"{counted(plan.pipeline.microbatches, 'microbatch', 'es')} of {apart} on the slowest stage"
-    return words if plan.together_s is None else f"{words}, {milliseconds(plan.together_s)} at once"
 
 
 def stages_dict(plan: PipelinePlan) -> dict[str, Any]:

@@ -166,7 +166,12 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     Where that is wider than `width`, decisions in which all plans agree are left out, then
     memory, bound, change, and decisions from the right.
     """
-    hidden = {name for name, each in FIELDS.items() if _is_left_out(each, candidates)}
+    choices = [each.choice for each in candidates]
+    hidden = {
+        name
+        for name, field in FIELDS.items()
+        if field.may_be_left_out and all(choice.value(name) == field.default for choice in choices)
+    }
     hidden |= set() if dispatches else {"dispatch"}
     fields = [each for each in FIELDS.values() if each.cell and each.name not in hidden]
     fields.sort(key=lambda each: each.cuts)
@@ -184,12 +189,6 @@ def _table(candidates: Sequence[Candidate], width: int, *, dispatches: bool) -> 
     heads = [head[place] for place in shown]
     legend = "; ".join(f"{name}: {meaning}" for name, meaning in LEGEND.items() if name in heads)
     return "\n".join([*lines, *([folded("   " + legend, width)] if legend else [])])
-
-
-def _is_left_out(field: Field, candidates: Sequence[Candidate]) -> bool:
-    """Return whether a field may be left out and has its default in every plan."""
-    values = {each.choice.value(field.name) for each in candidates}
-    return field.may_be_left_out and values == {field.default}
 
 
 def table(rows: Sequence[Sequence[str]], *, left: int) -> str:

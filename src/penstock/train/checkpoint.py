@@ -235,11 +235,11 @@ class Checkpoints:
         state = state_of(self.stack, self.optimizer, self.naming(self.stack.model))
         state |= {STEP: Part.of(torch.tensor(0))}
         state = needed(state, stored.whole)  # saved on fewer ranks: generators of others start from the seed
-        purpose = "comparing the checkpoint with the model"
-        everyone = {name for names in self._control.gather(list(state), purpose) for name in names}
+        comparing = "comparing the checkpoint with the model"
+        everyone = {name for names in self._control.gather(list(state), comparing) for name in names}
         others = {name for name in stored.whole if name.startswith(OPTIONAL)}  # of ranks that this run lacks
         mine = misfits(state, stored.whole, everyone | others)
-        found = next(filter(None, self._control.gather(mine, purpose)), None)
+        found = next(filter(None, self._control.gather(mine, comparing)), None)
         if found is not None:
             why = f"checkpoint {path} was made by another model: {found}"
             hint = "Train with the configuration saved beside it (config.toml), or choose another output.dir."
