@@ -67,26 +67,22 @@ def exit_code(command: Callable[[], int], left: str = "") -> int:
     """
     try:
         STOPS.begin(left)
-        code = _code_of(command)
+        try:
+            with _telling_hints():
+                code = command()
+        except (ConfigError, ScheduleError) as error:
+            tell(str(error))
+            code = BAD_USAGE
+        except CommandError as error:
+            tell(str(error))
+            code = error.exit_code
+        except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
+            sys.stderr.close()
+            code = 0
         STOPS.finish(code)
     except KeyboardInterrupt:
         return STOPS.stopped()
     return code
-
-
-def _code_of(command: Callable[[], int]) -> int:
-    try:
-        with _telling_hints():
-            return command()
-    except (ConfigError, ScheduleError) as error:
-        tell(str(error))
-        return BAD_USAGE
-    except CommandError as error:
-        tell(str(error))
-        return error.exit_code
-    except BrokenPipeError:  # as in `penstock schedule ... | head`, which is no failure
-        sys.stderr.close()
-        return 0
 
 
 @contextmanager

@@ -242,7 +242,9 @@ class _Doctor:
             asking = {pair.asks: pair for pair in pairs if pair.asks not in self._gone}
             said = self._meeting.hear(f"round-{number}", tuple(asking), time.monotonic() + ROUND_S)
             self._gone |= asking.keys() - said.keys()
-            found += [_link(asking[rank], each) for rank, each in said.items()]
+            for rank, each in said.items():
+                rates = None if each.get("rates") is None else Rates(**each["rates"])
+                found.append(Link(pair=asking[rank], rates=rates, problem=each.get("problem", "")))
         return found
 
     def _measured(self, pair: Pair) -> dict[str, Any]:
@@ -299,8 +301,3 @@ def facts_of(plain: Mapping[str, Any]) -> Facts:
     """Return the facts that a rank has sent."""
     folders = [Folder(**each) for each in plain["folders"]]
     return Facts(**{**plain, "folders": folders, "open_files": tuple(plain["open_files"])})
-
-
-def _link(pair: Pair, said: Mapping[str, Any]) -> Link:
-    rates = said.get("rates")
-    return Link(pair=pair, rates=None if rates is None else Rates(**rates), problem=said.get("problem", ""))

@@ -16,7 +16,6 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -235,19 +234,15 @@ def _legend(records: Sequence[TaskRecord], width: int, *, hidden: bool) -> str:
         "it; of several tasks in one column the largest is shown."
     )
     reading += " Tasks shorter than half a column are not drawn." if hidden else ""
-    if meanings := _lane_meanings({record.lane for record in records}):
-        lines.append(meanings)
-    indent = " " * (LABEL_WIDTH + 4)
-    wrapped = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
-    return "\n".join([*wrapped, textwrap.fill(reading, width)])
-
-
-def _lane_meanings(lanes: AbstractSet[Lane]) -> str:
-    """Explain those lanes whose names say too little."""
+    lanes = {record.lane for record in records}
     nodes = any(lane.is_inside for lane in lanes)
     meanings = {
         Lane.INTER: "network between nodes" if nodes else "network between ranks",
         Lane.INTRA: "links inside a node",
         Lane.HOST: "a CPU thread",
     }
-    return ", ".join(f"{lane} = {meaning}" for lane, meaning in meanings.items() if lane in lanes)
+    if explained := [f"{lane} = {meaning}" for lane, meaning in meanings.items() if lane in lanes]:
+        lines.append(", ".join(explained))
+    indent = " " * (LABEL_WIDTH + 4)
+    wrapped = [textwrap.fill(line, width, subsequent_indent=indent) for line in lines]
+    return "\n".join([*wrapped, textwrap.fill(reading, width)])
