@@ -46,7 +46,7 @@ def test_hierarchical_runs_lose_like_flat_ones_and_auto_says_why(ranks: Pools, t
     seen = []
     for name in (*DISPATCHES, "auto"):
         folder = tmp_path / name
-        settings = ("train.steps=3", "parallel.ranks_per_node=2", f"moe.dispatch={name}")
+        settings = ("train.steps=3", "parallel.ranks_per_node=2", f"moe.dispatch={name}", "plan.profile_s=0.3")
         found, said = trained(ranks, folder, *settings, processes=4)
         assert found.dispatch == name or (name == "auto" and found.dispatch in DISPATCHES)
         seen.append((found.dispatch, losses(folder / "run")))

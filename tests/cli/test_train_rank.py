@@ -70,7 +70,7 @@ def test_an_earlier_run_in_the_folder_is_not_what_was_saved(tmp_path: Path) -> N
 
 
 def test_a_disk_that_becomes_full_is_said_in_a_line_by_each_rank(tmp_path: Path) -> None:
-    words = ("70000", "train", write_config(tmp_path), "parallel.processes=2", *SETTINGS)
+    words = ("20000", "train", write_config(tmp_path), "parallel.processes=2", *SETTINGS)
     endless = ("train.steps=100000", "train.checkpoint_every=0")
     done = run_forked(2, *words, *endless, program=little_room.__file__)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr

@@ -52,7 +52,7 @@ def test_loopback_among_several_machines_is_named() -> None:
 def test_a_rank_behind_a_cut_link_has_not_come() -> None:
     with Cluster(replace(THREE, nodes=2)) as cluster:
         cluster.cut(1)
-        told = doctor(2, "--wait", "6", cluster=cluster)
+        told = doctor(2, "--wait", "2", cluster=cluster)
     assert told.codes == {0: 1, 1: 1}
     assert "Rank 1 has not come" in " ".join(told.out.split())
     assert "rank 1 of 2" in told.errors and "finds nobody at 198.18.0.1:29500" in told.errors

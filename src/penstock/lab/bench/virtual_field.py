@@ -11,6 +11,7 @@ import torch
 
 from penstock.autotune.problem import candidates, run_problem
 from penstock.autotune.profile import profile_links
+from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import ignore
 from penstock.cost import ProfiledCluster, RoutedCost
 from penstock.cost.doubts import listed
@@ -74,8 +75,9 @@ class VirtualField:
         self.control, self._transports = machinery.control, machinery.transports
         self._stack = build_virtual(self._config, config.virtual, machinery)
         say("measuring links, and what traffic costs virtual steps")
-        links = profile_links(self._config, machinery, self._dispatches(config.compare.schedules))
-        self._links = with_virtual_steps(self._config, config.virtual, machinery, links)
+        budget_s, dispatches = config.compare.profile_s, self._dispatches(config.compare.schedules)
+        links = profile_links(self._config, machinery, dispatches, budget_s=min(LINKS_S, budget_s))
+        self._links = with_virtual_steps(self._config, config.virtual, machinery, links, budget_s)
         self._cluster = self._stack.links = ProfiledCluster.build(self._links)
         self._first_measured = config.compare.warmup
         self._closing_s = closing_s(run_problem(self._config, layout, self._links))
