@@ -17,6 +17,7 @@ import torch
 from benchmarks.sft.contenders import CONTENDERS
 from benchmarks.sft.measure import ENVIRON
 from benchmarks.sft.result import SftResult
+from penstock.adapt import planning
 from penstock.topology.join import leave
 from tests.lab.commands.test_bench import QUICK
 from tests.support.forked import run_forked
@@ -119,11 +120,13 @@ def test_help_says_what_to_type(capsys: pytest.CaptureFixture[str], module: str)
 
 
 def load_script() -> None:
-    """What takes ten seconds to import, once for all ranks, which are forked off this process."""
+    """Import what takes seconds, once for all ranks, which are forked off this process; and let them profile
+    the cluster for a moment only."""
     os.environ.update(ENVIRON)
     torch.set_num_threads(1)
     for name in ("trl.scripts.sft", "trl.trainer.sft_trainer", "transformers.models.qwen3_moe", "deepspeed"):
         importlib.import_module(name)
+    planning.PROFILE_S = 0.3
 
 
 def test_the_script_of_trl_has_the_losses_of_one_process(tmp_path: Path) -> None:

@@ -156,13 +156,13 @@ def for_ever():
         {waits}
 
 def show(result):
-    end_s = time.thread_time() + 1.2
+    end_s = time.thread_time() + 0.5
     while time.thread_time() < end_s:
         pass
     {more}
     print(result)
 
-stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.5, {same_s}
+stopping.GRACE_S, stopping.SAME_REQUEST_S = 0.2, {same_s}
 BOARD.begin("slow", shown=False)
 BOARD.keep(lambda: 7)
 with stopping.Stop(show, speaks=True) as stop:

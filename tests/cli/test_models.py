@@ -107,8 +107,10 @@ assert tokens.shape == (1, 8) and not any("penstock" in name for name in sys.mod
     "layout", [[], ["parallel.tp_size=2", "parallel.etp_size=2"], ["optimizer.zero_stage=1"]], ids=" ".join
 )
 def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, layout: list[str]) -> None:
-    """It computes the same there, and, as one layout shows for all, without Penstock; and a run may begin with
-    it, on another layout."""
+    """It computes the same there, and, as one layout shows for all, without Penstock.
+
+    And a run may begin with it, on another layout.
+    """
     write_config(tmp_path)
     settings = [*AS_QWEN3_MOE, f"train.steps={STEPS}"]
     began = ranks(2).run(train_on, 2, tmp_path, [*settings, *layout], None)[0].summary
@@ -116,7 +118,9 @@ def test_a_checkpoint_is_a_folder_of_transformers(ranks: Pools, tmp_path: Path, 
     theirs, told = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert type(theirs).__name__ == "Qwen3MoeForCausalLM" and not any(told.values()), told
     with torch.no_grad():
-        logits, ours = (model(torch.arange(16)[None]).logits for model in (theirs, from_checkpoint(checkpoint)))
+        logits, ours = (
+            model(torch.arange(16)[None]).logits for model in (theirs, from_checkpoint(checkpoint))
+        )
     torch.testing.assert_close(logits, ours)
     assert ours.std() > 0.01
     if not layout:

@@ -35,7 +35,7 @@ POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess
 """What torch's agent starts processes with."""
 
 CLUSTER = "TESTS_CLUSTER"
-"""The emulated cluster into which a rank goes; a rank that starts Python anew goes there by `ip netns exec`."""
+"""The emulated cluster into which a rank goes; one that starts Python anew goes there by `ip netns exec`."""
 
 
 class ForkedRank:
