@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -182,9 +183,10 @@ def short_timeouts(tree: ast.AST) -> Iterator[str]:
             yield f"line {call.lineno}: {ast.unparse(call)}"
 
 
-def _sources() -> Iterator[tuple[str, ast.AST]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+@cache
+def _sources() -> tuple[tuple[str, ast.AST], ...]:
+    paths = sorted(ROOT.rglob("*.py"))
+    return tuple((path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())) for path in paths)
 
 
 def test_only_the_mesh_computes_with_ranks() -> None:
