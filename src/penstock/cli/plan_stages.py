@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -85,7 +86,12 @@ def planned_in_stages(options: argparse.Namespace, file: ClusterFile, width: int
         try:
             subject, found, updates = _searched(subject, options, file, memory, search)
         except NothingFitsError as error:
-            raise ConfigError(error.key, error.value, error.why, _what_fits(options, file, error)) from None
+            hint = error.hint
+            with suppress(ConfigError):
+                laid = _laid_out(options, file)
+                fits = f"{_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)"
+                hint = f"It would fit with {fits}."
+            raise ConfigError(error.key, error.value, error.why, hint) from None
     report = PipelineReport(
         subject=subject,
         found=found,
@@ -105,15 +111,6 @@ def _laid_out(options: argparse.Namespace, file: ClusterFile) -> _Laid:
     tried = _layouts(options, stage_cluster(file, stages))
     over = time_limit(time.process_time, options.budget or 1.0, WEIGHING_S)
     return _fastest(((stages, each) for each in tried), file, over)
-
-
-def _what_fits(options: argparse.Namespace, file: ClusterFile, error: NothingFitsError) -> str:
-    """Return which layout of the given stages would fit."""
-    try:
-        laid = _laid_out(options, file)
-    except ConfigError:
-        return error.hint
-    return f"It would fit with {_told(laid.plan, laid.options)} ({gib(laid.plan.memory_bytes)} per rank)."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +288,12 @@ def _fastest(
         if seen and over():
             break
         seen.add(sizes)
+        asked = options
+        if options.model is not None and options.zero_stage in (None, AUTO) and not of_study(options.model):
+            # The optimiser is open: sharded, it saves memory in stages, and no time.
+            asked = argparse.Namespace(**{**vars(options), "zero_stage": "1"})
         try:
-            subject = subject_of(_of_one_optimizer(options), stage_cluster(file, stages))
+            subject = subject_of(asked, stage_cluster(file, stages))
             memory = memory_of(options.memory_gib, subject.memory_bytes)
             problem = subject.sharded or subject.problem
             plan = _find(problem, options, file, memory, orders=1).best
@@ -305,13 +306,6 @@ def _fastest(
     best = sorted(found, key=lambda each: each.plan.update_s)[:FINALISTS]
     again = (replace(each, plan=_find(each.problem, each.options, file, each.memory).best) for each in best)
     return min(again, key=lambda each: each.plan.update_s)
-
-
-def _of_one_optimizer(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with a sharded optimiser where it is open: in stages it saves memory and no time."""
-    if options.model is None or of_study(options.model) or options.zero_stage not in (None, AUTO):
-        return options
-    return argparse.Namespace(**{**vars(options), "zero_stage": "1"})
 
 
 def _open(options: argparse.Namespace, file: ClusterFile) -> Iterator[tuple[int, argparse.Namespace]]:

@@ -75,6 +75,9 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 _LEFT: list[dict[Axes, dist.ProcessGroup]] = []
 """Groups of transports that nobody holds any more: torch keeps them, over Gloo with three threads each."""
 
+_ALIVE: WeakSet[GroupTransport] = WeakSet()
+"""Transports that somebody holds, or that wait for the collection of garbage."""
+
 
 class GroupTransport(ABC):
     """The process groups of a transport, and the bytes that this rank has sent through them."""
@@ -82,6 +85,7 @@ class GroupTransport(ABC):
     def __init__(self, groups: dict[Axes, dist.ProcessGroup]) -> None:
         self._groups = groups
         finalize(self, _LEFT.append, groups).atexit = False
+        _ALIVE.add(self)
         self._members = {kind: dist.get_process_group_ranks(group) for kind, group in groups.items()}
         self.traffic: Counter[int] = Counter()
 
@@ -357,7 +361,8 @@ def build_transports(layout: Layout, device: torch.device, parallel: ParallelCon
 
     Where an expert group spans nodes there is also one inside nodes, and one along the rails between them.
     """
-    gc.collect()  # a scheduled model and its engine refer to each other
+    if _ALIVE:  # or nothing can be garbage of which groups are left
+        gc.collect()  # a scheduled model and its engine refer to each other
     while _LEFT:
         _destroy(_LEFT.pop())
     make = partial(build_transport, layout, device, parallel)
