@@ -5,7 +5,6 @@ Shapes: those of `penstock.cost.rows`; W ranks that meet in a task.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
@@ -31,7 +30,6 @@ from penstock.routing.rows import by_source_and_target
 from penstock.routing.sizes import split_sizes
 
 Rows = npt.NDArray[np.float64]
-SizesOf = Callable[[Task], Counts]
 
 ROW_MOVES: Final = (*TRANSFERS, *shards.MOVES)
 TOKEN_MOVES: Final = (*tensor.MOVES, Op.PEAKS, Op.CHOICES)
@@ -294,31 +292,22 @@ class RowMoves:
 
     def _sizes(self, task: Task) -> Counts:
         """Return the rows of every member of a task's group, by rank, [P, W]."""
-        return self._sizes_by_op[task.op](task)
-
-    @cached_property
-    def _sizes_by_op(self) -> Mapping[str, SizesOf]:
-        after = dict.fromkeys((Op.SHARD_GATHER, Op.SHARD_SCATTER, Op.ROWS_REDUCE), self._brought)
-        before = dict.fromkeys((Op.ROWS_GATHER, Op.ROWS_KEEP), self._leaving)
-        return {**after, **before, **dict.fromkeys((Op.DEAL_SLOTS, Op.GATHER_SLOTS), self._turns)}
-
-    def _brought(self, task: Task) -> Counts:
-        """Return the rows that came to a rank's experts by way of each of their shards."""
-        return self._by_shard(self._table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
-
-    def _leaving(self, task: Task) -> Counts:
-        """Return the rows that each of the ranks that share a rank's experts sends."""
-        return self._by_shard(self._table(task).sum(axis=(3, 4)))
+        match task.op:
+            case Op.DEAL_SLOTS | Op.GATHER_SLOTS:  # what each of the ranks with the same rows is dealt
+                shares = self.even.workload.tp_size
+                rows_PCE = self._held(self.rows_PRCYE, task)
+                dealt = (in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares))
+                return np.stack([*dealt], axis=1)
+            case Op.ROWS_GATHER | Op.ROWS_KEEP:  # what each of the ranks that share a rank's experts sends
+                return self._by_shard(self._table(task).sum(axis=(3, 4)))
+            case Op.SHARD_GATHER | Op.SHARD_SCATTER | Op.ROWS_REDUCE:
+                # What came to a rank's experts by way of each of their shards.
+                return self._by_shard(self._table(task).sum(axis=(1, 4)).transpose(0, 2, 1))
+        raise KeyError(task.op)
 
     def _by_shard(self, sizes_GPH: Counts) -> Counts:
         shards = sizes_GPH.shape[2]
         return np.repeat(sizes_GPH.reshape(-1, shards), shards, axis=0)
-
-    def _turns(self, task: Task) -> Counts:
-        """Return the rows that each of the ranks with the same rows is dealt."""
-        shares = self.even.workload.tp_size
-        rows_PCE = self._held(self.rows_PRCYE, task)
-        return np.stack([in_turn(rows_PCE, i, shares).sum(axis=(1, 2)) for i in range(shares)], axis=1)
 
     def _table(self, task: Task) -> Counts:
         """Return rows of the task's microbatch and chunk as they travel, [G, S, H, T, N].

@@ -5,7 +5,7 @@ Shapes: those of `penstock.cost.placed`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -47,8 +47,30 @@ class PlacedMoves(RowMoves):
 
     def move(self, task: Task, rank: int) -> Move:
         """Return what a rank hands to the transport."""
-        own = self._own_moves.get(task.op)
-        return super().move(task, rank) if own is None else own(task, rank)
+        match task.op:
+            case Op.SAMPLE_LOADS:  # every sample's rows by position, and those expected in the next layer
+                experts, replications = self.even.workload.num_experts, self.placed.replications
+                here = replications[self.column(task)].positions if replications else experts
+                last = self._moe_layer(task) + 1 == sum(self.even.shape.moe_layers)
+                row_bytes = COUNT_BYTES * (here + (0 if last else experts))
+                return self._gathered(task, rank, len(self._samples(task)), row_bytes)
+            case Op.SAMPLE_HOMES:  # hashes of the homes that every rank has found
+                return self._gathered(task, rank, 1, DIGEST_BYTES)
+            case Op.COMPARE_REPLICAS:  # every rank's share of the planned replications
+                share_bytes = round(self._told_bytes(task) / len(self._members(task, rank)))
+                return self._gathered(task, rank, 1, share_bytes)
+            case Op.SAMPLE_MOVE:  # what follows a sample beside its rows: labels and so on; gradients back
+                samples = self._samples(task)
+                moved_DD = self.placed.moved(self.column(task), samples.start, samples.stop)
+                return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
+            case Op.REPLICA_PARAMETERS | Op.REPLICA_GRADIENTS:
+                # A piece of every replica's parameters to its rank, or of gradients to its owner.
+                assert task.piece is not None, task
+                elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
+                piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
+                sent = copies_of(self.placed.replications[self.column(task)])
+                return self._exchanged(task, rank, sent, Group.EXPERT, piece_bytes)
+        return super().move(task, rank)
 
     def load(self, task: Task) -> Rows:
         """Return the load of a transfer over that of its work, by the links of every rank, [P]."""
@@ -140,53 +162,11 @@ class PlacedMoves(RowMoves):
 
     # ---- of one rank, beside the rows ----------------------------------------------------------------------
 
-    @cached_property
-    def _own_moves(self) -> Mapping[str, Callable[[Task, int], Move]]:
-        replicas = self._replicas
-        return {
-            Op.SAMPLE_LOADS: self._sample_counts,
-            Op.SAMPLE_HOMES: self._hashes,
-            Op.COMPARE_REPLICAS: self._replications,
-            Op.SAMPLE_MOVE: self._with_samples,
-            Op.REPLICA_PARAMETERS: replicas,
-            Op.REPLICA_GRADIENTS: replicas,
-        }
-
-    def _sample_counts(self, task: Task, rank: int) -> Move:
-        """Return the move of every sample's rows by position, and of those expected in the next layer."""
-        experts, layer = self.even.workload.num_experts, self._moe_layer(task)
-        here = self.placed.replications[self.column(task)].positions if self.placed.replications else experts
-        last = layer + 1 == sum(self.even.shape.moe_layers)
-        row_bytes = COUNT_BYTES * (here + (0 if last else experts))
-        return self._gathered(task, rank, len(self._samples(task)), row_bytes)
-
-    def _hashes(self, task: Task, rank: int) -> Move:
-        """Return the move of hashes of the homes that every rank has found."""
-        return self._gathered(task, rank, 1, DIGEST_BYTES)
-
-    def _replications(self, task: Task, rank: int) -> Move:
-        """Return the move of every rank's share of the planned replications."""
-        return self._gathered(task, rank, 1, round(self._told_bytes(task) / len(self._members(task, rank))))
-
     def _told_bytes(self, task: Task) -> int:
         """Return bytes that all ranks exchange about replicas, as if the next step had those of this one."""
         members = self.even.workload.mesh.size(task.axes)
         known = [told_bytes(each) for each in self.placed.replications]
         return 2 * DIGEST_BYTES * members + sum(known[column] for column in self.columns or range(len(known)))
-
-    def _with_samples(self, task: Task, rank: int) -> Move:
-        """Return the move of what follows a sample beside its rows: labels and so on; gradients back."""
-        samples = self._samples(task)
-        moved_DD = self.placed.moved(self.column(task), samples.start, samples.stop)
-        return self._exchanged(task, rank, moved_DD, Group.DATA, self._sample_bytes(task, rank))
-
-    def _replicas(self, task: Task, rank: int) -> Move:
-        """Return move of a piece of every replica's parameters to its rank, or of gradients to its owner."""
-        assert task.piece is not None, task
-        elements = round(self.even.workload.expert_bytes) // FLOAT32_BYTES
-        piece_bytes = part_sizes(elements, task.cut.parts)[task.piece] * FLOAT32_BYTES
-        sent = copies_of(self.placed.replications[self.column(task)])
-        return self._exchanged(task, rank, sent, Group.EXPERT, piece_bytes)
 
     def _gathered(self, task: Task, rank: int, rows: int, row_bytes: int) -> Move:
         members = len(self._members(task, rank))

@@ -118,15 +118,12 @@ class StepCost:
         return seconds * self.cluster.prolonged(task.op)
 
     def compute_s(self, task: Task) -> float:
-        seconds: float = self._computed_s(task, 1.0)
+        seconds: float = self.cluster.task_s(task.op, task.phase, self.work(task), 1.0)
         return seconds
 
     def loaded_s(self, task: Task, load: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return seconds per rank when its experts receive `load` times the even share of rows."""
-        return np.asarray(self._computed_s(task, load))
-
-    def _computed_s(self, task: Task, load: Any) -> Any:
-        return self.cluster.task_s(task.op, task.phase, self.work(task), load)
+        return np.asarray(self.cluster.task_s(task.op, task.phase, self.work(task), load))
 
     def _transfer_s(self, task: Task, work: Work, load: float) -> float:
         """Return the seconds of the task's collective in its groups; without a collective, of its copies."""

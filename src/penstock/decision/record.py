@@ -75,19 +75,9 @@ def _schedules(asked: Asked, choice: Decision) -> Sequence[str]:
     return [name for name, reader in READERS.items() if reader.expert_form in tried]
 
 
-def _microbatches(asked: Asked, choice: Decision) -> Sequence[int]:
-    del choice
-    return [n for n in range(1, min(asked.batch, MOST_MICROBATCHES) + 1) if asked.batch % n == 0]
-
-
 def _chunks(asked: Asked, choice: Decision) -> Sequence[int]:
     alone = READERS[choice.schedule].expert_form == "s2" and asked.shape.sharing.tp_size == 1
     return CHUNKS if any(asked.shape.moe_layers) and not alone else (1,)  # s2 cuts only what tp ranks gather
-
-
-def _backward_chunks(asked: Asked, choice: Decision) -> Sequence[int]:
-    forward = choice.chunks or 1
-    return [n for n in _chunks(asked, choice) if lcm(forward, n) <= TRIED_SLICES]
 
 
 def all_reduce_sizes(asked: Asked, choice: Decision | None = None) -> Sequence[int]:
@@ -107,7 +97,9 @@ def _chunk_words(choice: Decision) -> str:
 
 SCHEDULE = Field(values=_schedules, head="schedule", cell=lambda d: d.schedule)
 MICROBATCHES = Field(
-    values=_microbatches,
+    values=lambda asked, _: [
+        n for n in range(1, min(asked.batch, MOST_MICROBATCHES) + 1) if asked.batch % n == 0
+    ],
     words=lambda d: counted(d.microbatches, "microbatch", "es"),
     head="R",
     cell=lambda d: str(d.microbatches),
@@ -122,7 +114,12 @@ CHUNK_NUMBERS = Field(
     cuts=True,
     always=False,
 )
-BACKWARD_CHUNKS = Field(values=_backward_chunks, always=False)
+BACKWARD_CHUNKS = Field(
+    values=lambda asked, choice: [
+        n for n in _chunks(asked, choice) if lcm(choice.chunks or 1, n) <= TRIED_SLICES
+    ],
+    always=False,
+)
 ALL_REDUCE = Field(
     values=all_reduce_sizes,
     words=lambda d: f"all-reduce in pieces of {mib(d.all_reduce_chunk_bytes)}",

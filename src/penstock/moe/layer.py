@@ -123,8 +123,12 @@ class MoELayer(nn.Module):
             self.exchange.adopt(expert)
         if ep_size > 1:
             mark_share(self, self.placement.in_words(ep_rank), ("experts.",))
-        self._words = _in_words(gate, order, expert, self.dispatch, tuple(hooks), balance)
-        self._words += f", placement {self.placement.digest[:8]}"
+        # The parts of the layer in words, for ranks to compare.
+        top_k = getattr(gate, "top_k", None)
+        words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
+        words += [type(order).__name__, type(expert).__name__, f"dispatch {self.dispatch.name}"]
+        words += [*(type(hook).__name__ for hook in hooks), f"balance {balance}"]
+        self._words = ", ".join([*words, f"placement {self.placement.digest[:8]}"])
         self._has_met = False  # whether other ranks' layers have been compared with this one
         self._losses: LayerLosses | None = None
         self._recomputed: weakref.ref[LayerLosses] | None = None
@@ -379,17 +383,6 @@ def _require_whole(experts: Experts) -> None:
             "sums: shards of experts run inside a penstock stack only (parallel.etp_size). Build the layer "
             "with whole experts to run it by itself"
         )
-
-
-def _in_words(
-    gate: Gate, order: Order, expert: Experts, dispatch: Dispatch, hooks: tuple[Hook, ...], balance: str
-) -> str:
-    """Describe the parts of a layer in words, for ranks to compare."""
-    top_k = getattr(gate, "top_k", None)
-    words = [f"{type(gate).__name__} over {gate.num_experts} experts, top_k {top_k}"]
-    words += [type(order).__name__, type(expert).__name__, f"dispatch {dispatch.name}"]
-    words += [type(hook).__name__ for hook in hooks]
-    return ", ".join([*words, f"balance {balance}"])
 
 
 def _tokens_of(x: Tensor, valid: Tensor | None) -> Tokens:

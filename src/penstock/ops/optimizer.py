@@ -13,7 +13,7 @@ from penstock.graph.task import Task
 from penstock.ops.base import Backward, Kind, OpSpec, register
 from penstock.ops.names import Op
 from penstock.ops.sums import SCATTERS
-from penstock.ops.work import Sizes, Work
+from penstock.ops.work import Work, WorkOf
 
 NORM_BYTES = 8
 UPDATE_COPIES: Final = 5.0
@@ -42,29 +42,23 @@ class Owned:
             self.update: f"AdamW on this rank's share of {self.of} parameters",
             self.gather: f"{self.of} parameters, the shares of all ranks gathered",
         }
-        works = {self.scatter: _scatter, self.update: _update, self.gather: _gather}
+        works: dict[str, WorkOf] = {
+            self.scatter: lambda task, sizes: Work(
+                collective="reduce_scatter", sent_bytes=sizes.reduced_bytes(task)
+            ),
+            self.update: lambda task, sizes: Work(
+                copied_bytes=UPDATE_COPIES * sizes.reduced_bytes(task) / sizes.owners(task)
+            ),
+            self.gather: lambda task, sizes: Work(
+                collective="all_gather",
+                sent_bytes=0 if sizes.owners(task) == 1 else sizes.reduced_bytes(task),
+            ),
+        }
         for name, title in titles.items():
             kind = Kind.COMPUTE if name == self.update else Kind.COLLECTIVE
             yield OpSpec(
                 name=name, title=title, kind=kind, work=works[name], backward=Backward.NONE, indices="p"
             )
-
-
-def _scatter(task: Task, sizes: Sizes) -> Work:
-    return Work(collective="reduce_scatter", sent_bytes=sizes.reduced_bytes(task))
-
-
-def _update(task: Task, sizes: Sizes) -> Work:
-    return Work(copied_bytes=UPDATE_COPIES * sizes.reduced_bytes(task) / sizes.owners(task))
-
-
-def _gather(task: Task, sizes: Sizes) -> Work:
-    alone = sizes.owners(task) == 1
-    return Work(collective="all_gather", sent_bytes=0 if alone else sizes.reduced_bytes(task))
-
-
-def _norm(task: Task, sizes: Sizes) -> Work:
-    return Work(collective="all_reduce", sent_bytes=NORM_BYTES * sizes.members(task))
 
 
 OWNED: Final = (
@@ -94,7 +88,7 @@ register(
         name=Op.NORM,
         title="norm of all gradients, from the shares of all ranks",
         kind=Kind.COLLECTIVE,
-        work=_norm,
+        work=lambda task, sizes: Work(collective="all_reduce", sent_bytes=NORM_BYTES * sizes.members(task)),
         backward=Backward.NONE,
         indices="",
     )

@@ -273,27 +273,22 @@ def matched(left_CJS: Ints, room_CJP: Ints, near: Sequence[Tier]) -> Ints:
         most = int(sizes_J[of_size].max())
         # As many more as fill a row have no room.
         rank_JH = np.argsort(~has_room_JP[of_size], axis=1, kind="stable")[:, :most]
-        flows_CJSH = _matched_to(left_CJS[:, of_size], room_CJP[:, of_size], rank_JH, near)
+        left, room = left_CJS[:, of_size], room_CJP[:, of_size]  # copies
+        flows_CJSH = np.zeros((*left.shape, most), np.int64)
+        experts_J1 = np.arange(len(rank_JH))[:, None]
+        for first_S, first_P, together_SP in near:
+            starts_CJS, ends_CJS = _runs(left, first_S)
+            starts_CJH, ends_CJH = (each[:, experts_J1, rank_JH] for each in _runs(room, first_P))
+            overlap = np.minimum(ends_CJS[..., None], ends_CJH[:, :, None])
+            overlap -= np.maximum(starts_CJS[..., None], starts_CJH[:, :, None])
+            np.maximum(overlap, 0, out=overlap)
+            overlap *= together_SP[:, rank_JH].transpose(1, 0, 2)
+            flows_CJSH += overlap
+            left = left - overlap.sum(axis=3)
+            room[:, experts_J1, rank_JH] -= overlap.sum(axis=2)
         for expert, flows_CSH, rank_H in zip(of_size, flows_CJSH.swapaxes(0, 1), rank_JH, strict=True):
             found_CJPS[:, expert][:, rank_H] = flows_CSH.swapaxes(1, 2)
     return found_CJPS.swapaxes(2, 3)
-
-
-def _matched_to(left_CJS: Ints, room_CJP: Ints, rank_JH: Ints, near: Sequence[Tier]) -> Ints:
-    """Return rows from every source to these ranks, which alone have room, [C, J, S, H]."""
-    flows_CJSH = np.zeros((*left_CJS.shape, rank_JH.shape[1]), np.int64)
-    experts_J1 = np.arange(len(rank_JH))[:, None]
-    for first_S, first_P, together_SP in near:
-        starts_CJS, ends_CJS = _runs(left_CJS, first_S)
-        starts_CJH, ends_CJH = (each[:, experts_J1, rank_JH] for each in _runs(room_CJP, first_P))
-        overlap = np.minimum(ends_CJS[..., None], ends_CJH[:, :, None])
-        overlap -= np.maximum(starts_CJS[..., None], starts_CJH[:, :, None])
-        np.maximum(overlap, 0, out=overlap)
-        overlap *= together_SP[:, rank_JH].transpose(1, 0, 2)
-        flows_CJSH += overlap
-        left_CJS = left_CJS - overlap.sum(axis=3)
-        room_CJP[:, experts_J1, rank_JH] -= overlap.sum(axis=2)
-    return flows_CJSH
 
 
 def _runs(sizes: Ints, first: Ints) -> tuple[Ints, Ints]:

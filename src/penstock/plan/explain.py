@@ -73,6 +73,11 @@ class Explanation:
         if found is not None:
             longer = change(found.predicted_s, best.predicted_s)
             following = f"{found.choice.words}; {found.predicted} ({longer})"
+        changes = [f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items()]
+        late = [f"{FASTER}x {what}" for what in self.late]
+        what_if = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
+        what_if += [f"not planned in the time there is: {', '.join(late)}"] if late else []
+        unknown = "`penstock plan` with this cluster's file predicts it for faster links and faster devices"
         return (
             f"Plan     {best.choice.words}{self.rows}",
             f"Time     {best.predicted} predicted for {of}; lower bounds: "
@@ -82,7 +87,7 @@ class Explanation:
             f"{gib(self.memory.total_bytes)}{budget} per rank (estimated), of which {gib(size)} {part}"
             f"{self.again}",
             f"Next     {following}",
-            f"What if  {self._faster()}",
+            f"What if  {'; '.join(what_if) or unknown}",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,15 +109,6 @@ class Explanation:
             "memory_bytes": self.memory.total_bytes,
             "memory_parts_bytes": self.memory.parts,
         }
-
-    def _faster(self) -> str:
-        if not (self.faster or self.late):
-            return "`penstock plan` with this cluster's file predicts it for faster links and faster devices"
-        changes = [f"{FASTER}x {what} {change(ratio, 1.0)}" for what, ratio in self.faster.items()]
-        late = [f"{FASTER}x {what}" for what in self.late]
-        parts = [f"predicted change of the step time: {', '.join(changes)}"] if changes else []
-        parts += [f"not planned in the time there is: {', '.join(late)}"] if late else []
-        return "; ".join(parts)
 
 
 def explain(

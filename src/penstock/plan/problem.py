@@ -73,10 +73,6 @@ def beside_cut(choice: Decision) -> Decision:
     )
 
 
-def _in_quick_order(choice: Decision) -> Decision:
-    return replace(choice, priority=QUICK)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One step of a model on a cluster.
@@ -254,9 +250,9 @@ class Problem:
         rule of the order has an effect.
         """
         known = self.evidence or self.observed
-        return (
-            beside_cut(choice) if known is None or not choice.num_replica_slots else _in_quick_order(choice)
-        )
+        if known is None or not choice.num_replica_slots:
+            return beside_cut(choice)
+        return replace(choice, priority=QUICK)
 
     @cached_property
     def _known_placed(self) -> dict[object, Placed]:
@@ -273,7 +269,8 @@ class Problem:
             # The same replicas whatever contention a bound assumes, or it would be one of another step.
             even = StepCost(cut, whole, self.cluster.contended(1.0))
             # The slack is what a quick order leaves.
-            plan = plan_step(_in_quick_order(choice), self.uncut(choice), self.gradients, lambda _: even)
+            quick = replace(choice, priority=QUICK)
+            plan = plan_step(quick, self.uncut(choice), self.gradients, lambda _: even)
             known_costs = expert_costs(even)
             costs = [known_costs.hiding(slack) for slack in replica_slack(plan, even, self.mesh)]
             if evidence.columns:  # by the first layer that each stands for

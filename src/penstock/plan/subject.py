@@ -265,8 +265,8 @@ def _workload(model: PublishedModel, changes: Overrides, nodes: int, per_node: i
     if model.top_k > experts:
         why = f"there {'is' if experts == 1 else 'are'} {counted(experts, 'expert')}"
         raise ConfigError("--top-k", model.top_k, why, f"Use {experts} or fewer, or more nodes.")
-    given = changes.ep_size or (max(_ep_sizes(groups, experts)) if changes.etp_size else None)
-    ep_size, valid = groups if given is None else given, _ep_sizes(groups, experts)
+    valid = [size for size in group_sizes(groups) if experts % size == 0]
+    ep_size = changes.ep_size or (max(valid) if changes.etp_size else groups)
     if ep_size not in valid:
         nearest = min(valid, key=lambda n: (abs(n - ep_size), n))
         why = f"must divide the {counted(groups, 'group')} of ranks and the {counted(experts, 'expert')}"
@@ -305,7 +305,3 @@ def _divided(option: str, value: int, total: int, by: int, what: str) -> int:
         why = f"does not divide the {what} ({total} by {by})"
         raise IndivisibleError(option, value, why, "Use another size.")
     return total // by
-
-
-def _ep_sizes(groups: int, experts: int) -> list[int]:
-    return [size for size in group_sizes(groups) if experts % size == 0]

@@ -48,7 +48,8 @@ class Entry:
     def differs(self, other: Entry) -> str | None:
         """Return what is different, in words about self and other; None if nothing is."""
         if self.trained != other.trained:
-            return f"is {_state(self.trained)} there and {_state(other.trained)} here"
+            there, here = ("trained", "frozen") if self.trained else ("frozen", "trained")
+            return f"is {there} there and {here} here"
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return f"is {self.dtype} {list(self.shape)} there and {other.dtype} {list(other.shape)} here"
         if self.layer != other.layer:
@@ -121,7 +122,3 @@ def _difference(entries: Iterable[Entry], reference: Iterable[Entry]) -> str | N
 def _digest(entries: Iterable[Entry]) -> int:
     lines = "\n".join(entry.line for entry in entries)
     return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=4).digest(), "big")
-
-
-def _state(trained: bool) -> str:
-    return "trained" if trained else "frozen"
