@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import penstock
@@ -95,6 +94,8 @@ def test_experts_that_ranks_cannot_share_are_refused(
 
 def adapt_experts(rank: int, world: int) -> list[str]:
     """What is said where experts that ranks share get adapters, before the model is scheduled and after."""
+    from peft import LoraConfig, get_peft_model  # here: it takes seconds to import
+
     lora = LoraConfig(r=2, target_parameters=["experts.down_proj"])
     model = penstock.parallelize(small("mixtral"), etp_size=world, plan="flowmoe")
     adapted, said = get_peft_model(model, lora), []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.engine import Engine
@@ -53,6 +52,8 @@ def experts_alone(model: Any) -> Any:
 def with_lora(model: Any) -> Any:
     """Adapters of float32 on attention and experts; all else is bfloat16, and frozen."""
     targets = ["experts.gate_up_proj", "experts.down_proj"]
+    from peft import LoraConfig, get_peft_model  # here: it takes seconds to import
+
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=targets)
     return get_peft_model(model.bfloat16(), lora).get_base_model()
 

@@ -33,7 +33,7 @@ SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency
 )
 def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lane: str, what: str) -> None:
     each = problem(cluster=cluster)
-    found = find_plan(each)
+    found = find_plan(each, budget=0.05)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
     assert lane_words(lane, nodes=True) in told.binds
     assert told.busy[lane] == max(told.busy.values()) > 0.8
@@ -87,7 +87,7 @@ def test_what_the_clock_has_cut_short_is_not_compared() -> None:
 @pytest.mark.slow
 def test_five_lines() -> None:
     each = problem()
-    found = find_plan(each)
+    found = find_plan(each, budget=0.05)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
     plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
