@@ -66,7 +66,7 @@ class Unheard:
                 until_s = min(until_s, time.monotonic() + MOMENT_S)
             return whole(meeting, key, ranks, until_s)
 
-        Meeting.hear = hear  # type: ignore[method-assign]  # for good: this process ends with its rank
+        Meeting.hear = hear  # type: ignore[method-assign, assignment]  # for good: this process ends with its rank
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def run_text(program: str) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         file, out, errors = (Path(folder) / name for name in ("program.py", "out", "errors"))
         file.write_text(program)
-        given = (str(file), [], clean_environ(), out, errors)
+        no_words: list[str] = []
+        given = (str(file), no_words, clean_environ(), out, errors)
         process = forking().Process(target=_be_rank, args=given, daemon=True)
         process.start()
         (code,) = _ends([process], time.monotonic() + HANG_S)
@@ -103,9 +104,8 @@ def _be_ranks(
     ranks: list[BaseProcess] = []
     for environ in environs:
         given = (os.getpid(), program, words, environ, out, errors)
-        rank = multiprocessing.get_context("fork").Process(target=_be_rank_of, args=given)
-        rank.start()
-        ranks.append(rank)
+        ranks.append(multiprocessing.get_context("fork").Process(target=_be_rank_of, args=given))
+        ranks[-1].start()
     for rank in ranks:
         rank.join()
     codes = [1 if rank.exitcode is None or rank.exitcode < 0 else rank.exitcode for rank in ranks]

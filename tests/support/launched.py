@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
@@ -107,7 +108,7 @@ def _run_module(module: str, words: Sequence[str], environ: dict[str, str]) -> N
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _alone(stderr: Path, stdout: Path | None = None) -> None:
+def alone(stderr: Path, stdout: Path | None = None) -> None:
     """As a shell starts a program: in a group of its own; errors go to a file, output to one or nowhere."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -142,7 +143,8 @@ class Started:
         return self._process.exitcode
 
 
-def _started(work: Callable[..., None], *arguments: Any) -> Started:
+def started(work: Callable[..., None], *arguments: Any) -> Started:
+    """Call `work` in a process that has torch; what remains of it ends with the test."""
     process = forking().Process(target=work, args=arguments, daemon=True)
     process.start()
     STARTED.append(found := Started(process))
@@ -161,7 +163,7 @@ def start_launcher(
     meddle: called in the launcher's process, before anything else. program: a module in place of `penstock`.
     """
     words = list(map(str, arguments))
-    return _started(_be_command, program, words, clean_environ(), stderr, stdout, meddle)
+    return started(_be_command, program, words, clean_environ(), stderr, stdout, meddle)
 
 
 def _be_command(
@@ -172,7 +174,7 @@ def _be_command(
     stdout: Path | None,
     meddle: Callable[[], None] | None,
 ) -> None:
-    _alone(stderr, stdout)
+    alone(stderr, stdout)
     if meddle is not None:
         meddle()
     with pytest.MonkeyPatch.context() as patch:
@@ -183,20 +185,30 @@ def _be_command(
 
 def launch_forked(
     command: Sequence[str], processes: int, *, grace_s: float, environ: dict[str, str]
-) -> tuple[LaunchOutcome, str]:
-    """What `penstock.train.launcher.launch` returns, and what the ranks have said on their standard error."""
-    with tempfile.TemporaryDirectory() as folder:
-        stderr, found = Path(folder) / "stderr", Path(folder) / "outcome"
-        process = _started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
-        assert process.wait(timeout=HANG_S) == 0, stderr.read_text()
+) -> Callable[[], tuple[LaunchOutcome, str]]:
+    """Begin what `penstock.train.launcher.launch` does.
+
+    Returns: waits for the end; what it returns, and what the ranks have said on their standard error. Several
+    may be waited for one after the other, and not by threads: multiprocessing reads each exit code once.
+    """
+    folder = Path(tempfile.mkdtemp())
+    stderr, found = folder / "stderr", folder / "outcome"
+    process = started(_be_launcher, list(command), processes, grace_s, environ, stderr, found)
+
+    def ended() -> tuple[LaunchOutcome, str]:
+        code, said = process.wait(timeout=HANG_S), stderr.read_text()
+        assert code == 0, said
         outcome: LaunchOutcome = pickle.loads(found.read_bytes())
-        return outcome, stderr.read_text()
+        shutil.rmtree(folder)
+        return outcome, said
+
+    return ended
 
 
 def _be_launcher(
     command: list[str], processes: int, grace_s: float, environ: dict[str, str], stderr: Path, found: Path
 ) -> None:
-    _alone(stderr)
+    alone(stderr)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(POPEN, ForkedRank)
         os.environ.clear()

@@ -28,9 +28,9 @@ from penstock.autotune.profile.measure import LINKS_S
 from penstock.autotune.profile.sample import here
 from penstock.config import UNSET, ConfigError, to_dict
 from penstock.cost import ClusterFile
+from penstock.cost.cluster_file import mismatch
 from penstock.cost.clusters import UNNAMED, find_cluster
 from penstock.cost.doubts import IN_A_RUN, summary
-from penstock.cost.match import mismatch
 from penstock.decision import Decision, PlacementConfig, ScheduleConfig
 from penstock.plan import (
     Candidate,
@@ -93,7 +93,13 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     Where the dispatch is open and ranks have a choice, links are measured for `LINKS_S`, or for
     `plan.profile_s` if that is less, and the dispatch with the shortest predicted step is taken.
     """
-    problem, choice = _asked(config, machinery)
+    asked: list[tuple[float, Problem, Decision]] = []
+    # With either optimiser, if it is open: that of the shorter iteration counts.
+    for run in open_runs(config):
+        problem = assumed_problem(run, machinery.layout)
+        choice = given_choice(run, problem)
+        asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
+    _, problem, choice = min(asked, key=lambda each: each[0])
     names = dispatches_of(problem, choice)
     if len(names) > 1:
         config = settled(config, sharded=problem.shape.updating is not None)
@@ -108,17 +114,6 @@ def as_given(config: RunConfig, machinery: Machinery) -> Planned:
     planned = Planned(problem=problem, choice=choice, plan=problem.plan(choice))
     logger.info(f"{planned.name}: {choice.words}")
     return planned
-
-
-def _asked(config: RunConfig, machinery: Machinery) -> tuple[Problem, Decision]:
-    """Return what section [schedule] describes, with the optimiser of the shorter iteration if it is open."""
-    asked: list[tuple[float, Problem, Decision]] = []
-    for run in open_runs(config):
-        problem = assumed_problem(run, machinery.layout)
-        choice = given_choice(run, problem)
-        asked.append((whole_s(problem, evaluate(problem, choice)), problem, choice))
-    _, problem, choice = min(asked, key=lambda each: each[0])
-    return problem, choice
 
 
 def search(config: RunConfig, machinery: Machinery) -> Planned:

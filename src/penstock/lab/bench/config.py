@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import product
 from typing import Annotated
 
 from penstock.config import ConfigError, Items, Within, check_bounds
@@ -106,3 +107,21 @@ def processes_of_bench(config: BenchConfig) -> int:
         Layout.build(config.parallel, processes, 0, config.moe.num_experts)
 
     return local_processes(config.parallel, Places.here(), check)
+
+
+MICROBATCHES = (2, 4)
+ALL_REDUCE_CHUNK_BYTES = (1 << 20, 1 << 22)
+
+
+def variants(config: BenchConfig, name: str) -> tuple[ScheduleConfig, ...]:
+    """Return settings for schedule `name`: those of [schedule], or with compare.tune all worth a trial.
+
+    Numbers of pieces that do not divide the batch evenly are left out, as long as there are others.
+    """
+    given = replace(config.schedule, name=Named.of(name).schedule)
+    if not config.compare.tune:
+        return (given,)
+    batch = config.compare.batch_per_device
+    pieces = [m for m in MICROBATCHES if batch % m == 0] or [given.microbatches]
+    tried = product(pieces, ALL_REDUCE_CHUNK_BYTES)
+    return tuple(replace(given, microbatches=m, chunks=m, all_reduce_chunk_bytes=size) for m, size in tried)

@@ -110,14 +110,10 @@ def enter(namespace: str) -> None:
     with (NAMESPACES / namespace).open() as file:
         _libc("setns", file.fileno(), CLONE_NEWNET)
     if hosts.exists():
-        _lay_over(hosts, HOSTS)
-
-
-def _lay_over(file: Path, place: Path) -> None:
-    """Show `file` at `place` to this thread and those that it starts, as `ip netns exec` does."""
-    _libc("unshare", CLONE_NEWNS)
-    _libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
-    _libc("mount", bytes(file), bytes(place), None, MS_BIND, None)
+        # This thread and those that it starts see the file there, as `ip netns exec` has it.
+        _libc("unshare", CLONE_NEWNS)
+        _libc("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
+        _libc("mount", bytes(hosts), bytes(HOSTS), None, MS_BIND, None)
 
 
 def run_in_nameless(work: Callable[[], T]) -> T:
