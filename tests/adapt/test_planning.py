@@ -108,6 +108,7 @@ def test_a_search_may_let_rows_travel_by_other_ways(ranks: Pools) -> None:
         assert furthest < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [0, 1])
 def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
     """Fine-tuning often has one sample on each process, and a first batch may be empty on all."""

@@ -93,6 +93,7 @@ def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> 
     assert together == [alone[i] for i in order]
 
 
+@pytest.mark.slow
 @draws(16)
 @given(routed(), st.randoms(use_true_random=False))
 def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: Problem, rng: Any) -> None:
