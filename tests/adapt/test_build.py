@@ -115,6 +115,7 @@ def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
         assert all("etp_size" in each and "adapters" in each for each in said)
 
 
+@pytest.mark.slow
 def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
     changes: dict[str, Any] = DIVISIBLE
     model = small("mixtral", **changes)

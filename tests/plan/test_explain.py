@@ -168,6 +168,7 @@ def test_numbers_for_people(shown: str, text: str) -> None:
 LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e11, link_latency_s=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "late"),
     [
@@ -199,6 +200,7 @@ def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) 
 SLOW_INSIDE = ClusterConfig(flops_per_s=1e12, intra_bytes_per_s=1e7, intra_latency_s=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_nodes_in_the_file", [False, True])
 def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bool) -> None:
     measured = ProfiledCluster.build(replace(FILE, rates=SLOW_INSIDE))
@@ -209,6 +211,7 @@ def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bo
     assert told.faster["bandwidth between ranks"] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "helps"),
     [

@@ -106,6 +106,7 @@ def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: P
         assert bound(each, choice, plan).seconds <= predict_s(each, choice, plan) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

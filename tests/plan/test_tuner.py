@@ -139,6 +139,7 @@ def test_a_grid_covers_the_range() -> None:
     assert places[0] < 0.1 and places[-1] > 0.9 and max(steps) < 1.1 * min(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param(1 << 17, marks=pytest.mark.slow), 1 << 20, 1 << 24])
 def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
     """Also from the far end; the other minimum is 10 % slower, and a grid is no better by 3 %."""
