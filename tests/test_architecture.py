@@ -17,7 +17,7 @@ from tests.architecture import (
     dependencies,
     files_of_a_batch,
 )
-from tests.support.ranks import Pools
+from tests.support.ranks import RankPool
 
 TEXT = PAGE.read_text(encoding="utf-8")
 AS_WRITTEN = {found[2]: found[0] for found in TABLE.finditer(TEXT)}
@@ -33,8 +33,13 @@ def test_tables_are_as_they_would_be_made_now(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_batch_passes_the_files_that_are_listed(ranks: Pools) -> None:
-    found = batch_table(ranks(2).run(files_of_a_batch)[0])
+def test_one_batch_passes_the_files_that_are_listed() -> None:
+    """On ranks of its own: what others have run is kept there, and not called once more."""
+    pool = RankPool(2)
+    try:
+        found = batch_table(pool.run(files_of_a_batch)[0])
+    finally:
+        pool.close()
     assert f"\n{found}\n" in AS_WRITTEN["batch"], "run python -m tests.architecture"
 
 

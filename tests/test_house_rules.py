@@ -218,6 +218,7 @@ def test_one_file_opens_files_for_writing() -> None:
     assert list(found) == [*OPENS_FOR_WRITING], "write by penstock.writing, which follows no links"
 
 
+@pytest.mark.slow
 def test_no_test_gives_up_soon() -> None:
     here = Path(__file__).parent
     trees = {path.relative_to(here).as_posix(): ast.parse(path.read_text()) for path in here.rglob("*.py")}

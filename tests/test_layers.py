@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import penstock
 
 ROOT = Path(penstock.__file__).parent
@@ -21,6 +23,7 @@ def module_name(path: Path) -> str:
     return ".".join(("penstock", *parts)).removesuffix(".__init__")
 
 
+@pytest.mark.slow
 def test_planning_does_not_load_torch() -> None:
     """Nor does anything that it imports."""
     pure = tuple(f"{package}." for package in CONTRACTS["no-torch"]["source_modules"])
@@ -33,6 +36,7 @@ def test_planning_does_not_load_torch() -> None:
     assert run.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_the_package_reaches_for_benchmarks_in_one_place() -> None:
     """They are not installed with it, so nothing else may need them."""
     for path in SOURCES:

@@ -69,6 +69,7 @@ def test_it_changes_the_step() -> None:
         evaluate(problem(), Decision(schedule="penstock", more=LATE))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("page")
 def test_it_is_told_and_shown() -> None:
     each = problem()

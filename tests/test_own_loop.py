@@ -16,6 +16,7 @@ from tests.support.forked import run_forked
 from tests.support.runs import write_config
 
 
+@pytest.mark.slow
 def test_a_file_and_settings_make_the_model_that_they_describe(tmp_path: Path) -> None:
     settings = ("moe.num_experts=6", "schedule.name=flowmoe", "schedule.microbatches=2")
     with penstock.session(write_config(tmp_path), *settings) as run:
@@ -29,6 +30,7 @@ def test_a_file_and_settings_make_the_model_that_they_describe(tmp_path: Path) -
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_layer_with_other_tasks_is_planned_for() -> None:
     """The plan that the configuration gets has no task for shared experts: it would leave them out."""
 
@@ -76,6 +78,7 @@ def stepped(run: Session) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_loop_comes_out_as_it_was_and_another_session_may_follow() -> None:
     with pytest.raises(ZeroDivisionError), penstock.session(None, *TINY) as run:
         first = stepped(run)
@@ -101,6 +104,7 @@ def test_a_session_that_cannot_be_closed_is_left() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_session_may_be_in_another_and_fail_there() -> None:
     with penstock.session(None, *TINY) as run:
         first = stepped(run)

@@ -26,7 +26,7 @@ PLANNED = (
     "fsmoe-testbed-b",
     "--json",
     "--budget",
-    "0.1",
+    "0.001",
     "moe.num_experts=32",
     "model.num_layers=1",
 )

@@ -17,6 +17,8 @@ from tests.adapt.test_checkpoint import losses_of
 from tests.support.adapted import Batch, distance, exactly, grads_of, small, without_labels
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 EXACT = torch.float64
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import penstock
@@ -95,6 +94,8 @@ def test_experts_that_ranks_cannot_share_are_refused(
 
 def adapt_experts(rank: int, world: int) -> list[str]:
     """What is said where experts that ranks share get adapters, before the model is scheduled and after."""
+    from peft import LoraConfig, get_peft_model  # here: it takes seconds to import
+
     lora = LoraConfig(r=2, target_parameters=["experts.down_proj"])
     model = penstock.parallelize(small("mixtral"), etp_size=world, plan="flowmoe")
     adapted, said = get_peft_model(model, lora), []
@@ -114,6 +115,7 @@ def test_adapters_of_experts_that_ranks_share_are_refused(ranks: Pools) -> None:
         assert all("etp_size" in each and "adapters" in each for each in said)
 
 
+@pytest.mark.slow
 def test_adapters_and_hooks_on_what_ranks_would_share_are_refused() -> None:
     changes: dict[str, Any] = DIVISIBLE
     model = small("mixtral", **changes)

@@ -157,6 +157,7 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert contents(copy / "saved") == old and names_in(copy) == {"saved", ".unfinished-saved"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_path: Path) -> None:
     model = penstock.parallelize(small("mixtral"))
     optimizer, other = optimizer_of(model), tmp_path / "other"
@@ -174,6 +175,7 @@ def test_a_checkpoint_takes_the_place_of_no_file_and_goes_through_no_link(tmp_pa
     assert contents(tmp_path / "saved") == contents(tmp_path / "next")
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     model = penstock.parallelize(small("mixtral"))
     optimizer = optimizer_of(model)
@@ -199,6 +201,7 @@ def test_what_an_optimizer_cannot_take_is_refused(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
     """Those that never had a gradient have none, and are no others than those that the groups say."""
     model = penstock.parallelize(small("mixtral"))
@@ -223,6 +226,7 @@ def test_a_state_that_lacks_parameters_is_refused(tmp_path: Path) -> None:
         penstock.load_optimizer(model, optimizer, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["{", "{}", "[3]", "[{}]", '[{"parameters": 3}]', '[{"parameters": [3]}]', "[" * 100_000]
 )

@@ -128,6 +128,7 @@ def test_a_class_that_steps_would_not_follow_is_refused(kind: type, what: str) -
     assert type(model).__name__ in ("MixtralForCausalLM", "MoreLoss") and model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AddingBlock, ScaledLogits, HalvingAttention, HalvingRouter])
 def test_a_class_that_steps_follow_is_taken(kind: type) -> None:
     wanted = small("mixtral")
@@ -184,6 +185,7 @@ def halve(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "forward", forward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", AFTERWARDS)
 def test_a_class_that_is_patched_afterwards_is_refused(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")

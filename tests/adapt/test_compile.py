@@ -9,6 +9,7 @@ import penstock
 from tests.support.adapted import Batch, distance, grads_of, small, without_labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_runs_as_it_is(in_place: bool) -> None:
     """The compiler would look into the whole schedule, and fail after a long time."""

@@ -14,6 +14,8 @@ from penstock.runtime import ScheduleMismatchError
 from tests.support.adapted import DIVISIBLE, Batch, small, without_labels
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 
 def ask_for_gradients(rank: int, world: int) -> list[str]:
     """What is said where gradients would stay on this rank."""

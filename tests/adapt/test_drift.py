@@ -16,6 +16,8 @@ from tests.adapt.test_adapters import EXPERTS, adapted
 from tests.support.adapted import Batch, small
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 
 def clip_by_rank(rank: int, world: int, folder: str, with_adapters: bool) -> list[str]:
     """What is said after an update with gradients that were scaled by each rank's own norm."""

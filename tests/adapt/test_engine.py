@@ -32,6 +32,7 @@ def calls_kept() -> int:
     return sum(type(each) is LayerCall for each in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_a_second_forward_pass_before_the_first_backward(again: bool) -> None:
     """Each with masks, positions and losses of its own; nothing is kept afterwards."""
@@ -82,6 +83,7 @@ def test_a_rank_may_have_no_samples(ranks: Pools) -> None:
     ranks(2).run(unequal_step, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_batch_without_labels_to_predict(balanced: bool) -> None:
     """The mean of nothing is no number, as in transformers; gradients are those of the router loss alone."""
@@ -124,6 +126,7 @@ def resized(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_embeddings_may_be_resized(tmp_path: Any) -> None:
     wanted, model = resized(small("mixtral")), penstock.parallelize(small("mixtral"))
     model(**Batch().inputs()).loss.backward()
@@ -138,6 +141,7 @@ def test_embeddings_may_be_resized(tmp_path: Any) -> None:
     assert type(wanted).from_pretrained(tmp_path).lm_head.weight.equal(model.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_several_tables_of_positions() -> None:
     """As models have them that also see: of time, height and width, for every sample."""
     wanted, model = (small("qwen3_5_moe_text") for _ in range(2))
@@ -150,6 +154,7 @@ def test_several_tables_of_positions() -> None:
     check_grads(model, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "positions", [torch.arange(12), torch.zeros(2, 12).long(), torch.zeros(4, 3, 12).long()]
 )

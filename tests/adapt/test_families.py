@@ -78,6 +78,7 @@ def check_step(wanted: Any, model: Any, given: dict[str, Any]) -> None:
     assert all(distance(grads[name], grad) < 1e-4 for name, grad in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
 def test_the_text_configuration_asks_for_a_router_loss(family: str) -> None:
     """Of a model that also sees, as its own code reads it; and so does an argument, for one step."""

@@ -34,6 +34,7 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_shards_take_the_place_of_another_model(tmp_path: Path) -> None:
     small("mixtral", seed=1).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -53,6 +54,7 @@ def test_shards_take_the_place_of_another_model(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {*(papers - {"model.safetensors.index.json"}), "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it begins, and when the old model is out of its place."""
     model, rename = penstock.parallelize(small("mixtral")), Path.rename
@@ -100,6 +102,7 @@ def test_a_kill_at_any_moment_leaves_a_model_or_says_where_it_is(
     assert told > 2
 
 
+@pytest.mark.slow
 def test_no_files_are_taken_back_from_elsewhere(tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     (other / "mine").touch()
@@ -111,6 +114,7 @@ def test_no_files_are_taken_back_from_elsewhere(tmp_path: Path) -> None:
     assert names_in(folder) == {"config.json", "generation_config.json", "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_rank_0_writes_all_where_transformers_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ class WeighedTwice(Weighed):
     times = 2.0
 
 
+@pytest.mark.slow
 def test_what_weighs_a_router_loss_is_found_by_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}
     monkeypatch.setattr("penstock.families.known.FAMILIES", few)

@@ -76,6 +76,7 @@ def halve(module: Any, given: Any, *returned: Any) -> Any:
     return 0.5 * first, *others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path", "register"), HALVED)
 def test_a_hook_that_steps_would_not_follow_is_refused(family: str, path: str, register: str) -> None:
     model = penstock.parallelize(small(family), plan="flowmoe")
@@ -87,6 +88,7 @@ def test_a_hook_that_steps_would_not_follow_is_refused(family: str, path: str, r
     assert model(**Batch().inputs()).loss.item() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "register"),
     [
@@ -108,6 +110,7 @@ def test_a_hook_on_the_way_to_experts_is_followed(path: str, register: str) -> N
     assert found.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_hook_on_what_a_router_returns_is_followed_but_for_its_loss() -> None:
     wanted = small("mixtral")
     model = penstock.parallelize(copy.deepcopy(wanted), plan="flowmoe")
@@ -119,6 +122,7 @@ def test_a_hook_on_what_a_router_returns_is_followed_but_for_its_loss() -> None:
         model(**given, output_router_logits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", GLOBAL)
 def test_a_hook_on_all_modules_is_refused(register: Any) -> None:
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")
@@ -130,6 +134,7 @@ def test_a_hook_on_all_modules_is_refused(register: Any) -> None:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_operations_of_a_step_can_be_counted() -> None:
     """By torch's counter, which has hooks on all modules."""
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")
@@ -138,6 +143,7 @@ def test_operations_of_a_step_can_be_counted() -> None:
     assert counter.get_total_flops() > 0
 
 
+@pytest.mark.slow
 def test_mixed_precision_of_accelerate_is_around_the_scheduled_model(accelerator: Accelerator) -> None:
     given = Batch().inputs()
     with torch.autocast("cpu", torch.bfloat16):

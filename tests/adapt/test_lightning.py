@@ -19,6 +19,8 @@ import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, small, with_adapters
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 RANKS, STEPS, SAVED_AT, SAMPLES = 2, 4, 2, 32
 
 

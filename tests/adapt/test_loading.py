@@ -241,6 +241,7 @@ def test_every_rank_refuses_experts_that_are_missing_too_many_or_not_finite(
     assert all("experts.7." in each[-1] for each in (first, second)) and "on rank 1, " in first[-1]
 
 
+@pytest.mark.slow
 def test_of_a_model_that_sees_the_text_part_is_read(tmp_path: Path) -> None:
     """As published: Llama 4 with its vision model beside it."""
     text = small("llama4_text")
@@ -262,6 +263,7 @@ def test_of_a_model_that_sees_the_text_part_is_read(tmp_path: Path) -> None:
     assert type(read_whole(tmp_path)) is type(text)
 
 
+@pytest.mark.slow
 def test_one_file_goes_before_shards_of_an_earlier_save(tmp_path: Path) -> None:
     whole = small("mixtral")
     whole.save_pretrained(tmp_path)

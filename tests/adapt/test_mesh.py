@@ -110,6 +110,7 @@ def test_a_model_hands_out_meshes(ranks: Pools, tmp_path: Path) -> None:
     ranks(4).run(ask, str(tmp_path))
 
 
+@pytest.mark.slow
 def test_on_one_rank() -> None:
     model = penstock.parallelize(small("mixtral"), plan="flowmoe")
     assert all(mesh.size() == 1 for mesh in model.device_mesh.values())

@@ -90,6 +90,7 @@ def test_documents_in_one_row_are_told_apart_by_their_lengths(ranks: Pools) -> N
             )
 
 
+@pytest.mark.slow
 def test_documents_in_several_rows_are_refused() -> None:
     model = penstock.parallelize(told_by_lengths())
     given = {**row(0), "input_ids": Batch().inputs()["input_ids"], "labels": Batch().inputs()["labels"]}

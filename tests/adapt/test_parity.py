@@ -197,6 +197,7 @@ def test_every_family_has_a_model_here() -> None:
     assert MODELS.keys() == FAMILIES.keys()
 
 
+@pytest.mark.slow
 def test_the_family_that_the_documentation_describes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {name: family for name, family in FAMILIES.items() if name != OWN}
     monkeypatch.setattr("penstock.families.known.FAMILIES", known)
@@ -207,6 +208,7 @@ def test_the_family_that_the_documentation_describes(monkeypatch: pytest.MonkeyP
     assert max(found.values()) < LIMITS[torch.float64], found
 
 
+@pytest.mark.slow
 def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: each for name, each in FAMILIES.items() if name not in ("olmoe", "granitemoe")}
     monkeypatch.setattr("penstock.families.known.FAMILIES", few)
@@ -226,6 +228,7 @@ def test_an_unknown_family_is_taken_if_its_pieces_compute_the_same(monkeypatch: 
     assert set(dict(model.named_modules())) == names and not model.model.layers[0]._forward_hooks
 
 
+@pytest.mark.slow
 def test_a_plan_of_expert_parallelism_says_where_experts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own, or one that is given, also for a family that is not known."""
     few = {name: each for name, each in FAMILIES.items() if name != "olmoe"}

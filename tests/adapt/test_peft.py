@@ -22,6 +22,8 @@ from tests.support.adapted import (
 )
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 
 def train_adapters(rank: int, world: int, folder: str, adapters_first: bool) -> torch.Tensor:
     """Two steps beside those of the whole model; the merged model's logits."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 import penstock
 from penstock.adapt.engine import Engine
@@ -53,6 +52,8 @@ def experts_alone(model: Any) -> Any:
 def with_lora(model: Any) -> Any:
     """Adapters of float32 on attention and experts; all else is bfloat16, and frozen."""
     targets = ["experts.gate_up_proj", "experts.down_proj"]
+    from peft import LoraConfig, get_peft_model  # here: it takes seconds to import
+
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=targets)
     return get_peft_model(model.bfloat16(), lora).get_base_model()
 
@@ -107,6 +108,7 @@ def test_a_search_may_let_rows_travel_by_other_ways(ranks: Pools) -> None:
         assert furthest < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [0, 1])
 def test_steps_of_at_most_one_sample_are_measured(samples: int) -> None:
     """Fine-tuning often has one sample on each process, and a first batch may be empty on all."""

@@ -206,6 +206,7 @@ def one_half_twice(written: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: written[name.replace(".w3.", ".w1.")] for name in written}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [doubled, one_half_twice])
 def test_what_is_no_view_keeps_its_own_name(
     monkeypatch: pytest.MonkeyPatch,

@@ -155,6 +155,7 @@ def test_other_layers_are_made_for_the_own_decoder_alone(start: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_session_trains_any_family(start: Path) -> None:
     settings = (f"model.config={start}", f"model.seq_len={LENGTH}", "plan.mode=fixed")
     wanted = AutoModelForCausalLM.from_pretrained(start)
@@ -341,6 +342,7 @@ def test_a_share_of_experts_is_not_taken_for_all_of_them(ranks: Pools, start: Pa
     assert all("a share of the experts" in each for each in ranks(2).run(outside, 2, start))
 
 
+@pytest.mark.slow
 def test_runs_of_one_file_do_not_change_each_other(start: Path) -> None:
     settings = (f"model.config={start / 'config.json'}", "model.seq_len=8", "plan.mode=fixed")
     with (

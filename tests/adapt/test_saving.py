@@ -87,6 +87,7 @@ def test_what_transformers_would_not_read_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_class_that_needs_more_than_its_configuration_is_saved_without_comparing() -> None:
     """It fails where its configuration alone would build it: after training, nothing may be lost by that."""
     model = penstock.parallelize(small("mixtral"))

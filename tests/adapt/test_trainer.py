@@ -18,6 +18,8 @@ import penstock
 from tests.support.adapted import Batch, as_torchrun_starts_it, distance, small, without_labels
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED_AT, SAMPLES = 4, 2, 32
 WORLDS = [2, pytest.param(4, marks=pytest.mark.soak)]
 

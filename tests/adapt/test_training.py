@@ -243,6 +243,7 @@ def test_refusals() -> None:
         penstock.parallelize(twice)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_read_trains_by_a_schedule(tmp_path: Path) -> None:
     small("mixtral").save_pretrained(tmp_path)
     for wrap in (lambda model: model, with_adapters):
@@ -351,6 +352,7 @@ def test_a_share_of_experts_is_the_parameter_that_was_whole() -> None:
     assert other.down_proj is one.down_proj and one.down_proj.equal(whole[[2, 3]])
 
 
+@pytest.mark.slow
 def test_kept_logits_are_those_asked_for() -> None:
     """Also where labels of all samples lie in one place of memory."""
     wanted, model = (small("mixtral") for _ in range(2))

@@ -30,6 +30,8 @@ from penstock.adapt.scheduled import engine_of
 from tests.support.adapted import as_torchrun_starts_it, distance, small
 from tests.support.ranks import Pools
 
+pytestmark = pytest.mark.slow
+
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = [f"w{number}" for number in range(57)]
 STEPS, SAVED_AT, SAMPLES = 4, 2, 32

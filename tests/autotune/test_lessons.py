@@ -55,6 +55,7 @@ def lesson(
     return _correction(*runs, records)
 
 
+@pytest.mark.slow
 def test_the_price_of_replicas_is_the_measured_one_and_the_decision_follows_from_it() -> None:
     still, replicas = planned(STILL), planned(REPLICAS)
     assert replicas.predicted_s < still.predicted_s

@@ -213,6 +213,7 @@ def test_nodes_have_links_inside_and_legs(ranks: Pools) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -29,6 +29,7 @@ CONFIG = RunConfig(
 )
 
 
+@pytest.mark.slow
 def test_a_plan_file_says_where_it_overrules_what_was_asked_for(tmp_path: Path) -> None:
     path, problem = tmp_path / "plan.json", assumed_problem(CONFIG, ALONE)
     moving = evaluate(problem, Decision(schedule="sequential", samples="netmoe"))

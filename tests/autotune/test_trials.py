@@ -84,6 +84,7 @@ def test_trials_end_by_the_time_of_their_steps_with_the_plans_that_were_tried() 
     assert trials.turn.choice == CHOICES[0] and "1 plan not tried" in trials.lines[-1]
 
 
+@pytest.mark.slow
 def test_later_predictions_are_corrected_like_the_first() -> None:
     kept = run({"penstock": 0.5, "flowmoe": 0.3, "sequential": 0.4})[0].turn
     penstock, lina = (evaluate(EACH, Decision(schedule=name)) for name in ("penstock", "lina"))
@@ -93,6 +94,7 @@ def test_later_predictions_are_corrected_like_the_first() -> None:
     assert planned().expected_s(lina) == whole_s(EACH, lina)
 
 
+@pytest.mark.slow
 def test_steps_are_measured_with_their_updates_and_predicted_with_them(tmp_path: Path) -> None:
     found = evaluate(EACH, planned().choice)
     assert predicted_s() == found.predicted_s + closing_s(EACH) > found.predicted_s

@@ -26,6 +26,7 @@ from penstock.train.assemble import build_machinery, build_stack
 ALONE = Layout(world_size=1, ep_size=1, rank=0)
 
 
+@pytest.mark.slow
 def test_both_ways_leave_the_same_gradients() -> None:
     """Else the comparison would be one of different work."""
     machinery = build_machinery(ALONE, torch.device("cpu"), ParallelConfig(), "float32")

@@ -23,6 +23,7 @@ from benchmarks.one_device import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_both_compute_the_same_loss(tmp_path: Path, family: str) -> None:
     """Else the comparison would be one of different work."""

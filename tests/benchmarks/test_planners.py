@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 
 import numpy as np
+import pytest
 
 from benchmarks.planners import CONTENDERS, EXACT, PlannersResult, simulate_planners
 from benchmarks.skewed import HOT, HOT_SHARE, ROWS, costs, drifting_loads
@@ -28,6 +29,7 @@ def test_the_ratio_is_that_of_transfers_to_experts_under_even_routing() -> None:
         assert np.isclose(rows_s, ratio * 3 * priced.row_s * ROWS)
 
 
+@pytest.mark.slow
 def test_the_tables() -> None:
     result = simulate_planners(steps=1, ratios=(0.2,), drifts=(0.0,))
     assert PlannersResult.from_dict(json.loads(json.dumps(result.to_dict()))) == result

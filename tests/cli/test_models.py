@@ -195,6 +195,7 @@ def checkpoint_of(folder: Path, tokenizer: str | None = None, **moe: object) -> 
     return run.save(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["softmax", "cosine"])
 def test_a_model_with_room_for_more_than_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gate: str

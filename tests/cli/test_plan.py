@@ -137,6 +137,7 @@ def test_what_if_plans_the_step_that_is_shown_again(
     assert now["why"]["faster"]["faster devices"] == pytest.approx(gain, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_given_layout_is_taken_where_its_own_plan_is_faster() -> None:
     def subject(each: Problem, given: Subject | None = None) -> Subject:
         return Subject(title="", cluster_name="", problem=each, given=given)
@@ -459,6 +460,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(
     assert "\x1b" not in shown.err and bool(lines) is (every_s == 0)
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_prints_what_it_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

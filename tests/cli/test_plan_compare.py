@@ -115,6 +115,7 @@ def test_json_with_settings_is_a_configuration(capsys: pytest.CaptureFixture[str
     assert "model_type" in refused(["plan", str(path), *cluster], capsys)
 
 
+@pytest.mark.slow
 def test_names_are_found_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
     words = [{STEP[2]: "FlowMoE/GPT2-Tiny"}.get(word, word) for word in STEP]
     shown = found([*words, "--cluster", "FLOWMOE-Cluster-2"], capsys)

@@ -22,6 +22,7 @@ def planned(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, A
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_in_stages_tells_its_order_its_memory_and_that_it_cannot_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_stop_before_training_says_so(
     assert capsys.readouterr().err == told * said
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch() -> None:
     code = "import sys; from penstock.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     check = code + "sys.exit('torch' in sys.modules)"

@@ -381,7 +381,7 @@ def test_loads_are_drawn_and_told_for_every_layer(pair_run: Whole) -> None:
 def test_virtual_devices_route_as_the_run_did(recorded_run: Path) -> None:
     routing = ("virtual.routing=recorded", f"virtual.recorded={recorded_run}")
     options = ("--virtual", "--json", "--schedules", "sequential")
-    once = ("compare.rounds=1", "compare.warmup=1")
+    once = ("compare.rounds=1", "compare.warmup=1", "compare.profile_s=0.1")
     result = run_forked(2, "bench", *options, *RECORDED_MODEL, *routing, *once)
     assert result.returncode == 0, result.stderr
     assert f"recorded routing ({recorded_run})" in json.loads(result.stdout)["virtual_devices"]

@@ -321,6 +321,7 @@ def test_every_name_that_a_profile_writes_is_taken() -> None:
         replace(MEASURED.tasks[0], op=op, phase=str(phase))
 
 
+@pytest.mark.slow
 def test_cluster_files_need_no_torch() -> None:
     program = (
         "import sys; from penstock.cost.clusters import find_cluster\n"

@@ -342,6 +342,7 @@ def test_legs_end_where_flat_ones_do(name: str, step: Step) -> None:
                 assert received == sum(flat.move(task, rank).output_splits)
 
 
+@pytest.mark.slow
 @given(step=steps(), node_size=st.sampled_from([1, 2, 4]))
 def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choice(
     step: Step, node_size: int
@@ -371,6 +372,7 @@ def test_joined_rows_are_sent_to_who_expects_them_and_no_more_often_than_by_choi
             )
 
 
+@pytest.mark.slow
 @given(steps(), st.randoms(use_true_random=False))
 def test_rows_go_to_the_rank_that_has_their_expert(step: Step, random: Random) -> None:
     shape, work, routing = step

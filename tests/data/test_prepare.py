@@ -296,6 +296,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, change: str) -> N
         next(work.run(tmp_path / "full"))
 
 
+@pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     """The second one is refused, or waits where it may."""
     work = preparation(write_inputs(tmp_path / "in"))
@@ -308,6 +309,7 @@ def test_two_at_once(tmp_path: Path) -> None:
     assert list(first) is not None and list(second) == []
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
     work = preparation(write_inputs(tmp_path / "in"))
     going = work.run(tmp_path / "out")

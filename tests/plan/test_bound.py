@@ -22,6 +22,7 @@ from tests.plan.problems import every_kind, problem, problems, with_sharing
 from tests.support.draws import draws
 
 
+@pytest.mark.slow
 @draws(60)
 @given(every_kind(), st.randoms(use_true_random=False))
 def test_no_order_beats_a_quick_bound_and_it_is_not_below_the_busiest_lane(each: Problem, rng: Any) -> None:

@@ -33,7 +33,7 @@ SLOW_DEVICE = ClusterConfig(flops_per_s=1e8, link_bytes_per_s=1e10, link_latency
 )
 def test_what_limits_is_what_helps_when_it_is_faster(cluster: ClusterConfig, lane: str, what: str) -> None:
     each = problem(cluster=cluster)
-    found = find_plan(each)
+    found = find_plan(each, budget=0.05)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
     assert lane_words(lane, nodes=True) in told.binds
     assert told.busy[lane] == max(told.busy.values()) > 0.8
@@ -87,7 +87,7 @@ def test_what_the_clock_has_cut_short_is_not_compared() -> None:
 @pytest.mark.slow
 def test_five_lines() -> None:
     each = problem()
-    found = find_plan(each)
+    found = find_plan(each, budget=0.05)
     told = explain(each, found, MemoryBudget(bytes=8 << 30))
     plan, time, limit, following, last = told.lines
     assert found.best.choice.schedule in plan
@@ -168,6 +168,7 @@ def test_numbers_for_people(shown: str, text: str) -> None:
 LATE = ClusterConfig(flops_per_s=1e12, link_bytes_per_s=1e11, link_latency_s=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "late"),
     [
@@ -199,6 +200,7 @@ def test_a_network_between_nodes_that_waits_for_links_inside_says_so(slow: str) 
 SLOW_INSIDE = ClusterConfig(flops_per_s=1e12, intra_bytes_per_s=1e7, intra_latency_s=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two_nodes_in_the_file", [False, True])
 def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bool) -> None:
     measured = ProfiledCluster.build(replace(FILE, rates=SLOW_INSIDE))
@@ -209,6 +211,7 @@ def test_on_one_node_all_links_are_those_between_ranks(two_nodes_in_the_file: bo
     assert told.faster["bandwidth between ranks"] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "helps"),
     [

@@ -57,6 +57,7 @@ def test_the_comparison_of_layouts_ends_by_the_clock_with_what_it_has(compared: 
     assert f"{some.late} were not looked at" in some.lines[-1]
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_is_left_out_and_named() -> None:
     one = Overrides(layers=1, nodes=2, seq_len=64)
     found = find_layouts("fsmoe/mixtral-7b-layers", TESTBED, one)

@@ -26,6 +26,7 @@ EVERY = get_args(RowForm)
 LAYOUT = Layout(world_size=4, ep_size=4, rank=0, node_size=2)
 
 
+@pytest.mark.slow
 def test_a_search_that_may_rounds_rows_and_says_what_that_saves() -> None:
     slow_link = ClusterConfig(flops_per_s=1e12, memory_bytes_per_s=1e11, link_bytes_per_s=2e7)
     given = problem(dispatches=("flat", "node_once"), cluster=slow_link)
@@ -51,6 +52,7 @@ def test_rows_that_are_joined_are_not_rounded_too() -> None:
     assert tried == {"flat": EVERY, "node_once": ("none",)}
 
 
+@pytest.mark.slow
 def test_only_the_user_opens_the_choice_and_what_was_chosen_stays() -> None:
     exact = RunConfig(moe=MoEConfig(num_experts=4))
     lossy = replace(exact, plan=PlanConfig(mode="auto", comm_dtype="auto"))

@@ -198,6 +198,7 @@ def agree(each: Problem, choice: Decision) -> None:
     assert loads.std(axis=1).mean() == pytest.approx(cost.load_spread(tasks))
 
 
+@pytest.mark.slow
 def test_a_search_prices_even_routing_and_finds_room_for_what_was_observed() -> None:
     even, hot = problem(batch=64), known(problem(batch=64), (0, 1), (0, 1))
     seen = replace(even, observed=hot.evidence, recompute=("none", "experts"))

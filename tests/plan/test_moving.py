@@ -163,6 +163,7 @@ def on_16_ranks(text: str, **sizes: int) -> Problem:
     return with_routing(replace(each, workload=work), RoutingConfig.parse(text), movable)
 
 
+@pytest.mark.slow
 def test_twice_the_replica_slots_are_taken_where_loads_drift_and_they_fit() -> None:
     drifting = on_16_ranks("slow_drift,drift=0.3", seq_len=16, ffn_hidden_size=1024)
     two = weigh(drifting, [CHOICE])

@@ -275,6 +275,7 @@ def found_in(each: Problem, stages: int, memory: MemoryBudget | None = None) -> 
     return best.choice.recompute, best.memory_bytes
 
 
+@pytest.mark.slow
 def test_a_search_recomputes_only_what_has_to_be_and_refuses_what_does_not_fit() -> None:
     each = replace(LARGE, passes=8, recompute=("none", "experts", "blocks"))
     none, most_bytes = found_in(each, 2)

@@ -76,6 +76,7 @@ def corrected(each: Problem, ratio: float) -> Problem:
     return replace(each, cluster=ProfiledCluster.build(replace(each.cluster.file, steps=steps)))
 
 
+@pytest.mark.slow
 def test_real_steps_correct_the_prediction_and_give_it_an_interval() -> None:
     """And lower bounds with it, which a prediction is compared with: the same plan is the best."""
     ratio = 0.6

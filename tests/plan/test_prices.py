@@ -75,7 +75,7 @@ EXTREMES = [
 
 
 @pytest.mark.slow
-@draws(20)
+@draws(8)
 @example((1e18, 1e18, 1e-12, 1e18, 1e-12, 1e18, 1e-12), True)
 @given(st.tuples(*EXTREMES), st.booleans())
 def test_any_rates_of_a_file_end_in_a_plan_or_in_a_line(values: tuple[float, ...], plain: bool) -> None:

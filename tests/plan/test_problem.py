@@ -77,7 +77,7 @@ def asked(each: Problem, choices: list[Decision], memory: MemoryBudget) -> list[
 
 
 @pytest.mark.slow
-@draws(30)
+@draws(12)
 @given(routed(), st.randoms(use_true_random=False))
 def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> None:
     first = rng.choice(list(space(each)))
@@ -93,7 +93,8 @@ def test_no_answer_depends_on_what_was_asked_before(each: Problem, rng: Any) -> 
     assert together == [alone[i] for i in order]
 
 
-@draws(40)
+@pytest.mark.slow
+@draws(16)
 @given(routed(), st.randoms(use_true_random=False))
 def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: Problem, rng: Any) -> None:
     choices = list(space(each))
@@ -105,6 +106,7 @@ def test_no_order_beats_a_bound_whatever_is_known_of_routing_and_company(each: P
         assert bound(each, choice, plan).seconds <= predict_s(each, choice, plan) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [

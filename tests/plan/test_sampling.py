@@ -51,6 +51,7 @@ def step(ep_size: int, layers: int, nodes: int, per_node: int) -> Problem:
     return published_problem("pro-prophet/moe-gpt-s", find_cluster("fsmoe-testbed-b"), sizes).problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda frozen: str(frozen[0]))
 def test_small_steps_are_weighed_as_a_whole_and_as_before(
     frozen: tuple[str, int, int, int, int, str, str, str, str, int],
@@ -131,6 +132,7 @@ def test_representatives_are_the_middle_of_equal_parts_by_load() -> None:
         assert loads[1] - loads[0] == 1.0, "neighbours by load stand for each other"
 
 
+@pytest.mark.slow
 def test_the_sampled_layers_of_a_workload_are_its_own() -> None:
     each = step(64, 64, 128, 8)
     known = known_routing(each, RoutingConfig.parse("hot_rank,hot_share=0.5"))

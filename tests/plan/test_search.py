@@ -248,6 +248,7 @@ def test_small_steps_are_cut_less_where_one_thread_hands_out_all_tasks() -> None
     assert few.predicted_s < same.predicted_s and many.predicted_s < few.predicted_s
 
 
+@pytest.mark.slow
 @draws(6)
 @given(problems())
 def test_a_search_finds_the_same_whatever_another_has_worked_out(each: Problem) -> None:

@@ -139,6 +139,7 @@ def test_a_grid_covers_the_range() -> None:
     assert places[0] < 0.1 and places[-1] > 0.9 and max(steps) < 1.1 * min(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [pytest.param(1 << 17, marks=pytest.mark.slow), 1 << 20, 1 << 24])
 def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
     """Also from the far end; the other minimum is 10 % slower, and a grid is no better by 3 %."""
@@ -151,7 +152,7 @@ def test_a_bayesian_tuner_finds_the_better_of_two_minima(start: int) -> None:
 def test_a_bayesian_tuner_on_random_valleys() -> None:
     """Every valley within 3 % of its bottom, on average nearer than random search comes."""
     regret: dict[TunerName, list[float]] = {"bayesian": [], "random": []}
-    for seed in range(8):
+    for seed in range(5):
         bottom = random.Random(100 + seed).random()
 
         def valley(size: int, bottom: float = bottom) -> float:

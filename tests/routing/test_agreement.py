@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,6 +181,7 @@ def rows_of_members(task: Task, shares: tuple[Shares, ...], dealt: int) -> tuple
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
+@pytest.mark.slow
 @given(step=steps())
 def test_the_simulator_and_transports_agree(step: Step) -> None:
     cost, work = step.cost, step.work

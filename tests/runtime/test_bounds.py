@@ -157,6 +157,7 @@ def failing(rank: int, step: Case, run: int) -> tuple[str, list[bool]]:
     return "", []
 
 
+@pytest.mark.slow
 @LATE
 def test_a_second_run_that_fails_on_a_rank_ends_on_all(late: bool) -> None:
     """And gradients of earlier passes are as they were."""

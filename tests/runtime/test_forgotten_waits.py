@@ -75,6 +75,7 @@ def fail_in_the_middle_of_a_message(rank: int) -> list[str]:
     return endings
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_and_one_that_waits_for_the_rest_of_a_message_end() -> None:
     pool = RankPool(2)
     try:

@@ -281,6 +281,7 @@ def test_an_interrupt_where_nothing_is_computed_stops_all_lanes(
 # ---- what cannot be woken ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_transfer_that_cannot_be_woken_is_left_alone(lanes: ThreadLanes, spy: Spy) -> None:
     inside, let_go = threading.Event(), threading.Event()
 

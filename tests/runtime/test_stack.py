@@ -238,6 +238,7 @@ def test_statistics_add_up() -> None:
     assert found.dropped_Y.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32() -> None:
     """Autocast computes and sends in bfloat16; parameters, gradients and the loss stay precise."""
     case = replace(case_of(), double=False)

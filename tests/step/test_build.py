@@ -197,6 +197,7 @@ def test_capacity_mode_has_no_counts_and_reads_the_sizes_from_the_attention() ->
     assert needs(graph, "L0.D.m0.c0.B") == {"L0.X.m0.c0.B", "L0.AT.m0.F"}
 
 
+@pytest.mark.slow
 @given(shapes(chunks=6))
 def test_a_slice_s_backward_needs_the_one_forward_chunk_that_holds_it(shape: StepShape) -> None:
     graph = build_graph(shape)

@@ -37,6 +37,7 @@ def test_every_start_has_a_name_of_its_own() -> None:
     assert len({names[0] for names in found}) == 3
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_end_the_wait() -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for rank in (0, 1):

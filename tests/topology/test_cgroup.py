@@ -121,6 +121,7 @@ def in_group(group: Path) -> tuple[str, int]:
     return Places.here().describe(2), torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_places_of_a_process_that_is_bound_to_one_core() -> None:
     assert forked(bound_to, min(os.sched_getaffinity(0))) == 1
 

@@ -92,12 +92,14 @@ def test_a_store_of_one_process_serves_as_well() -> None:
     second.close()
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_run_are_silent(three: Ranks) -> None:
     found = three.start(0).give_up()
     assert found.silent == found.culprits == (1, 2)
     assert found.verdict() == "ranks 1 and 2 do not answer: they are stopped, disconnected or dead"
 
 
+@pytest.mark.slow
 def test_who_has_given_up_before_is_not_taken_for_the_culprit(three: Ranks) -> None:
     first, second = three.start(0), three.start(1)
     second.give_up()
@@ -119,6 +121,7 @@ def test_a_rank_that_fails_by_itself_leaves_its_reason(three: Ranks) -> None:
     assert cause(three.root) == (1, "task L0.X.m0.c0.F: ZeroDivisionError: division by zero")
 
 
+@pytest.mark.slow
 def test_the_launcher_learns_who_is_silent_and_what_was_waited_for(three: Ranks) -> None:
     assert (cause(three.root), silent_ranks(three.root)) == ((None, ""), [])
     watch(three.start(0))
@@ -145,6 +148,7 @@ def test_ranks_are_told_by_the_launcher_which_of_them_was_killed(
     assert second.give_up().gone == {0: None, 2: "killed by signal 9 (SIGKILL)"}
 
 
+@pytest.mark.slow
 def test_a_rank_whose_store_has_gone_names_the_rank_that_kept_it() -> None:
     root = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     watcher = FaultWatcher(
@@ -184,6 +188,7 @@ def test_errors_of_transports_are_known(error: Exception, is_one: bool) -> None:
     assert is_transport_error(error) is is_one
 
 
+@pytest.mark.slow
 def test_a_broken_exchange_is_explained_by_who_is_missing(three: Ranks) -> None:
     three.start(2)
     watch(three.start(0))

@@ -164,6 +164,7 @@ def test_all_ranks_of_a_large_layout_make_the_same_groups(
     assert len(firsts) == several, "every group of several ranks has one"
 
 
+@pytest.mark.slow
 def test_a_swapped_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above sees a rank that makes groups in another order."""
     sizes = {"ep_size": 2, "node_size": 2}

@@ -183,6 +183,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 999), st.integers(0, 99)), min_size=1,
 REPLICAS_OF_ALL = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z]", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(
     prefix=REPLICAS_OF_ALL, spans=SPANS, width=st.integers(1, 4), others=st.lists(REPLICAS_OF_ALL, max_size=3)
 )

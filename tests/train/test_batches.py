@@ -119,6 +119,7 @@ def test_labels_are_the_next_tokens(case: Case, step: int) -> None:
     assert len(windows_of(case, batch)) == case.global_batch  # every sample is cut from the corpus
 
 
+@pytest.mark.slow
 @given(cases, st.integers(0, 50), st.sampled_from([2, 3, 4, 6, 12]))
 def test_all_ranks_together_see_the_same_whatever_their_number(
     case: Case, step: int, world_size: int
@@ -130,6 +131,7 @@ def test_all_ranks_together_see_the_same_whatever_their_number(
         assert same(union(list(parts)), whole)
 
 
+@pytest.mark.slow
 @given(cases, st.lists(st.integers(0, 60), min_size=2, max_size=8))
 def test_a_batch_depends_on_the_step_alone(case: Case, steps: list[int]) -> None:
     used = case.stream()
@@ -200,6 +202,7 @@ def test_a_corpus_that_holds_out_less_than_a_batch_is_enough() -> None:
     assert len(batch.tokens_BL) == 5
 
 
+@pytest.mark.slow
 @given(cases)
 def test_sample_ids_never_repeat(case: Case) -> None:
     stream = case.stream()

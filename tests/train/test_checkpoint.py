@@ -38,6 +38,7 @@ from tests.support.ranks import Pools
 # ---- the round trip ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     first = trained(0, CASE, tmp_path / "new" / "checkpoints")
     path = first.save(2)
@@ -233,6 +234,7 @@ def test_older_ones_go(tmp_path: Path, keep: int) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.txt", *kept]
 
 
+@pytest.mark.slow
 def test_steps_of_nine_digits_are_found(tmp_path: Path) -> None:
     run = trained(0, CASE, tmp_path, keep=3)
     for step in (99_999_999, 100_000_000, 1_000_000_000):

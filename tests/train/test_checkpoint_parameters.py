@@ -17,6 +17,7 @@ from tests.support.parity import Case, stack_of
 TIED = replace(CASE, model=replace(CASE.model, tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 def test_a_tied_head_comes_back(tmp_path: Path) -> None:
     first = trained(0, TIED, tmp_path)
     path = first.save(2)

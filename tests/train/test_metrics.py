@@ -113,6 +113,7 @@ def test_steps_must_ascend(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 300))
 def test_a_last_line_cut_anywhere_is_dropped(cut: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -76,6 +76,7 @@ def best_of_all(problem: Problem) -> float:
     return min(problem.simulate(choice, problem.plan(choice)).iteration_s for choice in choices)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_the_best_published_one_gains_nothing_over_the_best() -> None:
     result = run_grid(GRIDS["flowmoe-cluster-1"], sample=1, joint_sample=2, joint=best_of_all)
     best, *each = result.joint
@@ -96,6 +97,7 @@ def low(problem: Problem) -> float:
     return joint_plan_s(problem, "low")
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_finds() -> None:
     grid: Grid = replace(GRIDS["flowmoe-cluster-2"], specs=GRIDS["flowmoe-cluster-2"].specs[:3])
     assert run_grid(grid, workers=2) == run_grid(grid)

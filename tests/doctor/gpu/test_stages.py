@@ -138,6 +138,7 @@ def two_cases(rank: int) -> AbstractContextManager[Any]:
     return patch.object(numerics, "cases", lambda world_size: few_cases(world_size)[:2])
 
 
+@pytest.mark.slow
 def test_numbers_of_the_card_are_those_of_the_reference(cards: Pools) -> None:
     found = judged("numerics", cards(2).run(run_on_card, "numerics", two_cases))
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
@@ -327,6 +328,7 @@ def one_after_the_other(rank: int) -> Outcome:
         return lanes.run(here)
 
 
+@pytest.mark.slow
 def test_all_layouts_have_communicators(cards: Pools) -> None:
     found = judged("join", cards(2).run(run_on_card, "join", nothing))
     assert (found.verdict, found.reason) == (Verdict.PASS, "")
@@ -364,6 +366,7 @@ def test_what_ranks_must_say_of_a_fault(said: str, waited_s: float, faulty: bool
     assert found.startswith(why) and bool(found) == bool(why)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_says_so() -> None:
     pool = RankPool(2)
     try:

@@ -110,6 +110,7 @@ def test_replicas_take_the_bytes_of_an_expert_and_leave_owners_alone() -> None:
     assert sum(moves) == cost.workload.expert_bytes
 
 
+@pytest.mark.slow
 def test_the_first_step_has_no_replicas_and_samples_keep_their_number() -> None:
     _, cost = planned(case_of(), BOTH, 0)
     assert cost.placed is not None and all(replication.is_empty for replication in cost.placed.replications)

@@ -32,6 +32,7 @@ def test_experts_are_one_graph_for_any_number_of_rows() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_the_operators_are_well_formed() -> None:
     rows, weight = numbers(7, 4), numbers(3, 4, 5, seed=1)
     inputs = (rows.requires_grad_(), weight.requires_grad_(), [4, 0, 3])

@@ -198,6 +198,7 @@ def test_filling_idle_time_lengthens_no_simulated_step(megabytes: int, latency_u
     )
 
 
+@pytest.mark.slow
 def test_flowmoe_cuts_a_batch_into_divisors_and_takes_the_best_by_simulation() -> None:
     asked = problem(batch=4)
     tuned, published = flowmoe_choice(asked), flowmoe_published_choice(asked)

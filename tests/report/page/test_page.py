@@ -205,6 +205,7 @@ def test_what_bound_the_step_is_told_in_shares_of_its_path() -> None:
     assert "nothing crosses a network" in alone.sentences()[1]
 
 
+@pytest.mark.slow
 def test_heat_maps_of_large_models_stay_small() -> None:
     large = LoadCourse(tuple(range(60)), tuple(range(256)), np.ones((256, 60, 256), dtype=np.int64))
     cells = 0

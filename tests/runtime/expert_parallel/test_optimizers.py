@@ -282,6 +282,7 @@ def test_gradients_in_shares_are_converted_cleared_and_left_out_of_copies() -> N
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_a_model_may_have_another_optimiser_when_its_shares_are_gone() -> None:
     case = layout_case((1, 1, 1, 1), "flowmoe", "gather")
     stack, optimizer = build(0, case, Habits(), sharded=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 
 from penstock.decision import Decision
@@ -46,6 +47,7 @@ def test_nothing_waits_for_it_and_a_model_without_gates_has_none(shape: StepShap
         assert task_at(with_loads, f"L{shape.last}.ST.F") in ancestors(with_loads, task)
 
 
+@pytest.mark.slow
 def test_schedules_put_it_where_it_holds_nothing_up() -> None:
     """One slot of the network under the backward of the head and what follows it."""
     base = StepShape(moe_layers=(True, True))
